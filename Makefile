@@ -1,0 +1,47 @@
+# make train   a first run: sets up .venv if needed, trains configs/quickstart.yaml on 2 processes
+# make test    sets up .venv if needed, runs the tests
+# make lint    ruff, pyright, import-linter
+#
+# The stack is CUDA's where a GPU is seen, else the CPU's. PYTHON=python3.12 picks an interpreter (3.11 or 3.12).
+# The CPU stack needs no CUDA libraries: where pip's index gives CUDA builds of torch, point PIP_EXTRA_INDEX_URL at
+# PyTorch's index of CPU wheels.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+STACK ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+TORCHREC_cpu := torchrec==1.8.0
+TORCHREC_cuda := torchrec==1.6.1
+READY := $(VENV)/.ready-$(STACK)
+
+.PHONY: train test test-gpu lint format clean
+
+train: $(READY)
+	$(BIN)/dlrm-overlap train --config configs/quickstart.yaml --nproc 2
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+
+$(READY): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --no-deps $(TORCHREC_$(STACK))
+	$(BIN)/python -m pip install -q -e ".[$(STACK),dev]"
+	touch $@

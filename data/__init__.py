@@ -1,0 +1,1 @@
+"""Samples: synthetic and Criteo's, and the loader."""

@@ -1,0 +1,311 @@
+"""Criteo's click logs, from text, TorchRec's arrays or MLPerf's multi-hot arrays.
+
+All three are lists of days, each a set of arrays in memory or mapped from disk. Samples keep the order of the files;
+positions run on over the days and start again at the first sample after the last.
+"""
+
+import re
+import zipfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.criteo_text import BLOCK_BYTES, criteo_files, hash_ids, read_rows
+from dlrm_overlap.data.prepare_criteo import day_file, read_meta
+
+_ZIP_HEADER_BYTES = 30  # of a member, ahead of its name, extra field and data
+_ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
+
+
+@dataclass(frozen=True)
+class _Day:
+    name: str
+    """path of the files, up to their last part"""
+    labels: np.ndarray
+    """[n], any number type"""
+    dense: np.ndarray
+    """[n, 13] float32"""
+    ids: Sequence[np.ndarray] | np.ndarray
+    """a table: [n, pooling factor] int32"""
+
+
+class _Criteo(Dataset):
+    """Days, one after the other. Every bag of a table holds the same number of ids."""
+
+    def __init__(self, days: Sequence[_Day], rows: Sequence[int], max_rows: int | None):
+        """`rows` as the ids were made for; `max_rows` folds those of larger tables."""
+        self.rows: list[int] = _cap(rows, max_rows)
+        self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
+        self._days = days
+        self._ends = list(accumulate(len(day.labels) for day in days))
+        self.num_samples: int = self._ends[-1]
+        if self.num_samples == 0:
+            raise InputError(f"{days[0].name}: no samples; give a data set that has some")
+        self._pooling = [ids.shape[1] for ids in days[0].ids]
+        self.pooling: list[float] = [float(factor) for factor in self._pooling]
+        """ids a bag, of each table"""
+
+    def read(self, first: int, count: int) -> Batch:
+        """Return the samples [first, first + count), modulo the number of samples.
+
+        dense: [count, 13] float32. lengths and values: int32, table after table. labels: [count] float32.
+
+        Raises:
+            InputError: naming the day, the sample and the value, where a label is not 0 or 1, a dense feature not
+                finite or an id not a row of its table. Ids of tables above `max_rows` are folded by modulo; negative
+                ones are refused there too.
+        """
+        dense = np.empty((count, CRITEO_DENSE), np.float32)
+        labels = np.empty(count, np.float32)
+        values = np.empty(count * sum(self._pooling), np.int32)
+        table_ends = [count * end for end in accumulate(self._pooling)]
+        bags = [table.reshape(count, -1) for table in np.split(values, table_ends[:-1])]
+        for day, source, target in self._pieces(first, count):
+            labels[target] = day.labels[source]
+            _check(labels[target], _is_label, f"{day.name}: label", source.start, "0 or 1; correct the file")
+            dense[target] = day.dense[source]
+            _check(dense[target], np.isfinite, f"{day.name}: dense feature", source.start, "finite; correct the file")
+            for t, table in enumerate(bags):
+                table[target] = day.ids[t][source]
+                self._fold_and_check(t, table[target], day, source.start)
+        lengths = np.repeat(np.array(self._pooling, np.int32), count)
+        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
+
+    def _pieces(self, first: int, count: int) -> Iterator[tuple[_Day, slice, slice]]:
+        """Yield the days that hold the samples [first, first + count), where there and where in the batch."""
+        done = 0
+        while done < count:
+            position = (first + done) % self.num_samples
+            i = bisect_right(self._ends, position)
+            day, size = self._days[i], min(count - done, self._ends[i] - position)
+            start = position - (self._ends[i] - len(day.labels))
+            yield day, slice(start, start + size), slice(done, done + size)
+            done += size
+
+    def _fold_and_check(self, t: int, ids: np.ndarray, day: _Day, first: int) -> None:
+        # Least and greatest are enough to know that all is well, at a fraction of the price of a mask.
+        rows, what = self.rows[t], f"{day.name}: table {t}, id"
+        if ids.min() < 0:
+            _check(ids, lambda x: x >= 0, what, first, "at least 0; correct the file")
+        if ids.max() >= rows:
+            if not self._folded[t]:
+                _check(ids, lambda x: x < rows, what, first, f"below {rows}, the table's rows; {_ROWS_CURE}")
+            ids -= ids // rows * rows  # numpy vectorises the division by a scalar, but not `%`
+
+
+def _is_label(values: np.ndarray) -> np.ndarray:
+    return (values == 0) | (values == 1)
+
+
+def _check(values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], what: str, first: int, words: str) -> None:
+    """Raise an InputError for the first of `values`, [n] or [n, columns] from sample `first` on, that breaks `rule`."""
+    good = rule(values)
+    if not good.all():
+        place = np.argwhere(~good)[0]
+        column = f", column {place[1]}" if place.size > 1 else ""
+        raise InputError(f"{what} of sample {first + place[0]}{column} is {values[tuple(place)]}, not {words}")
+
+
+class CriteoText(_Criteo):
+    """Criteo's text, Kaggle's or the Terabyte set's, parsed when built and held in memory: 160 bytes a sample.
+
+    The files, plain or .gz, are those of `criteo_files`. Their format and the dense features are told in
+    `criteo_text`, how a category becomes a row in `hash_ids`: missing ones take row 0. Processes that are forked share
+    the memory; pickling copies it.
+    """
+
+    def __init__(self, path: str | Path, tables: TablesConfig, block_bytes: int = BLOCK_BYTES):
+        """Parse `path`, a file or a folder, in blocks of `block_bytes`.
+
+        Raises:
+            InputError: if there are no rows in `tables`, no files, or a line breaks the format.
+        """
+        if tables.rows is None:
+            raise InputError("data.tables.rows: null, but text names no rows; set data.tables.rows, say to 100000")
+        rows = _cap(_per_table(tables.rows), tables.max_rows)
+        days = []
+        for file in criteo_files(Path(path)):
+            for text in read_rows(file, block_bytes):
+                ids = hash_ids(text.categories, text.missing, rows)
+                days.append(_Day(str(file), text.labels, text.dense, ids.T[:, :, None]))
+        super().__init__(days, rows, None)
+
+
+class CriteoNpy(_Criteo):
+    """TorchRec's arrays, mapped from disk: day_i_{dense,sparse,labels}.npy for a number of days i, in that order.
+
+    dense: float32 [n, 13]. sparse: int32 [n, 26]. labels: int32 [n] or [n, 1]. Pickling carries the path alone.
+    """
+
+    def __init__(self, path: str | Path, tables: TablesConfig):
+        """Map the days of the folder `path`.
+
+        Where `tables` has no rows, they are those in the meta.json that `dlrm-overlap prepare` wrote.
+
+        Raises:
+            InputError: if the rows are unknown, a file is missing, breaks the format or is of another length than its
+                day's others, or `prepare` was interrupted.
+        """
+        self._arguments = (path, tables)
+        folder = Path(path)
+        meta = read_meta(folder)
+        unfinished = [day.name for day in meta.days if day.samples is None] if meta else []
+        if unfinished:
+            raise InputError(
+                f"{folder}: `dlrm-overlap prepare` did not finish {unfinished[0]}; run it again with the same arguments"
+            )
+        days = []
+        for day in _days(folder, "sparse.npy"):
+            sparse = _map_npy(day_file(folder, day, "sparse"), np.int32, CRITEO_TABLES)
+            days.append(_open_day(folder, day, sparse.T[:, :, None]))
+        if (rows := tables.rows or (meta and meta.rows)) is None:
+            raise InputError(
+                f"data.tables.rows: null, and {folder} has no meta.json of `dlrm-overlap prepare`; set data.tables.rows"
+            )
+        super().__init__(days, _per_table(rows), tables.max_rows)
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._arguments
+
+
+class CriteoMultihot(_Criteo):
+    """MLPerf's multi-hot arrays, mapped from disk: day_i_sparse_multi_hot.npz and day_i_{dense,labels}.npy.
+
+    The npz holds 0.npy .. 25.npy, a table each: int32 [n, ids a bag]. dense and labels are as in `CriteoNpy`.
+    Pickling carries the path alone.
+    """
+
+    def __init__(self, path: str | Path, tables: TablesConfig):
+        """Map the days of the folder `path`.
+
+        Raises:
+            InputError: if `tables` has no rows, a file is missing, breaks the format or is compressed, is of another
+                length than its day's others, or bags hold other numbers of ids than the first day's.
+        """
+        self._arguments = (path, tables)
+        if tables.rows is None:
+            raise InputError("data.tables.rows: null, but multi-hot arrays name no rows; set data.tables.rows")
+        folder = Path(path)
+        days = [
+            _open_day(folder, day, _map_npz(folder / f"day_{day}_sparse_multi_hot.npz"))
+            for day in _days(folder, "sparse_multi_hot.npz")
+        ]
+        first = [ids.shape[1] for ids in days[0].ids]
+        for day in days:
+            if (found := [ids.shape[1] for ids in day.ids]) != first:
+                raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
+        super().__init__(days, _per_table(tables.rows), tables.max_rows)
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._arguments
+
+
+def open_criteo(config: DataConfig, path: str) -> CriteoText | CriteoNpy | CriteoMultihot:
+    """Open the samples at `path`, config.path or config.eval_path, as config.kind (not synthetic) says.
+
+    Raises:
+        InputError: if they do not exist, are empty or break their format.
+    """
+    kinds = {"criteo_tsv": CriteoText, "criteo_npy": CriteoNpy, "criteo_multihot": CriteoMultihot}
+    return kinds[config.kind](path, config.tables)
+
+
+def _per_table(rows: int | Sequence[int]) -> list[int]:
+    return [rows] * CRITEO_TABLES if isinstance(rows, int) else list(rows)
+
+
+def _cap(rows: Sequence[int], max_rows: int | None) -> list[int]:
+    capped = [min(table_rows, max_rows or table_rows) for table_rows in rows]
+    if max(capped) >= 2**31:
+        raise InputError(f"data.tables.rows: {max(capped)} overflows int32 ids; stay below {2**31}")
+    return capped
+
+
+def _days(folder: Path, sparse: str) -> list[int]:
+    """Return the days of which `folder` holds dense.npy, labels.npy or `sparse`."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: not a folder; give the one that holds day_0_{sparse} and its like")
+    name = re.compile(rf"day_(\d+)_(dense\.npy|labels\.npy|{re.escape(sparse)})")
+    days = {int(match[1]) for file in folder.iterdir() if (match := name.fullmatch(file.name))}
+    if not days:
+        raise InputError(f"{folder}: holds no day_0_{sparse} nor its like; give another folder or data.kind")
+    return sorted(days)
+
+
+def _open_day(folder: Path, day: int, ids: Sequence[np.ndarray] | np.ndarray) -> _Day:
+    name = str(folder / f"day_{day}")
+    dense = _map_npy(day_file(folder, day, "dense"), np.float32, CRITEO_DENSE)
+    labels = _map_npy(day_file(folder, day, "labels"), np.int32, 1)[:, 0]
+    if len(lengths := {len(dense), len(labels), *map(len, ids)}) > 1:
+        raise InputError(
+            f"{name}: files of {sorted(lengths)} samples, but dense, labels and sparse must agree; replace them"
+        )
+    return _Day(name, labels, dense, ids)
+
+
+def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
+    """Map the [n, columns] array (or [n], for one column) of an npy file."""
+    try:
+        array = np.load(file, mmap_mode="r")
+    except (OSError, EOFError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    return _checked(array, file, dtype, columns)
+
+
+def _unreadable(file: Path, error: Exception) -> InputError:
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"{file}: missing, but a day has dense, labels and sparse; add it or take the day out")
+    return InputError(f"{file}: not a whole numpy file ({error}); replace it")
+
+
+def _map_npz(file: Path) -> list[np.ndarray]:
+    """Map the members 0.npy .. 25.npy of an npz file where they lie in it."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+        tables = []
+        for t in range(CRITEO_TABLES):
+            if (info := members.get(f"{t}.npy")) is None:
+                raise InputError(f"{file}: has no member {t}.npy; it must hold 0.npy .. {CRITEO_TABLES - 1}.npy")
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise InputError(f"{file}: compressed, so it cannot be mapped; write it anew with numpy.savez")
+            tables.append(_checked(_map_member(file, info), file, np.int32, None, f", member {t}.npy"))
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise _unreadable(file, error) from error
+    return tables
+
+
+def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
+    with file.open("rb") as stream:
+        stream.seek(info.header_offset)
+        header = stream.read(_ZIP_HEADER_BYTES)
+        name_bytes, extra_bytes = np.frombuffer(header, "<u2", 2, _ZIP_HEADER_BYTES - 4).tolist()
+        stream.seek(name_bytes + extra_bytes, 1)
+        try:
+            version = np.lib.format.read_magic(stream)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+            shape, fortran_order, dtype = read(stream)
+            # The copy out of an unaligned map is as fast as any, and `read` only copies.
+            return np.memmap(file, dtype, "r", stream.tell(), shape, order="F" if fortran_order else "C")
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{file}: member {info.filename} is not an npy array ({error}); replace it") from error
+
+
+def _checked(array: np.ndarray, file: Path, dtype: type, columns: int | None, member: str = "") -> np.ndarray:
+    """Return `array` as a plain [n, columns] one, `columns` None being any number but 0."""
+    if columns == 1 and array.ndim == 1:
+        array = array[:, None]
+    wanted = columns or "ids a bag"
+    if array.dtype != dtype or array.ndim != 2 or array.shape[1] != (columns or max(1, array.shape[1])):
+        raise InputError(
+            f"{file}{member}: {array.dtype} {list(array.shape)}, but it must be {np.dtype(dtype)} [samples, {wanted}]; "
+            f"convert it"
+        )
+    return np.asarray(array)  # a plain array slices faster than np.memmap

@@ -1,0 +1,208 @@
+"""The way from samples to the training loop: the two data sets of a run, and the reading ahead of their batches."""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import torch
+import torch.utils.data
+
+from dlrm_overlap.config import DataConfig, InputError
+from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.criteo import open_criteo
+from dlrm_overlap.data.synthetic import Synthetic
+
+
+class Slice(Dataset):
+    """A view of the samples [start, start + num_samples) of a data set. Positions wrap at the view's own end."""
+
+    def __init__(self, dataset: Dataset, start: int, num_samples: int):
+        """`num_samples` >= 1; the view must lie within `dataset`."""
+        assert num_samples >= 1
+        self.rows, self.pooling = dataset.rows, dataset.pooling
+        self.num_samples: int = num_samples
+        self._dataset, self._start = dataset, start
+
+    def read(self, first: int, count: int) -> Batch:
+        """Return the samples [first, first + count), modulo the view's length."""
+        pieces, end = [], first + count
+        while first < end:
+            position = first % self.num_samples
+            size = min(end - first, self.num_samples - position)
+            pieces.append(self._dataset.read(self._start + position, size))
+            first += size
+        return pieces[0] if len(pieces) == 1 else _join(pieces)
+
+
+def open_datasets(config: DataConfig) -> tuple[Dataset, Dataset]:
+    """Open the samples to train on and those to evaluate on, in this order.
+
+    Raises:
+        InputError: if files are missing or malformed, no sample would be held out, or the tables of the two differ.
+    """
+    if config.kind == "synthetic":
+        return Synthetic(config, "train"), Synthetic(config, "eval")
+    assert config.path is not None, "DataConfig.require_source asks for the path of a file kind"
+    dataset = open_criteo(config, config.path)
+    if config.eval_path is not None:
+        held_out = open_criteo(config, config.eval_path)
+        if list(held_out.rows) != list(dataset.rows):
+            raise InputError(
+                f"data.eval_path: {config.eval_path} has tables of other rows than {config.path}; set data.tables.rows "
+                f"to the rows both were made for"
+            )
+        return dataset, held_out
+    held = int(dataset.num_samples * config.eval_fraction)
+    if held == 0:
+        raise InputError(
+            f"data.eval_fraction: {config.eval_fraction} holds out none of {dataset.num_samples} samples; "
+            f"raise it or set data.eval_path"
+        )
+    kept = dataset.num_samples - held
+    return Slice(dataset, 0, kept), Slice(dataset, kept, held)
+
+
+class Loader(Iterator[Batch]):
+    """One rank's batches, read ahead of the training loop; good for one pass.
+
+    Reading starts at the first `next`. Afterwards, and if the loader is dropped or a read fails, its thread or
+    processes end; `close` and the end of a `with` block do the same early.
+    """
+
+    def __init__(self, source: Generator[Batch | InputError, None, None]):
+        self._source = source
+        self.wait_s = 0.0
+        """host seconds spent in `next` so far, blocked until a batch was there"""
+
+    def __next__(self) -> Batch:
+        """Return the next batch, on the CPU.
+
+        Raises:
+            InputError: what the data set raised, with its message as it was.
+        """
+        start = time.perf_counter()
+        try:
+            batch = next(self._source)
+        finally:
+            self.wait_s += time.perf_counter() - start
+        if isinstance(batch, InputError):
+            self.close()
+            raise batch
+        return batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the reading, once the batch now being read is done; there is no next batch then."""
+        self._source.close()
+
+
+def make_loader(
+    dataset: Dataset,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    first_step: int,
+    last_step: int,
+    workers: int,
+    prefetch: int,
+    pin_memory: bool,
+) -> Loader:
+    """Return the batches of rank `rank` in the steps [first_step, last_step), `batch_size` samples b a rank and step.
+
+    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`.
+
+    Args:
+        workers: processes that read, each the steps of its turn. They are started as the platform's default says,
+            forked on Linux: data sets must not touch CUDA. 0 reads in a thread of this process instead, which needs
+            no shared memory, but shares the interpreter's lock with the training loop.
+        prefetch: batches that each worker, or the thread, reads ahead.
+        pin_memory: copy the batches to page-locked memory; for runs on a GPU alone.
+    """
+    batches = _RankBatches(dataset, batch_size, rank, world_size)
+    steps = range(first_step, last_step)
+    if workers == 0:
+        return Loader(_read_by_thread(batches, steps, prefetch, pin_memory))
+    return Loader(_read_by_processes(batches, steps, workers, prefetch, pin_memory))
+
+
+class _RankBatches(torch.utils.data.Dataset[Batch | InputError]):
+    """Step -> the batch of one rank."""
+
+    def __init__(self, dataset: Dataset, batch_size: int, rank: int, world_size: int):
+        self._dataset, self._batch_size, self._rank, self._world_size = dataset, batch_size, rank, world_size
+
+    def __getitem__(self, step: int) -> Batch | InputError:
+        first = (step * self._world_size + self._rank) * self._batch_size
+        try:
+            return self._dataset.read(first, self._batch_size)
+        except InputError as error:
+            # As a value: DataLoader would wrap the message of a raised one into a worker's traceback.
+            return error
+
+
+def _read_by_processes(
+    batches: _RankBatches, steps: range, workers: int, prefetch: int, pin_memory: bool
+) -> Generator[Batch | InputError, None, None]:
+    # Each process seeds itself from `generator`: with the global one, a run's random numbers would depend on the number
+    # of loaders made. Workers that persist would help a second pass only.
+    loader = torch.utils.data.DataLoader(
+        batches,
+        batch_size=None,
+        sampler=steps,
+        num_workers=workers,
+        prefetch_factor=prefetch,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+    )
+    iterator: Any = iter(loader)
+    try:
+        yield from iterator
+    finally:
+        # Dropping the iterator ends them too, but the traceback of a failed read keeps it alive.
+        iterator._shutdown_workers()
+
+
+def _read_by_thread(
+    batches: _RankBatches, steps: range, prefetch: int, pin_memory: bool
+) -> Generator[Batch | InputError, None, None]:
+    device = torch.accelerator.current_device_index() if pin_memory else None
+
+    def read(step: int) -> Batch | InputError:
+        batch = batches[step]
+        if device is None or isinstance(batch, InputError):
+            return batch
+        torch.accelerator.set_device_index(device)  # a thread begins at GPU 0, where pinning would open a context
+        return batch.pin_memory()
+
+    pool = ThreadPoolExecutor(1, "loader")
+    pending = deque()
+    try:
+        for step in steps:
+            pending.append(pool.submit(read, step))
+            if len(pending) > prefetch:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _join(batches: Sequence[Batch]) -> Batch:
+    """Return one batch of the samples of all `batches`, in their order."""
+    lengths = [batch.sparse.lengths().view(len(batch.sparse.keys()), -1) for batch in batches]
+    tables = [
+        batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
+    ]
+    return Batch.from_tensors(
+        torch.cat([batch.dense for batch in batches]),
+        torch.cat(lengths, dim=1).flatten(),
+        torch.cat([values for table in zip(*tables, strict=True) for values in table]),
+        torch.cat([batch.labels for batch in batches]),
+    )

@@ -1,0 +1,298 @@
+"""From Criteo's text to arrays that training maps from disk: `dlrm-overlap prepare criteo IN OUT`.
+
+Text file i of IN, in natural order, becomes OUT's day_i_dense.npy (float32 [n, 13], log1p already taken),
+day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy (int32 [n, 1]); meta.json says how. Ids are made in one
+of two ways:
+
+- hashing into `rows` rows a table: row 0 for a missing value, a hash for any other (see `hash_ids`);
+- by frequency: row 0 for a missing value, row 1 for all values seen fewer than `min_count` times over all days, and a
+  row each for the others, from 2 on, in ascending order of the value. vocabulary.npz keeps these values. Days prepared
+  in another run have other rows: hold samples out of these days to evaluate.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError
+from dlrm_overlap.data.criteo_text import BLOCK_BYTES, TextRows, criteo_files, hash_ids, read_rows
+
+_META, _VOCABULARY = "meta.json", "vocabulary.npz"
+_DENSE = "log1p of the count; 0 where it is missing or negative"
+_PARTS = {"dense": ("<f4", CRITEO_DENSE), "sparse": ("<i4", CRITEO_TABLES), "labels": ("<i4", 1)}
+_MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table made by frequency
+
+
+@dataclass(frozen=True)
+class SourceDay:
+    """A text file as it was when its day was prepared."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    samples: int | None = None
+    """None until the day's arrays are whole"""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says of a folder of prepared days."""
+
+    hash_rows: int | None
+    """rows a table, ids by hashing"""
+    min_count: int | None
+    """frequency threshold, ids by frequency"""
+    rows: list[int] | None
+    """rows of each table; None until the values are counted"""
+    days: list[SourceDay]
+    dense: str = _DENSE
+    """what the dense features are"""
+
+
+def day_file(folder: Path, day: int, part: str) -> Path:
+    """Return the file of a day's `part`: dense, sparse or labels."""
+    return folder / f"day_{day}_{part}.npy"
+
+
+def read_meta(folder: Path) -> Meta | None:
+    """Return what the meta.json of `folder` says; None where there is none.
+
+    Raises:
+        InputError: if the file is not one that `prepare_criteo` writes.
+    """
+    file = folder / _META
+    try:
+        fields = json.loads(file.read_text())
+        return Meta(**{**fields, "days": [SourceDay(**day) for day in fields["days"]]})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
+        ) from error
+
+
+def prepare_criteo(
+    source: Path,
+    target: Path,
+    *,
+    rows: int | None = None,
+    min_count: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Meta:
+    """Turn the text files at `source` into the days of the folder `target`, and return its meta.json.
+
+    Give either `rows`, the rows of each table, or `min_count`, the frequency threshold. Text is read in blocks of
+    `block_bytes`. Hashing needs some ten times that memory, whatever the size of the data; counting by frequency also
+    12 bytes a distinct value of every table, and about five times that of one table while it merges.
+
+    A run that was interrupted goes on with the first day not finished when it is started again, and one that changes
+    nothing is free: a day is kept while its source has the same name, size and time of modification. By frequency, a
+    change of any source redoes all. Files appear whole or not at all, and meta.json names a day only after them.
+    A bar on a terminal's standard error shows the bytes read.
+
+    Raises:
+        InputError: if both or neither of `rows` and `min_count` are given, there is no text, a line of it breaks the
+            format, or `target` holds what was made in another way or cannot be written.
+    """
+    if (rows is None) == (min_count is None):
+        raise InputError(f"--rows {rows}, --min_count {min_count}: give one of them, to hash or to count the values")
+    if not 1 <= (rows or min_count or 0) < 2**31:
+        raise InputError(f"--rows {rows}, --min_count {min_count}: must be at least 1 and below {2**31}")
+    files = criteo_files(source)
+    stats = [file.stat() for file in files]
+    days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    meta = _resume(target, Meta(rows, min_count, None if rows is None else [rows] * CRITEO_TABLES, days))
+    pending = [i for i, day in enumerate(meta.days) if day.samples is None]
+    if not pending:
+        return meta
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        _write_meta(target, meta)
+        with _progress_bar() as bar:
+            if meta.rows is None:
+                assert min_count is not None
+                vocabulary = _count(files, min_count, block_bytes, _watch(bar, "counting values", meta.days))
+                with _replacing(target / _VOCABULARY) as stream:
+                    np.savez(stream, *vocabulary)
+                meta = replace(meta, rows=[_FIRST_KNOWN + len(known) for known in vocabulary])
+                _write_meta(target, meta)
+            encode = _encoder(target, meta)
+            on_read = _watch(bar, "writing days", [meta.days[i] for i in pending])
+            for i in pending:
+                samples = _write_day(read_rows(files[i], block_bytes, on_read), target, i, encode)
+                meta.days[i] = replace(meta.days[i], samples=samples)
+                _write_meta(target, meta)
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error}); free it or choose another, and run again") from error
+    return meta
+
+
+def _resume(target: Path, wanted: Meta) -> Meta:
+    """Return `wanted` with what the folder already holds of it."""
+    found = read_meta(target)
+    if found is None:
+        if any(target.glob("day_*_*.npy")):
+            raise InputError(f"{target}: holds day files of another making; choose another folder")
+        return wanted
+    if (found.hash_rows, found.min_count, found.dense) != (wanted.hash_rows, wanted.min_count, wanted.dense):
+        raise InputError(
+            f"{target}: was prepared with --rows {found.hash_rows}, --min_count {found.min_count}, not "
+            f"{wanted.hash_rows}, {wanted.min_count}; choose another folder or delete this one"
+        )
+    if len(found.days) > len(wanted.days):
+        raise InputError(
+            f"{target}: holds {len(found.days)} days, but there are {len(wanted.days)} text files; choose another "
+            f"folder or delete this one"
+        )
+    same = [replace(old, samples=None) == new for old, new in zip(found.days, wanted.days, strict=False)]
+    counted = all(same) and len(same) == len(wanted.days) and (target / _VOCABULARY).exists()
+    if wanted.min_count is not None and not counted:
+        return wanted  # whose rows are None: count anew
+    days = list(wanted.days)
+    for i, old in enumerate(found.days):
+        if same[i] and _is_whole(target, i, old.samples):
+            days[i] = old
+    return replace(wanted, rows=found.rows, days=days)
+
+
+def _is_whole(target: Path, day: int, samples: int | None) -> bool:
+    try:
+        return all(len(np.load(day_file(target, day, part), mmap_mode="r")) == samples for part in _PARTS)
+    except (OSError, ValueError):
+        return False
+
+
+def _write_meta(target: Path, meta: Meta) -> None:
+    with _replacing(target / _META) as stream:
+        stream.write(json.dumps(asdict(meta), indent=1).encode())
+
+
+def _write_day(texts: Iterator[TextRows], target: Path, day: int, encode: Callable[[TextRows], np.ndarray]) -> int:
+    """Write a day's three files and return its number of samples."""
+    samples = 0
+    with ExitStack() as stack:
+        streams = {part: stack.enter_context(_replacing(day_file(target, day, part))) for part in _PARTS}
+        for part, stream in streams.items():
+            _write_header(stream, part, 0)
+        for text in texts:
+            arrays = {"dense": text.dense, "sparse": encode(text), "labels": text.labels}
+            for part, stream in streams.items():
+                stream.write(np.ascontiguousarray(arrays[part], _PARTS[part][0]).data)
+            samples += len(text.labels)
+        for part, stream in streams.items():
+            _write_header(stream, part, samples)
+    return samples
+
+
+def _write_header(stream: BinaryIO, part: str, samples: int) -> None:
+    """Write the npy header at the start of `stream`: numpy pads it so that it fits any number of samples."""
+    dtype, columns = _PARTS[part]
+    stream.seek(0)
+    np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": (samples, columns)})
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[BinaryIO]:
+    """Give a temporary file that takes the place of `file` once the block has ended well and all is on disk."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+        folder = os.open(file.parent, os.O_RDONLY)
+        os.fsync(folder)  # else a power cut may undo the renaming but keep a later one
+        os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _encoder(target: Path, meta: Meta) -> Callable[[TextRows], np.ndarray]:
+    """Return what makes the ids [n, 26] int32 of text."""
+    if meta.min_count is None:
+        assert meta.rows is not None
+        rows = meta.rows
+        return lambda text: hash_ids(text.categories, text.missing, rows)
+    with np.load(target / _VOCABULARY) as archive:
+        vocabulary = [archive[f"arr_{t}"] for t in range(CRITEO_TABLES)]
+    return lambda text: _look_up(text, vocabulary)
+
+
+def _look_up(text: TextRows, vocabulary: Sequence[np.ndarray]) -> np.ndarray:
+    ids = np.full(text.categories.shape, _RARE, np.int32)
+    for t, known in enumerate(vocabulary):
+        if known.size:
+            values = text.categories[:, t]
+            place = np.searchsorted(known, values)
+            is_known = known.take(place, mode="clip") == values
+            ids[is_known, t] = place[is_known] + _FIRST_KNOWN
+    ids[text.missing] = _MISSING
+    return ids
+
+
+def _count(
+    files: Sequence[Path], min_count: int, block_bytes: int, on_read: Callable[[int], object]
+) -> list[np.ndarray]:
+    """Return each table's values seen at least `min_count` times, uint32 in ascending order."""
+    counters = [_Counter() for _ in range(CRITEO_TABLES)]
+    for file in files:
+        for text in read_rows(file, block_bytes, on_read):
+            for t, counter in enumerate(counters):
+                counter.add(text.categories[~text.missing[:, t], t])
+    return [counter.frequent(min_count) for counter in counters]
+
+
+class _Counter:
+    """How often each value of a table was seen."""
+
+    _LEAST_PENDING = 1 << 18
+
+    def __init__(self) -> None:
+        self._values = np.empty(0, np.uint32)
+        self._counts = np.empty(0, np.int64)
+        self._pending: list[np.ndarray] = []
+        self._pending_size = 0
+
+    def add(self, values: np.ndarray) -> None:
+        self._pending.append(values)
+        self._pending_size += values.size
+        # Merging only when as many values wait as are known keeps the work per value constant.
+        if self._pending_size > max(self._LEAST_PENDING, self._values.size):
+            self._merge()
+
+    def frequent(self, min_count: int) -> np.ndarray:
+        """Return the values seen at least `min_count` times, in ascending order."""
+        self._merge()
+        return self._values[self._counts >= min_count]
+
+    def _merge(self) -> None:
+        fresh, fresh_counts = np.unique(np.concatenate([self._values[:0], *self._pending]), return_counts=True)
+        self._pending, self._pending_size = [], 0
+        values, counts = np.append(self._values, fresh), np.append(self._counts, fresh_counts)
+        order = np.argsort(values, kind="stable")
+        values, counts = values[order], counts[order]
+        first = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: values.size])
+        self._values = values[first]
+        self._counts = np.add.reduceat(counts, first) if first.size else counts
+
+
+def _progress_bar() -> Progress:
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+def _watch(bar: Progress, what: str, days: Sequence[SourceDay]) -> Callable[[int], object]:
+    """Return what a reader tells its bytes to, for the bar to show."""
+    task = bar.add_task(what, total=sum(day.size_bytes for day in days))
+    return lambda size: bar.advance(task, size)

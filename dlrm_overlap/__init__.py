@@ -1,0 +1,1 @@
+"""DLRM training whose embedding exchange overlaps with the rest of the step."""

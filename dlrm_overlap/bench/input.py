@@ -1,0 +1,72 @@
+"""Does the input keep up? The training step fed by the real loader against the step on one cached batch."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dlrm_overlap.bench.report import append_row
+from dlrm_overlap.bench.timing import slowest_rank
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.metrics import StepTimer
+from dlrm_overlap.trainer import Trainer
+
+_ROUNDS = 4  # cached and loaded take turns, so that a drift of the machine meets both
+_WARMUP_STEPS = 10
+
+
+def measure(trainer: Trainer, steps: int, output: Path) -> None:
+    """Time `steps` training steps of each kind, print the comparison on rank 0 and append it to the CSV `output`."""
+    per_round = max(1, steps // _ROUNDS)
+    rounds = _ROUNDS * (per_round + _WARMUP_STEPS)
+    cached_ms: list[float] = []
+    loaded_ms: list[float] = []
+    with trainer.loader(trainer.train_data, 0, rounds + 1) as loader:
+        batches = iter(loader)
+        cached = next(batches)
+        for _ in range(_ROUNDS):
+            cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round)
+            waited_s = loader.wait_s
+            loaded_ms += _time_steps(trainer, batches, per_round)
+            waited_ms = (loader.wait_s - waited_s) * 1e3 / (per_round + _WARMUP_STEPS)
+    cached_times = slowest_rank(cached_ms, trainer.device)
+    loaded_times = slowest_rank(loaded_ms, trainer.device)
+    if dist.get_rank():
+        return
+    data = trainer.config.data
+    row = {
+        "backend": trainer.config.embedding.backend,
+        "data": data.kind,
+        "workers": data.workers,
+        "world_size": trainer.launch.world_size,
+        "samples_per_rank": trainer.samples_per_rank,
+        "arch": trainer.config.model.arch,
+        "precision": trainer.config.train.precision,
+        "ids_per_sample": sum(trainer.train_data.pooling),
+        "steps": len(loaded_ms),
+        **{f"cached_{key}": value for key, value in vars(cached_times).items()},
+        **{f"loaded_{key}": value for key, value in vars(loaded_times).items()},
+        "loaded_to_cached": loaded_times.mean_ms / cached_times.mean_ms,
+        "input_wait_ms": waited_ms,
+        "samples_per_s": trainer.global_batch * 1e3 / loaded_times.median_ms,
+    }
+    append_row(output, row)
+    print(
+        f"step on one cached batch {cached_times.median_ms:.2f} ms, fed by the loader {loaded_times.median_ms:.2f} ms "
+        f"(medians); means {row['loaded_to_cached']:.3f}x, {waited_ms:.2f} ms input wait a step; row in {output}"
+    )
+
+
+def _time_steps(trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
+    """Return the times of `steps` steps in ms, after a warm-up that refills the pipeline."""
+    segment = itertools.islice(batches, steps + _WARMUP_STEPS)
+    trainer.pipeline.reset()
+    for _ in range(_WARMUP_STEPS):
+        trainer.step(segment)
+    timer = StepTimer(trainer.device)
+    timer.mark()
+    for _ in range(steps):
+        trainer.step(segment)
+        timer.mark()
+    return timer.take_ms()

@@ -1,0 +1,298 @@
+"""The configuration: one frozen dataclass a section, each checked when it is built.
+
+Every key may be set in the YAML file (`--config`) or on the command line (`--train.steps 40`). A value that breaks a
+rule raises `InputError`, whose message is one line: value, rule, cure.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    NonNegativeFloat: TypeAlias = float
+    PositiveFloat: TypeAlias = float
+    NonNegativeInt: TypeAlias = int
+    PositiveInt: TypeAlias = int
+else:
+    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+CRITEO_DENSE, CRITEO_TABLES = 13, 26
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class InputError(ValueError):
+    """A user's mistake, told in one line (value, rule, cure). The command line prints it and exits with code 2."""
+
+
+def parse_multi_hot(spec: int | str) -> tuple[int, int]:
+    """Return the least and the greatest number of ids a bag holds: `3` is (3, 3), `"0..8"` is (0, 8).
+
+    Raises:
+        InputError: if `spec` is neither a number of ids nor a range of them.
+    """
+    text = str(spec)
+    match = _RANGE.fullmatch(text)
+    low, high = (int(match[1]), int(match[2])) if match else (int(text), int(text)) if text.isdigit() else (1, 0)
+    if low > high or high == 0:
+        raise InputError(
+            f"data.tables.multi_hot: {text!r} is not a number of ids a bag, at least 1, or a range of them; "
+            f"write 3 or '0..8'"
+        )
+    return low, high
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """The embedding tables. A single value stands for every table, a list gives one a table."""
+
+    count: PositiveInt | None = None
+    """number of tables; null takes the length of the lists (26 for the Criteo kinds)"""
+    rows: PositiveInt | list[PositiveInt] | None = None
+    """rows a table; null reads them from a prepared data set"""
+    max_rows: PositiveInt | None = None
+    """cap on the rows of every table; ids of capped tables are folded by modulo"""
+    multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
+    """ids a bag: 3, or '0..8' for a uniform range (0 gives empty bags)"""
+    zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
+    """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+
+    def __post_init__(self) -> None:
+        for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
+            parse_multi_hot(spec)
+        for name in ("rows", "multi_hot", "zipf_alpha"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != (self.count or len(value)):
+                raise InputError(
+                    f"data.tables.{name}: {len(value)} values for {self.count} tables; give one value, or one a table"
+                )
+        lengths = {len(v) for v in (self.rows, self.multi_hot, self.zipf_alpha) if isinstance(v, list)}
+        if len(lengths) > 1:
+            raise InputError(
+                f"data.tables: lists of {sorted(lengths)} values; rows, multi_hot and zipf_alpha must agree on the "
+                f"number of tables"
+            )
+
+    def number(self, default: int | None = None) -> int:
+        """Return the number of tables T, or `default` where nothing here tells it.
+
+        Raises:
+            InputError: if nothing tells the number.
+        """
+        for value in (self.rows, self.multi_hot, self.zipf_alpha):
+            if isinstance(value, list):
+                return len(value)
+        if (number := self.count or default) is None:
+            raise InputError("data.tables.count: null, and no list gives the number of tables; set data.tables.count")
+        return number
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the samples come from."""
+
+    kind: Literal["synthetic", "criteo_tsv", "criteo_npy", "criteo_multihot"] = "synthetic"
+    """synthetic | criteo_tsv (text) | criteo_npy (TorchRec's day files) | criteo_multihot (MLPerf's npz)"""
+    path: str | None = None
+    """file or folder of the samples; needed by all kinds but synthetic"""
+    eval_path: str | None = None
+    """file or folder of the held-out samples; null holds out the last eval_fraction of path"""
+    eval_fraction: NonNegativeFloat = 0.25
+    """share of path's samples, the last ones, held out for evaluation"""
+    eval_samples: PositiveInt = 65536
+    """synthetic: samples of an evaluation"""
+    dense_features: PositiveInt = CRITEO_DENSE
+    """dense features a sample (the Criteo kinds have 13)"""
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    seed: NonNegativeInt = 0
+    """synthetic: seed of the sample stream and of the teacher that labels it"""
+    workers: NonNegativeInt = 2
+    """loader processes a rank; 0 reads in the training process"""
+    prefetch: PositiveInt = 4
+    """batches each worker reads ahead"""
+
+    def __post_init__(self) -> None:
+        if self.eval_fraction >= 1:
+            raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
+        if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
+            raise InputError(f"data.dense_features: {self.dense_features}, but Criteo has {CRITEO_DENSE}; leave it out")
+
+    def require_source(self) -> None:
+        """Check that the samples' source is told in full.
+
+        Raises:
+            InputError: if a key is missing that `kind` needs.
+        """
+        if self.kind == "synthetic":
+            self.tables.number()
+            if self.tables.rows is None:
+                raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
+        elif self.path is None:
+            raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
+        elif (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
+            raise InputError(f"data.tables: {tables} tables, but Criteo has {CRITEO_TABLES}; correct the lists")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The DLRM's sizes."""
+
+    arch: Literal["dot", "dcn"] = "dot"
+    """interaction: pairwise dot products (DLRM) or a low-rank cross network (DCNv2)"""
+    dim: PositiveInt = 16
+    """embedding dimension D, a multiple of 4"""
+    bottom_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 16])
+    """layer sizes of the bottom MLP; the last is dim"""
+    top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
+    """layer sizes of the top MLP; the last is 1"""
+    activation: Literal["relu", "gelu"] = "relu"
+    """of the MLPs' layers; gelu is smooth, so runs that differ by rounding stay together for hundreds of steps"""
+    cross_layers: PositiveInt = 3
+    """dcn: cross layers"""
+    cross_rank: PositiveInt = 512
+    """dcn: rank of each cross layer"""
+
+    def __post_init__(self) -> None:
+        if self.dim % 4:
+            raise InputError(f"model.dim: {self.dim} must be a multiple of 4, as FBGEMM's kernels ask")
+        if self.bottom_mlp[-1:] != [self.dim]:
+            raise InputError(f"model.bottom_mlp: {self.bottom_mlp} must end in model.dim, {self.dim}")
+        if len(self.top_mlp) < 2 or self.top_mlp[-1] != 1:
+            raise InputError(f"model.top_mlp: {self.top_mlp} must have a hidden layer and end in 1, the logit")
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """The embedding stage: ids in, pooled embeddings out, gradients back."""
+
+    backend: Literal["torchrec"] = "torchrec"
+    """torchrec: FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)"""
+    plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
+    """sharding types the planner may use; auto is table_wise and column_wise"""
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
+    """optimizer of the tables, fused into the backward"""
+    lr: PositiveFloat = 0.05
+    """learning rate of the tables"""
+    eps: PositiveFloat = 1e-8
+    """Adagrad's epsilon"""
+    weight_dtype: Literal["fp32", "fp16"] = "fp32"
+    """storage of the rows"""
+    wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """pooled embeddings and their gradients between ranks"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if there are any"""
+    batch_size: PositiveInt = 512
+    """samples a rank, b"""
+    global_batch_size: PositiveInt | None = None
+    """samples of all ranks, B; overrides batch_size, must divide by the number of ranks"""
+    steps: PositiveInt | None = None
+    """training steps; null runs data's epochs"""
+    epochs: PositiveInt = 1
+    """passes over a finite data set, where steps is null"""
+    optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
+    """optimizer of the dense part"""
+    lr: PositiveFloat = 0.05
+    """learning rate of the dense part"""
+    eps: PositiveFloat = 1e-8
+    """epsilon of the dense part's Adagrad and Adam"""
+    warmup_steps: NonNegativeInt = 0
+    """steps over which both learning rates rise linearly to their value"""
+    decay_start_step: NonNegativeInt = 0
+    """step at which the decay begins"""
+    decay_steps: NonNegativeInt = 0
+    """steps of the quadratic decay to zero; 0 is none"""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
+    graph_dense: bool = False
+    """run the dense part's forward and backward as CUDA graphs (GPU)"""
+    pipeline: Literal["sparse_dist", "none"] = "sparse_dist"
+    """sparse_dist overlaps the next batches' copy and id exchange with the step"""
+    eval_every: NonNegativeInt = 0
+    """steps between evaluations; 0 evaluates at the end only"""
+    target_auroc: NonNegativeFloat = 0.0
+    """stop when an evaluation reaches this AUROC; 0 is off"""
+    seed: NonNegativeInt = 0
+    """seed of the initial weights"""
+
+    def __post_init__(self) -> None:
+        if self.target_auroc >= 1:
+            raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
+        if self.decay_steps and self.decay_start_step < self.warmup_steps:
+            raise InputError(
+                f"train.decay_start_step: {self.decay_start_step} must not lie before the end of the warm-up, "
+                f"train.warmup_steps {self.warmup_steps}"
+            )
+
+    def samples_per_rank(self, world_size: int) -> int:
+        """Return b, the samples of one rank and step.
+
+        Raises:
+            InputError: if the ranks cannot share the global batch evenly.
+        """
+        if self.global_batch_size is None:
+            return self.batch_size
+        if self.global_batch_size % world_size:
+            raise InputError(
+                f"train.global_batch_size: {self.global_batch_size} samples do not divide by {world_size} ranks; "
+                f"take {math.ceil(self.global_batch_size / world_size) * world_size}"
+            )
+        return self.global_batch_size // world_size
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run writes, and where."""
+
+    dir: str = "runs"
+    """folder of the runs; this one writes to dir/name"""
+    name: str | None = None
+    """name of the run; null takes embedding.backend"""
+    every: PositiveInt = 10
+    """steps between two log lines"""
+    tensorboard: bool = True
+    """write TensorBoard events"""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints, written with torch.distributed.checkpoint."""
+
+    every: NonNegativeInt = 0
+    """steps between checkpoints; 0 is off"""
+    keep: PositiveInt = 2
+    """newest checkpoints to keep"""
+    resume: str = "auto"
+    """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run: everything `dlrm-overlap train` can be told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        self.data.require_source()
+        if self.data.kind == "synthetic" and self.train.steps is None:
+            raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""
+        return json.loads(
+            json.dumps(dataclasses.asdict(self))
+        )  # plain: the checked number types are classes of their own

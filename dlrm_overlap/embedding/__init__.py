@@ -1,0 +1,1 @@
+"""The embedding stage: plan, sharder, initial weights."""

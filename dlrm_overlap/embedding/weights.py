@@ -1,0 +1,44 @@
+"""Initial weights that depend on the seed and the place in the table alone, not on which rank holds it."""
+
+import zlib
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+_CHUNK_ELEMENTS = 1 << 24  # bounds the int64 scratch of a large table to a few hundred MB
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: SplitMix64's increment
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser on int64 (Steele et al., Fast splittable pseudorandom number generators, 2014)."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * -4658895280553007687
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * -7723592293110705685
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: int, stream: int, bound: float) -> None:
+    """Fill `out` [n, d] with the rows and columns from (first_row, first_column) on of a table of `columns` columns.
+
+    Each element is uniform in [-bound, bound), a function of (stream, row, column), equal on CPU and GPU.
+    """
+    rows, width = out.shape
+    column = torch.arange(first_column, first_column + width, device=out.device)
+    step = max(1, _CHUNK_ELEMENTS // width)
+    for start in range(0, rows, step):
+        row = torch.arange(first_row + start, first_row + min(start + step, rows), device=out.device)
+        counter = row[:, None] * columns + column[None, :]
+        bits = _mix(_mix(counter * _GOLDEN + stream) + stream) >> 40 & (2**24 - 1)
+        out[start : start + step] = (bits.float() * 2.0**-23 - 1.0) * bound
+
+
+def initialise_tables(model: nn.Module, seed: int) -> None:
+    """Fill every local shard of every table in place: uniform in +-1/sqrt(rows), as `nn.EmbeddingBag` users expect."""
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():  # holds the tables of this rank alone: number them by name
+            if isinstance(weight, ShardedTensor):
+                rows, columns = weight.size()
+                stream = (seed << 32) + zlib.crc32(name.encode())
+                for shard in weight.local_shards():
+                    row, column = shard.metadata.shard_offsets
+                    uniform_rows(shard.tensor, row, column, columns, stream, rows**-0.5)

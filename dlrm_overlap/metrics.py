@@ -1,0 +1,83 @@
+"""What a run measures: AUROC, normalised entropy, step times, memory."""
+
+import itertools
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchmetrics.functional.classification import binary_auroc
+
+WARMUP_STEPS = 10  # left out of throughput and step times: allocator, autotuning, first NCCL calls
+
+
+def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Return loss, AUROC and NE of predictions gathered from all ranks.
+
+    NE is the mean log loss over the entropy of the labels' mean (He et al., Practical lessons from predicting clicks
+    on ads at Facebook, 2014, section 2): below 1 is better than always answering the click rate. AUROC and NE are NaN
+    where all labels are alike, since neither is defined.
+
+    Args:
+        logits: [n] float32.
+        labels: [n] float32, each 0 or 1.
+    """
+    logits, labels = logits.double(), labels.double()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).item()
+    rate = labels.mean().item()
+    if rate in (0.0, 1.0):
+        return {"loss": loss, "auroc": math.nan, "ne": math.nan}
+    entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+    return {"loss": loss, "auroc": binary_auroc(logits.sigmoid(), labels.int()).item(), "ne": loss / entropy}
+
+
+def gather_predictions(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather [n] logits and [n] labels of every rank, n alike on all, into [W, n] each."""
+    local = torch.stack((logits, labels))
+    gathered = local.new_empty((dist.get_world_size(), *local.shape))
+    dist.all_gather(list(gathered.unbind()), local)
+    return gathered[:, 0], gathered[:, 1]
+
+
+class StepTimer:
+    """Time of each step: by events on a GPU, read only when asked for, and by the host's clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Mark the border between two steps."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def take_ms(self) -> list[float]:
+        """Return the times between the marks since the last call, in ms; the last mark stays as the first of the next.
+
+        On a GPU it waits for the last mark.
+        """
+        marks = self._marks
+        self._marks = marks[-1:]
+        if not self.cuda:
+            return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+        if marks:
+            marks[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Return the q-quantile of `values`, NaN where there are none."""
+    return torch.tensor(values, dtype=torch.float64).quantile(q).item() if values else math.nan

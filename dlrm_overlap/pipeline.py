@@ -1,0 +1,111 @@
+"""From a model and a plan to something that steps: sharding, optimizers, learning rates, the train pipeline."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dlrm_overlap.config import TrainConfig
+from dlrm_overlap.model import TrainTask
+
+
+def shard_model(
+    task: TrainTask,
+    plan: ShardingPlan,
+    sharder: ModuleSharder,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    graph_samples: int | None = None,
+) -> DistributedModelParallel:
+    """Put the tables on their ranks after `plan`, and the dense part on every rank under data parallelism.
+
+    With `graph_samples`, the samples of a training batch, the dense part is captured in CUDA graphs before it is
+    wrapped, as DDP asks.
+    """
+    model = DistributedModelParallel(
+        module=task,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=plan,
+        sharders=[sharder],
+        init_data_parallel=False,
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+    )
+    task.to(device)
+    if graph_samples is not None:
+        _graph_dense(task, graph_samples, device)
+    model.init_data_parallel()
+    return model
+
+
+def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> None:
+    """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
+
+    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly.
+    """
+    dlrm = task.dlrm
+    with task.autocast():
+        dense = torch.randn(samples, dlrm.dense_features, device=device)
+        dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
+        pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device, requires_grad=True)
+        torch.cuda.make_graphed_callables((dlrm.bottom, dlrm.head), ((dense,), (dense_bD, pooled)))
+
+
+def build_dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> KeyedOptimizer:
+    """Return the optimizer of the dense part; the tables' is fused into their backward."""
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adagrad": partial(torch.optim.Adagrad, eps=config.eps),
+        "adam": partial(torch.optim.Adam, eps=config.eps),
+    }
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return KeyedOptimizerWrapper(parameters, lambda params: makers[config.optimizer](params, lr=config.lr))
+
+
+def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
+    """Return one optimizer over the tables and the dense part."""
+    return CombinedOptimizer([model.fused_optimizer, ("dense", build_dense_optimizer(model, config))])
+
+
+class LearningRate:
+    """Linear warm-up, then a constant, then a quadratic decay to zero (MLPerf's schedule), for all parameters alike."""
+
+    def __init__(self, optimizer: CombinedOptimizer, config: TrainConfig) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self.base = [group["lr"] for group in optimizer.param_groups]
+        self.current: float | None = None
+
+    def factor(self, step: int) -> float:
+        """Return what the configured learning rates are multiplied by at `step`, counted from 0."""
+        config = self.config
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        if config.decay_steps and step >= config.decay_start_step:
+            done = min(step - config.decay_start_step, config.decay_steps) / config.decay_steps
+            return (1.0 - done) ** 2
+        return 1.0
+
+    def set(self, step: int) -> None:
+        """Set the learning rates of `step`; nothing is touched while the factor stays."""
+        factor = self.factor(step)
+        if factor != self.current:
+            for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+                group["lr"] = lr * factor  # type: ignore[index]
+            self.current = factor
+
+
+def build_pipeline(
+    kind: str, model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device
+) -> TrainPipeline:
+    """Return TorchRec's train pipeline: `sparse_dist` works ahead on the next two batches, `none` does not."""
+    if kind == "sparse_dist":
+        return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    return TrainPipelineBase(model, optimizer, device)

@@ -1,0 +1,223 @@
+"""What a run writes, all of it from rank 0: log lines or a progress bar, `metrics.jsonl`, TensorBoard events, the
+resolved configuration and `summary.json`.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torchrec.distributed.types import ShardingPlan
+
+from dlrm_overlap.config import Config
+from dlrm_overlap.doctor import environment
+from dlrm_overlap.embedding.plan import describe_plan
+from dlrm_overlap.launcher import Launch
+from dlrm_overlap.metrics import WARMUP_STEPS, memory_bytes, quantile
+from dlrm_overlap.tensorboard import TensorBoard, markdown_table
+
+log = logging.getLogger("dlrm_overlap")
+
+
+def start_logging(rank: int, console: Console) -> None:
+    """Send the package's log to `console`: everything from rank 0, warnings from the others."""
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+    # TorchRec and DDP warn of their own use of deprecated names; errors still show.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
+    for library in ("torchrec", "torch.fx"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    log.handlers = [handler]
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.propagate = False
+
+
+class RunLog:
+    """Written by rank 0; the other ranks call the same methods, since some take sums over all ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        launch: Launch,
+        device: torch.device,
+        folder: Path,
+        start: int,
+        steps: int,
+        plan: ShardingPlan,
+    ) -> None:
+        self.config, self.launch, self.device, self.folder = config, launch, device, folder
+        self.global_batch = config.train.samples_per_rank(launch.world_size) * launch.world_size
+        self.step_ms: list[float] = []
+        self.loss = math.nan
+        self.waited_s = 0.0
+        self._metrics = self._board = self._progress = None
+        if launch.rank:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
+        write_atomically(folder / "config.yaml", resolved)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", start)
+        if config.log.tensorboard:
+            self._board = TensorBoard(folder, start)
+            self._board.text("config", f"```yaml\n{resolved}```")
+            self._board.text("plan", describe_plan(plan))
+            self._board.text("environment", markdown_table(environment() | {"launch": launch.describe()}))
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=console, transient=True)
+            self._task = self._progress.add_task("training", completed=start, total=steps)
+            start_logging(0, console)
+
+    def __enter__(self) -> Self:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.stop()
+        if self._metrics:
+            self._metrics.close()
+        if self._board:
+            self._board.close()
+
+    def advance(self) -> None:
+        """Count one step on the progress bar."""
+        if self._progress:
+            self._progress.advance(self._task)
+
+    def training(
+        self, step: int, loss_sum: torch.Tensor, step_ms: list[float], wait_s: float, lr_factor: float
+    ) -> None:
+        """Log the steps since the last call, `step` the last of them.
+
+        Args:
+            loss_sum: [] sum of this rank's mean losses over these steps.
+            step_ms: their times on this rank.
+            wait_s: seconds this rank has waited for input since the start.
+            lr_factor: what the learning rates are multiplied by.
+        """
+        count = len(step_ms)
+        loss = loss_sum.double()
+        dist.all_reduce(loss)
+        self.loss = loss.item() / self.launch.world_size / count
+        mean_ms, wait_ms = sum(step_ms) / count, (wait_s - self.waited_s) * 1e3 / count
+        self.waited_s = wait_s
+        self.step_ms += step_ms
+        self._write(
+            step,
+            {
+                "train/loss": self.loss,
+                "train/lr_factor": lr_factor,
+                "speed/samples_per_s": self.global_batch * 1e3 / mean_ms,
+                "speed/step_ms": mean_ms,
+                "speed/input_wait_ms": wait_ms,
+                "memory/peak_bytes": float(memory_bytes(self.device)),
+            },
+        )
+        if self._progress:
+            self._progress.update(self._task, description=f"loss {self.loss:.4f}, {mean_ms:.1f} ms a step")
+        else:
+            log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Log an evaluation after `step`."""
+        self._write(step, {f"eval/{key}": value for key, value in values.items()})
+        log.info(
+            "step %d: held out AUROC %.4f, NE %.4f, loss %.4f", step, values["auroc"], values["ne"], values["loss"]
+        )
+
+    def summary(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary.
+
+        Times are those of this rank's steps, the first `WARMUP_STEPS` left out where there are more; memory is the
+        greatest of all ranks.
+        """
+        times = self.step_ms[WARMUP_STEPS:] or self.step_ms
+        memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        summary: dict[str, Any] = {
+            "steps": step,
+            "train_loss": self.loss,
+            **{f"eval_{key}": value for key, value in values.items()},
+            "samples_per_s": self.global_batch * 1e3 * len(times) / sum(times) if times else math.nan,
+            "step_ms_p50": quantile(times, 0.5),
+            "step_ms_p95": quantile(times, 0.95),
+            "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
+            "peak_memory_bytes": int(memory.item()),
+            "backend": self.config.embedding.backend,
+            "world_size": self.launch.world_size,
+            "global_batch_size": self.global_batch,
+            "device": self.device.type,
+            "versions": environment(),
+        }
+        if self.launch.rank == 0:
+            write_atomically(self.folder / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
+        if self._board:
+            results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}
+            self._board.hyperparameters(_flatten(self.config.as_dict()), results)
+        return summary
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if self._metrics:
+            self._metrics.write({"step": step, **values})
+        if self._board:
+            self._board.scalars(values, step)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, NaN written as null."""
+
+    def __init__(self, path: Path, keep_up_to_step: int) -> None:
+        """Open `path` to append, dropping lines past `keep_up_to_step`, which a resumed run writes again."""
+        kept = []
+        if path.exists() and keep_up_to_step:
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= keep_up_to_step]
+        write_atomically(path, "".join(line + "\n" for line in kept))
+        self._file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record`."""
+        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with every NaN and infinity in it replaced by None, which JSON can hold."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader finds the old file or the new one, never half of one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

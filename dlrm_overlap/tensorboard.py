@@ -1,0 +1,40 @@
+"""TensorBoard: the run's curves, and what it ran, as text."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard.writer import SummaryWriter
+
+
+class TensorBoard:
+    """Events of one run. Sibling runs use the same tags, so that their curves overlay."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        self._writer = SummaryWriter(str(folder), purge_step=start_step or None)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write every finite value of `values` under its tag, such as `train/loss`."""
+        for tag, value in values.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(tag, value, step)
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Write a Markdown text."""
+        self._writer.add_text(tag, markdown)
+
+    def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
+        """Write the flat configuration beside the final results, for the HParams page."""
+        values = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in config.items()}
+        finite = {k: v for k, v in results.items() if math.isfinite(v)}
+        self._writer.add_hparams(values, finite, run_name=".")
+
+    def close(self) -> None:
+        """Flush and close the events file."""
+        self._writer.close()
+
+
+def markdown_table(values: Mapping[str, Any]) -> str:
+    """Return a two-column Markdown table."""
+    return "\n".join(["| key | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in values.items())])

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Train under mpirun, Open MPI's or MPICH's: one process a GPU (two processes where there is no GPU). Needs mpi4py.
+#
+#   launch/mpirun.sh configs/quickstart.yaml [--train.steps 200 ...]
+#
+# On several hosts:
+#   NPROC=16 OMP_NUM_THREADS=8 MPIRUN_FLAGS="--hostfile hosts" launch/mpirun.sh configs/quickstart.yaml
+#
+# NPROC         processes in all
+# MPIRUN_FLAGS  more options of mpirun
+set -euo pipefail
+config=${1:?usage: launch/mpirun.sh CONFIG [--section.key value ...]}
+shift
+nproc=${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
+cores=$(( $(nproc) / nproc ))
+threads=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
+
+# Bound to one core each, as Open MPI does unasked, a rank's loaders and threads would share it. The threads go through
+# `env`, since Open MPI passes no variables on to other hosts. MPIRUN_FLAGS is split into words on purpose.
+exec mpirun -n "$nproc" --bind-to none ${MPIRUN_FLAGS:-} env OMP_NUM_THREADS="$threads" \
+  python -m dlrm_overlap train --config "$config" "$@"

@@ -1,0 +1,68 @@
+"""What all tests share: tolerances, the sample data, and starting ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+# Relative tolerance of each training loss against a run that must agree up to rounding. One table, the same in CI.
+LOSS_TOLERANCE = {
+    "adagrad": 1e-5,
+    "rowwise_adagrad": 1e-5,
+    "sgd": 1e-4,  # at a large learning rate, which amplifies rounding, but shows a wrong gradient scale at once
+}
+EVAL_TOLERANCE = 1e-5
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
+
+
+def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run `dlrm-overlap ARGV` and return its exit code and output."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "dlrm_overlap", *argv],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path:
+    """Train the quickstart on `nproc` CPU processes, logging every step, and return the run's folder."""
+    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
+    argv += ["--nproc", str(nproc)] if nproc > 1 else []
+    argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", *options]
+    result = run_cli(*argv)
+    assert result.returncode == 0, result.stderr
+    return folder / name
+
+
+def read_metrics(run: Path, key: str) -> dict[int, float]:
+    """Return step -> value of `key` in the run's metrics.jsonl."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record[key] for record in records if key in record}
+
+
+def assert_losses_agree(run: Path, reference: Path, rtol: float) -> None:
+    """Check that two runs logged the same steps with losses equal up to `rtol`."""
+    losses, expected = read_metrics(run, "train/loss"), read_metrics(reference, "train/loss")
+    assert list(losses) == list(expected)
+    worst = max(expected, key=lambda step: abs(losses[step] - expected[step]) / abs(expected[step]))
+    error = abs(losses[worst] - expected[worst]) / abs(expected[worst])
+    assert error <= rtol, f"step {worst}: loss {losses[worst]} against {expected[worst]}, relative error {error:.1e}"

@@ -1,0 +1,127 @@
+"""A whole run: what it learns, what it writes, how it ends on bad data."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import read_metrics, run_cli, train_quickstart
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart, whole, on 2 processes."""
+    return train_quickstart(tmp_path_factory.mktemp("train"), "torchrec", 2, "--train.eval_every", "150")
+
+
+def test_quickstart_learns(run: Path) -> None:
+    auroc = read_metrics(run, "eval/auroc")
+    assert list(auroc) == [150, 300]
+    assert auroc[300] > 0.80  # the teacher's own is near 0.9, a coin's 0.5
+    assert read_metrics(run, "eval/ne")[300] < 0.8
+
+
+def test_summary_holds_what_was_measured(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 300
+    assert summary["eval_auroc"] == read_metrics(run, "eval/auroc")[300]
+    assert summary["train_loss"] == read_metrics(run, "train/loss")[300]
+    assert 0 < summary["step_ms_p50"] <= summary["step_ms_p95"]
+    assert summary["samples_per_s"] > 0
+    assert (summary["world_size"], summary["global_batch_size"], summary["backend"]) == (2, 1024, "torchrec")
+    assert {"torch", "torchrec", "fbgemm", "python"} <= set(summary["versions"])
+
+
+def test_resolved_configuration_gives_the_same_run_again(run: Path, tmp_path: Path) -> None:
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["embedding"]["backend"] == "torchrec"
+    again = run_cli(
+        *[
+            "train",
+            "--config",
+            str(run / "config.yaml"),
+            "--nproc",
+            "2",
+            "--train.steps",
+            "20",
+            "--train.eval_every",
+            "0",
+        ],
+        *["--log.dir", str(tmp_path)],
+    )
+    assert again.returncode == 0, again.stderr
+    ours, theirs = read_metrics(tmp_path / "torchrec", "train/loss"), read_metrics(run, "train/loss")
+    assert ours == {step: loss for step, loss in theirs.items() if step <= 20}
+
+
+def test_tensorboard_shows_curves_and_texts(run: Path) -> None:
+    events = EventAccumulator(str(run))
+    events.Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert {
+        "train/loss",
+        "eval/auroc",
+        "eval/ne",
+        "speed/samples_per_s",
+        "speed/step_ms",
+        "speed/input_wait_ms",
+        "memory/peak_bytes",
+    } <= scalars
+    assert {tag.split("/")[0] for tag in events.Tags()["tensors"]} >= {"plan", "environment", "config"}
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == pytest.approx(read_metrics(run, "train/loss"))
+
+
+def test_early_stop_at_the_target(tmp_path: Path) -> None:
+    run = train_quickstart(tmp_path, "early", 1, "--train.eval_every", "20", "--train.target_auroc", "0.7")
+    auroc = read_metrics(run, "eval/auroc")
+    last = max(auroc)
+    assert last < 300
+    assert auroc.pop(last) >= 0.7
+    assert all(value < 0.7 for value in auroc.values())
+    assert json.loads((run / "summary.json").read_text())["steps"] == last
+
+
+def _npy_days(folder: Path, samples: int) -> Path:
+    rng = np.random.default_rng(0)
+    np.save(folder / "day_0_dense.npy", rng.random((samples, 13), dtype=np.float32))
+    np.save(folder / "day_0_sparse.npy", rng.integers(0, 50, (samples, 26), dtype=np.int32))
+    np.save(folder / "day_0_labels.npy", rng.integers(0, 2, (samples, 1), dtype=np.int32))
+    return folder
+
+
+def _train_on(folder: Path, *options: str) -> tuple[int, list[str]]:
+    argv = ["train", "--data.kind", "criteo_npy", "--data.path", str(folder), "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--data.workers", "1", "--train.batch_size", "32", "--log.dir", str(folder / "runs"), *options]
+    result = run_cli(*argv)
+    return result.returncode, [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
+
+
+def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None:
+    sparse = np.load(_npy_days(tmp_path, 1000) / "day_0_sparse.npy")
+    sparse[555, 7] = 50
+    np.save(tmp_path / "day_0_sparse.npy", sparse)
+    code, lines = _train_on(tmp_path, "--data.tables.rows", "50")
+    assert code == 2
+    assert len(lines) == 1
+    assert "555" in lines[0]
+    assert "50" in lines[0]
+
+
+def test_a_data_set_below_one_batch_is_refused(tmp_path: Path) -> None:
+    code, lines = _train_on(_npy_days(tmp_path, 70), "--data.tables.rows", "50")
+    assert code == 2
+    assert lines == [
+        "dlrm-overlap: train.batch_size: a global batch of 64 samples is more than the 53 there are to train on; "
+        "take a smaller one"
+    ]
+
+
+def test_one_epoch_of_a_finite_data_set(tmp_path: Path) -> None:
+    code, lines = _train_on(_npy_days(tmp_path, 1000), "--data.tables.rows", "50", "--log.every", "1")
+    assert (code, lines) == (0, [])
+    assert list(read_metrics(tmp_path / "runs" / "torchrec", "train/loss")) == list(range(1, 750 // 64 + 1))

@@ -1,0 +1,536 @@
+"""Criteo's three formats: the text parser against plain Python, reading by position, and every way a file is wrong."""
+
+import gzip
+import math
+import multiprocessing
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText, open_criteo
+from dlrm_overlap.data.criteo_text import criteo_files, hash_ids, parse_rows, read_rows
+
+ROWS = [3 + 5 * t for t in range(26)]
+HOT = [1 + t % 4 for t in range(26)]
+
+
+def random_lines(n: int, seed: int = 0) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+
+    def count() -> str:
+        if rng.random() < 0.2:
+            return ""
+        return str(rng.integers(-3, 10 ** int(rng.integers(1, 18))))
+
+    def category() -> str:
+        if rng.random() < 0.2:
+            return ""
+        text = f"{rng.integers(2**32):08x}" if rng.random() < 0.8 else f"{rng.integers(2**12):x}"
+        return text.upper() if rng.random() < 0.1 else text
+
+    lines = []
+    for _ in range(n):
+        fields = [str(rng.integers(2)), *(count() for _ in range(13)), *(category() for _ in range(26))]
+        lines.append("\t".join(fields).encode())
+    return lines
+
+
+def parse_plainly(lines: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The oracle: labels, dense, categories, missing."""
+    fields = [line.decode().split("\t") for line in lines]
+    dense = [[math.log1p(max(0, int(count or "0"))) for count in row[1:14]] for row in fields]
+    return (
+        np.array([float(row[0]) for row in fields]),
+        np.array(dense),
+        np.array([[int(value or "0", 16) for value in row[14:]] for row in fields]),
+        np.array([[value == "" for value in row[14:]] for row in fields]),
+    )
+
+
+def hash_plainly(value: int, rows: int) -> int:
+    value ^= value >> 16
+    value = value * 0x85EBCA6B & 0xFFFFFFFF
+    value ^= value >> 13
+    value = value * 0xC2B2AE35 & 0xFFFFFFFF
+    value ^= value >> 16
+    return 1 + value % (rows - 1) if rows > 1 else 0
+
+
+def with_field(line: bytes, column: int, field: bytes) -> bytes:
+    fields = line.split(b"\t")
+    fields[column - 1] = field
+    return b"\t".join(fields)
+
+
+def assert_one_line(error: pytest.ExceptionInfo[InputError]) -> None:
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("ended", [True, False])
+def test_parser_agrees_with_plain_python(newline: bytes, ended: bool) -> None:
+    lines = random_lines(300)
+    lines[7] = with_field(with_field(lines[7], 1 + 13 + 26, b""), 14, b"-7")  # a line that ends in a blank
+    rows = parse_rows(newline.join(lines) + (newline if ended else b""), "f")
+    labels, dense, categories, missing = parse_plainly(lines)
+    assert [a.dtype for a in (rows.labels, rows.dense, rows.categories)] == [np.float32, np.float32, np.uint32]
+    np.testing.assert_array_equal(rows.labels, labels)
+    np.testing.assert_allclose(rows.dense, dense, rtol=3e-7)
+    np.testing.assert_array_equal(rows.categories, categories)
+    np.testing.assert_array_equal(rows.missing, missing)
+
+
+@pytest.mark.parametrize(
+    "text", [b"0", b"9", b"10", b"12345678", b"99999999", b"100000000", b"9" * 18, b"-" + b"9" * 18]
+)
+def test_counts_of_every_length(text: bytes) -> None:
+    line = with_field(random_lines(1)[0], 5, text)
+    assert parse_rows(line, "f").dense[0, 3] == pytest.approx(math.log1p(max(0, int(text))), rel=3e-7)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 200, 1001, 1 << 20])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_blocks_may_end_anywhere(tmp_path: Path, block_bytes: int, suffix: str) -> None:
+    lines = random_lines(20)
+    text = b"\n".join(lines)
+    file = tmp_path / f"train.txt{suffix}"
+    file.write_bytes(gzip.compress(text) if suffix else text)
+    told = []
+    blocks = list(read_rows(file, block_bytes, told.append))
+    expected = parse_plainly(lines)
+    np.testing.assert_array_equal(np.concatenate([b.labels for b in blocks]), expected[0])
+    np.testing.assert_array_equal(np.concatenate([b.categories for b in blocks]), expected[2])
+    assert sum(told) == file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("column", "field", "rule"),
+    [
+        (1, b"2", "a label, 0 or 1"),
+        (1, b"", "a label, 0 or 1"),
+        (1, b"01", "a label, 0 or 1"),
+        (1, b"-", "a label, 0 or 1"),
+        (2, b"1x", "an integer"),
+        (2, b"-", "an integer"),
+        (5, b"--1", "an integer"),
+        (5, b"1-1", "an integer"),
+        (5, b"1.5", "an integer"),
+        (5, b"+1", "an integer"),
+        (5, b"a", "an integer"),
+        (14, b" 1", "an integer"),
+        (14, b"12345678x", "an integer"),
+        (14, b"1" * 19, "an integer"),
+        (15, b"0000000g", "hexadecimal"),
+        (15, b"-0000001", "hexadecimal"),
+        (20, b"123456789", "hexadecimal"),
+        (40, b"12 4", "hexadecimal"),
+        (40, "\u00e9".encode(), "hexadecimal"),
+        (40, b"\0", "hexadecimal"),
+        (40, b"1\r2", "hexadecimal"),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [100, 1 << 20])
+def test_a_malformed_field_is_named(tmp_path: Path, column: int, field: bytes, rule: str, block_bytes: int) -> None:
+    lines = random_lines(9)
+    lines[4] = with_field(lines[4], column, field)
+    lines[6] = with_field(lines[6], 1, b"9")  # a later mistake, which must not be the one told
+    file = tmp_path / "train.txt"
+    file.write_bytes(b"\n".join(lines))
+    with pytest.raises(InputError, match=rf"train.txt, line 5, column {column}: .*not .*{rule}.*; correct") as error:
+        list(read_rows(file, block_bytes))
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize(("change", "found"), [("short", 39), ("long", 41), ("shifted", 41), ("blank", 1)])
+def test_a_wrong_number_of_fields_is_named(change: str, found: int) -> None:
+    lines = random_lines(6)
+    if change == "short":
+        lines[3] = lines[3].rpartition(b"\t")[0]
+    elif change == "blank":
+        lines[3] = b""
+    else:
+        lines[3] += b"\t1"
+    if change == "shifted":  # the number of fields of all lines together stays right
+        lines[4] = lines[4].rpartition(b"\t")[0]
+    with pytest.raises(InputError, match=rf"^some, line 1003: {found} fields .* has 40") as error:
+        parse_rows(b"\n".join(lines), "some", first_line=1000)
+    assert_one_line(error)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    text = b"\n".join(random_lines(50))
+    contents = {
+        "empty.tsv": (b"", "empty"),
+        "empty.tsv.gz": (gzip.compress(b""), "empty"),
+        "cut.tsv.gz": (gzip.compress(text)[:-20], "cannot be read"),
+        "plain.tsv.gz": (text, "cannot be read"),
+        "binary.tsv": (bytes(100_000), "line 1: no end within"),
+    }
+    for name, (content, rule) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=rf"{name}.*{rule}") as error:
+            list(read_rows(tmp_path / name))
+        assert_one_line(error)
+
+
+def test_folders_give_their_files_in_natural_order(tmp_path: Path) -> None:
+    for name in ("day_10", "day_2.gz", "day_0", "b.tsv", "train.txt", "test.txt", "day_0.json", "notes"):
+        (tmp_path / name).touch()
+    names = [file.name for file in criteo_files(tmp_path)]
+    assert names == ["b.tsv", "day_0", "day_2.gz", "day_10", "train.txt"]
+    (tmp_path / "day_2").touch()
+    with pytest.raises(InputError, match=r"day_2 and day_2\.gz"):
+        criteo_files(tmp_path)
+    (tmp_path / "none").mkdir()
+    for name in ("none", "missing"):
+        with pytest.raises(InputError, match=name):
+            criteo_files(tmp_path / name)
+
+
+def test_hash_agrees_with_plain_python() -> None:
+    rng = np.random.default_rng(0)
+    rows = [1, 2, 3, 7, 1000, 2**31 - 1, *([100] * 20)]
+    categories = rng.integers(2**32, size=(50, 26), dtype=np.uint32)
+    missing = rng.random((50, 26)) < 0.3
+    ids = hash_ids(categories, missing, rows)
+    assert ids.dtype == np.int32
+    for i, t in np.ndindex(50, 26):
+        assert ids[i, t] == (0 if missing[i, t] else hash_plainly(int(categories[i, t]), rows[t])), (i, t)
+
+
+@pytest.mark.parametrize("step", [1, 16, 1 << 16])
+def test_hash_spreads_regular_values_evenly(step: int) -> None:
+    values = np.repeat(np.arange(16000, dtype=np.uint32)[:, None] * np.uint32(step), 26, axis=1)
+    ids = hash_ids(values, np.zeros(values.shape, bool), [17] * 26)
+    counts = np.bincount(ids[:, 0], minlength=17)
+    assert counts[0] == 0
+    # 1000 expected a row, with a standard deviation of 31 were they drawn at random.
+    assert np.abs(counts[1:] - 1000).max() < 150
+
+
+def test_text_is_read_by_position(tmp_path: Path) -> None:
+    lines = random_lines(25)
+    (tmp_path / "day_0").write_bytes(b"\n".join(lines[:10]))
+    (tmp_path / "day_1.gz").write_bytes(gzip.compress(b"\n".join(lines[10:])))
+    data = CriteoText(tmp_path, TablesConfig(rows=ROWS, max_rows=50), block_bytes=700)
+    capped = [min(rows, 50) for rows in ROWS]
+    assert (data.num_samples, data.rows, data.pooling) == (25, capped, [1.0] * 26)
+    labels, dense, categories, missing = parse_plainly(lines)
+    ids = np.array(
+        [[0 if missing[i, t] else hash_plainly(int(categories[i, t]), capped[t]) for t in range(26)] for i in range(25)]
+    )
+    assert_reads(data, labels, dense, [ids[:, t : t + 1] for t in range(26)])
+
+
+def assert_reads(data: Dataset, labels: np.ndarray, dense: np.ndarray, tables: Sequence[np.ndarray]) -> None:
+    """Compare reads, past the end and over and over too, with a plain loop over samples and tables."""
+    n = len(labels)
+    for first, count in [(0, n), (0, 1), (n - 1, 1), (7, 5), (n - 3, 7), (3 * n + 2, 4), (5, 2 * n + 3)]:
+        batch = data.read(first, count)
+        positions = [(first + i) % n for i in range(count)]
+        values = [int(v) for table in tables for i in positions for v in table[i]]
+        lengths = [len(table[i]) for table in tables for i in positions]
+        assert batch.sparse.values().dtype == batch.sparse.lengths().dtype == torch.int32
+        assert batch.dense.dtype == batch.labels.dtype == torch.float32
+        assert batch.sparse.values().tolist() == values, (first, count)
+        assert batch.sparse.lengths().tolist() == lengths
+        np.testing.assert_allclose(batch.dense.numpy(), dense[positions], rtol=3e-7)
+        np.testing.assert_array_equal(batch.labels.numpy(), labels[positions])
+
+
+def test_sample_of_real_text() -> None:
+    folder = os.environ.get("DLRM_OVERLAP_SAMPLE_DATA")
+    if not folder:
+        pytest.skip("set DLRM_OVERLAP_SAMPLE_DATA to the folder of criteo_kaggle_1999.tsv")
+    file = Path(folder) / "criteo_kaggle_1999.tsv"
+    data = CriteoText(file, TablesConfig(rows=1000))
+    assert data.num_samples == 1999
+    batch = data.read(0, 1999)
+    assert batch.labels.mean().item() == pytest.approx(0.209, abs=5e-4)
+    labels, dense, categories, missing = parse_plainly(file.read_bytes().splitlines())
+    tables = np.where(missing, 0, np.vectorize(hash_plainly)(categories, 1000))
+    assert_reads(data, labels, dense, [tables[:, t : t + 1] for t in range(26)])
+
+
+def save_tables(file: Path, tables: Mapping[str, np.ndarray], compressed: bool = False) -> None:
+    (np.savez_compressed if compressed else np.savez)(file, **tables)  # pyright: ignore[reportArgumentType]
+
+
+def write_day(folder: Path, day: int, n: int, hot: Sequence[int] | None = None) -> dict[str, np.ndarray]:
+    """Write a day, multi-hot if `hot` is given, and return its arrays."""
+    rng = np.random.default_rng(day)
+    arrays = {
+        "dense": rng.normal(size=(n, 13)).astype(np.float32),
+        "labels": rng.integers(2, size=(n, 1), dtype=np.int32),
+    }
+    if hot is None:
+        arrays["sparse"] = rng.integers(ROWS, size=(n, 26), dtype=np.int32)
+    else:
+        tables = {f"{t}": rng.integers(ROWS[t], size=(n, hot[t]), dtype=np.int32) for t in range(26)}
+        save_tables(folder / f"day_{day}_sparse_multi_hot.npz", tables)
+    for part, array in arrays.items():
+        np.save(folder / f"day_{day}_{part}.npy", array)
+    return arrays if hot is None else {**arrays, **tables}
+
+
+def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
+    days = [write_day(tmp_path, day, n) for day, n in ((2, 9), (10, 4), (11, 12))]
+    np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
+    np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
+    data = CriteoNpy(tmp_path, TablesConfig(rows=ROWS))
+    assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
+    labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
+    assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
+
+
+def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
+    days = [write_day(tmp_path, day, n, HOT) for day, n in ((0, 9), (1, 14))]
+    # The members of a npz may be in Fortran order.
+    tables = {f"{t}": np.asfortranarray(days[1][f"{t}"]) for t in range(26)}
+    save_tables(tmp_path / "day_1_sparse_multi_hot.npz", tables)
+    data = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+    assert (data.num_samples, data.rows, data.pooling) == (23, ROWS, [float(hot) for hot in HOT])
+    labels, dense = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense"))
+    merged = [np.concatenate([day[f"{t}"] for day in days]) for t in range(26)]
+    assert_reads(data, labels[:, 0], dense, merged)
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+def test_ids_of_capped_tables_are_folded(tmp_path: Path, hot: Sequence[int] | None) -> None:
+    day = write_day(tmp_path, 0, 200, hot)
+    kind = CriteoNpy if hot is None else CriteoMultihot
+    data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
+    assert data.rows == [min(rows, 40) for rows in ROWS]
+    tables = [day["sparse"][:, t : t + 1] if hot is None else day[f"{t}"] for t in range(26)]
+    assert max(table.max() for table in tables) > 40
+    assert_reads(data, day["labels"][:, 0], day["dense"], [table % 40 for table in tables])
+
+
+def write_id(folder: Path, hot: Sequence[int] | None, t: int, sample: int, value: int) -> None:
+    file = folder / ("day_0_sparse.npy" if hot is None else "day_0_sparse_multi_hot.npz")
+    if hot is None:
+        sparse = np.load(file)
+        sparse[sample, t] = value
+        np.save(file, sparse)
+    else:
+        with np.load(file) as archive:
+            tables = {name: archive[name] for name in archive.files}
+        tables[f"{t}"][sample, -1] = value
+        save_tables(file, tables)
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+@pytest.mark.parametrize("t", range(26))
+def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None, t: int) -> None:
+    write_day(tmp_path, 0, 30, hot)
+    kind = CriteoNpy if hot is None else CriteoMultihot
+    for value in (ROWS[t], 2**31 - 1, -1):
+        write_id(tmp_path, hot, t, 17, value)
+        data = kind(tmp_path, TablesConfig(rows=ROWS))
+        data.read(0, 17)
+        limit = "at least 0" if value < 0 else f"below {ROWS[t]}, .*; set data.tables.rows"
+        rule = rf"day_0: table {t}, id of sample 17, column \d is {value}, not {limit}"
+        with pytest.raises(InputError, match=rule) as error:
+            data.read(10, 10)
+        assert_one_line(error)
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+def test_a_negative_id_of_a_folded_table_is_refused(tmp_path: Path, hot: Sequence[int] | None) -> None:
+    write_day(tmp_path, 0, 30, hot)
+    write_id(tmp_path, hot, 25, 3, -2)
+    kind = CriteoNpy if hot is None else CriteoMultihot
+    data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
+    with pytest.raises(InputError, match=r"table 25, id of sample 3, column \d is -2, not at least 0; correct"):
+        data.read(0, 30)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("dense", math.nan), ("dense", math.inf), ("dense", -math.inf), ("labels", 2), ("labels", -1)]
+)
+def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, value: float) -> None:
+    write_day(tmp_path, 0, 8)
+    arrays = write_day(tmp_path, 1, 30)
+    arrays[part][17, -1] = value
+    np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
+    data = CriteoNpy(tmp_path, TablesConfig(rows=ROWS))
+    data.read(0, 25)
+    what = "label of sample 17 is" if part == "labels" else "dense feature of sample 17, column 12 is"
+    with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
+        data.read(20, 10)
+    assert_one_line(error)
+
+
+def damage(folder: Path, how: str) -> None:
+    if how.startswith("no "):
+        (folder / f"day_0_{how[3:]}").unlink()
+    elif how == "cut":
+        file = folder / "day_0_dense.npy"
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "empty":
+        (folder / "day_0_labels.npy").write_bytes(b"")
+    elif how == "int64":
+        np.save(folder / "day_0_labels.npy", np.zeros((30, 1), np.int64))
+    elif how == "12 columns":
+        np.save(folder / "day_0_dense.npy", np.zeros((30, 12), np.float32))
+    elif how == "one dimension":
+        np.save(folder / "day_0_dense.npy", np.zeros(30 * 13, np.float32))
+    elif how == "29 labels":
+        np.save(folder / "day_0_labels.npy", np.zeros((29, 1), np.int32))
+    else:
+        raise AssertionError(how)
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+@pytest.mark.parametrize(
+    ("how", "rule"),
+    [
+        ("no dense.npy", "day_0_dense.npy: missing"),
+        ("no labels.npy", "day_0_labels.npy: missing"),
+        ("cut", "day_0_dense.npy: not a whole"),
+        ("empty", "day_0_labels.npy: not a whole"),
+        ("int64", "day_0_labels.npy: int64 .* must be int32"),
+        ("12 columns", "day_0_dense.npy: .*12.* must be float32 .*13"),
+        ("one dimension", "day_0_dense.npy: .*390.* must be float32 .*13"),
+        ("29 labels", r"day_0: files of \[29, 30\] samples"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: str, rule: str) -> None:
+    write_day(tmp_path, 0, 30, hot)
+    write_day(tmp_path, 1, 30, hot)
+    damage(tmp_path, how)
+    with pytest.raises(InputError, match=rule) as error:
+        (CriteoNpy if hot is None else CriteoMultihot)(tmp_path, TablesConfig(rows=ROWS))
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("how", "rule"),
+    [
+        ("missing", "day_0_sparse_multi_hot.npz: missing"),
+        ("compressed", "compressed.*numpy.savez"),
+        ("25 members", "no member 25.npy"),
+        ("one dimension", r"member 4.npy: int32 \[30\]"),
+        ("empty bags", r"member 4.npy: int32 \[30, 0\]"),
+        ("int64", "member 4.npy: int64"),
+        ("29 samples", r"files of \[29, 30\] samples"),
+        ("other bags", r"day_1: bags of .* but the first day's"),
+        ("cut", "not a whole"),
+    ],
+)
+def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
+    day = write_day(tmp_path, 0, 30, HOT)
+    write_day(tmp_path, 1, 30, HOT)
+    file = tmp_path / "day_0_sparse_multi_hot.npz"
+    tables = {f"{t}": day[f"{t}"] for t in range(26)}
+    changes = {
+        "one dimension": tables["4"][:, 0],
+        "empty bags": tables["4"][:, :0],
+        "int64": tables["4"].astype(np.int64),
+        "29 samples": tables["4"][:29],
+        "other bags": np.repeat(tables["4"], 2, axis=1),
+    }
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif how == "compressed":
+        save_tables(file, tables, compressed=True)
+    elif how == "25 members":
+        save_tables(file, {name: tables[name] for name in tables if name != "25"})
+    else:
+        save_tables(file, {**tables, "4": changes[how]})
+    with pytest.raises(InputError, match=rule) as error:
+        CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+    assert_one_line(error)
+
+
+def test_the_members_of_an_npz_need_not_be_aligned(tmp_path: Path) -> None:
+    day = write_day(tmp_path, 0, 5, HOT)
+    file = tmp_path / "day_0_sparse_multi_hot.npz"
+    file.write_bytes(b"x" + file.read_bytes())  # a zip may follow other bytes
+    data = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+    assert_reads(data, day["labels"][:, 0], day["dense"], [day[f"{t}"] for t in range(26)])
+
+
+def write_kind(folder: Path, kind: str) -> str:
+    if kind == "criteo_tsv":
+        (folder / "train.txt").write_bytes(b"\n".join(random_lines(12)))
+    else:
+        write_day(folder, 0, 12, HOT if kind == "criteo_multihot" else None)
+    return str(folder)
+
+
+KINDS = pytest.mark.parametrize("kind", ["criteo_tsv", "criteo_npy", "criteo_multihot"])
+
+
+@KINDS
+def test_open_criteo_dispatches_on_the_kind(tmp_path: Path, kind: str) -> None:
+    path = write_kind(tmp_path, kind)
+    config = DataConfig(kind=kind, path=path, tables=TablesConfig(rows=ROWS))  # pyright: ignore[reportArgumentType]
+    classes = {"criteo_tsv": CriteoText, "criteo_npy": CriteoNpy, "criteo_multihot": CriteoMultihot}
+    data = open_criteo(config, path)
+    assert type(data) is classes[kind]
+    assert data.num_samples == 12
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("tables", "path", "rule"),
+    [
+        (TablesConfig(rows=ROWS), "nowhere", "nowhere"),
+        (TablesConfig(rows=ROWS), "hollow", "hollow: holds no"),
+        (TablesConfig(), "full", "data.tables.rows: null"),
+        (TablesConfig(rows=2**31), "full", "overflows int32"),
+    ],
+)
+def test_open_criteo_refuses(tmp_path: Path, kind: str, tables: TablesConfig, path: str, rule: str) -> None:
+    for folder in ("full", "hollow"):
+        (tmp_path / folder).mkdir()
+    write_kind(tmp_path / "full", kind)
+    config = DataConfig(kind=kind, path="unused", tables=tables)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match=rule) as error:
+        open_criteo(config, str(tmp_path / path))
+    assert_one_line(error)
+
+
+def test_a_data_set_without_samples_is_refused(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, 0)
+    with pytest.raises(InputError, match="day_0: no samples"):
+        CriteoNpy(tmp_path, TablesConfig(rows=ROWS))
+    write_day(tmp_path, 1, 3)
+    assert CriteoNpy(tmp_path, TablesConfig(rows=ROWS)).read(0, 4).labels.numel() == 4
+
+
+def as_lists(batch: Batch) -> list[list]:
+    return [x.tolist() for x in (batch.dense, batch.sparse.lengths(), batch.sparse.values(), batch.labels)]
+
+
+@KINDS
+def test_forked_and_pickled_data_sets_read_the_same(tmp_path: Path, kind: str) -> None:
+    path = write_kind(tmp_path, kind)
+    config = DataConfig(kind=kind, path=path, tables=TablesConfig(rows=ROWS))  # pyright: ignore[reportArgumentType]
+    data = open_criteo(config, path)
+    expected = as_lists(data.read(5, 9))
+
+    pickled = pickle.dumps(data)
+    assert as_lists(pickle.loads(pickled).read(5, 9)) == expected
+    if kind != "criteo_tsv":
+        assert len(pickled) < 2000
+
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    readers = [context.Process(target=lambda: answers.put(as_lists(data.read(5, 9)))) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(timeout=60)
+        assert reader.exitcode == 0
+        assert answers.get() == expected

@@ -1,0 +1,258 @@
+import gc
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data import loader as loader_module
+from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.loader import Loader, Slice, make_loader, open_datasets
+from dlrm_overlap.data.synthetic import Synthetic
+
+WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
+MESSAGE = "day_0: label of sample 17 is 3, not 0 or 1; correct the file"
+
+
+class Numbered(Dataset):
+    """Sample i has the dense feature i and, in its one table, i % 3 ids, all i. `reads` lists the first samples."""
+
+    def __init__(self, num_samples: int | None = None, bad: int | None = None, error: type[Exception] = InputError):
+        self.rows, self.pooling, self.num_samples = [1000], [1.0], num_samples
+        self.bad, self.error = bad, error
+        self.read_s = 0.0
+        self.reads: list[int] = []
+
+    def read(self, first: int, count: int) -> Batch:
+        time.sleep(self.read_s)
+        self.reads.append(first)
+        if self.bad is not None and first <= self.bad < first + count:
+            raise self.error(MESSAGE)
+        numbers = torch.arange(first, first + count, dtype=torch.int32)
+        lengths = numbers % 3
+        values = numbers.repeat_interleave(lengths)
+        return Batch.from_tensors(numbers.float()[:, None], lengths, values, (numbers % 2).float())
+
+
+def load(dataset: Dataset, workers: int, **changes) -> Loader:
+    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "first_step": 0, "last_step": 8, "prefetch": 2}
+    return make_loader(dataset, workers=workers, pin_memory=False, **{**arguments, **changes})
+
+
+def tensors(batch: Batch) -> list[list]:
+    return [x.tolist() for x in (batch.dense, batch.sparse.lengths(), batch.sparse.values(), batch.labels)]
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+@pytest.fixture
+def leaves_nothing_behind():
+    threads = set(threading.enumerate())
+    yield
+    assert wait_for(lambda: not multiprocessing.active_children() and set(threading.enumerate()) <= threads)
+
+
+@WORKERS
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_batches_come_in_order_and_equal_direct_reads(workers: int):
+    tables = TablesConfig(rows=[100, 7], multi_hot=["0..4", 2])
+    dataset = Synthetic(DataConfig(tables=tables), "train")
+    batches = list(load(dataset, workers, batch_size=8, rank=1, world_size=3, first_step=5, last_step=12))
+    assert len(batches) == 7
+    for step, batch in enumerate(batches, start=5):
+        expected = dataset.read((step * 3 + 1) * 8, 8)
+        assert tensors(batch) == tensors(expected)
+        assert batch.sparse.keys() == expected.sparse.keys() == ["t_00", "t_01"]
+        assert (batch.sparse.lengths().dtype, batch.sparse.values().dtype) == (torch.int32, torch.int32)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_split_a_global_batch(world_size: int):
+    loaders = [
+        load(Numbered(), 0, batch_size=16 // world_size, rank=rank, world_size=world_size, first_step=3, last_step=5)
+        for rank in range(world_size)
+    ]
+    for step in (3, 4):
+        numbers = torch.cat([next(loader).dense.flatten() for loader in loaders])
+        assert numbers.tolist() == list(range(step * 16, step * 16 + 16))
+
+
+@pytest.mark.parametrize("last_step", [5, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_steps_give_no_batches(workers: int, last_step: int):
+    assert list(load(Numbered(), workers, first_step=5, last_step=last_step)) == []
+
+
+@WORKERS
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_input_error_arrives_in_its_turn_and_unchanged(workers: int):
+    batches = load(Numbered(bad=17), workers)
+    assert [int(next(batches).dense[0]) for _ in range(4)] == [0, 4, 8, 12]
+    with pytest.raises(InputError) as raised:
+        next(batches)
+    assert str(raised.value) == MESSAGE
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@WORKERS
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_other_errors_are_not_swallowed(workers: int):
+    with pytest.raises(KeyError, match="label of sample 17"):
+        list(load(Numbered(bad=17, error=KeyError), workers))
+
+
+@WORKERS
+@pytest.mark.parametrize("taken", [0, 1, 8])
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_closing_ends_the_reading(workers: int, taken: int):
+    with load(Numbered(), workers) as batches:
+        assert [int(next(batches).dense[0]) for _ in range(taken)] == list(range(0, 4 * taken, 4))
+    assert list(batches) == []
+    batches.close()
+
+
+@WORKERS
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_a_dropped_loader_ends_the_reading(workers: int):
+    batches = load(Numbered(), workers, last_step=10**9)
+    next(batches)
+    del batches
+    gc.collect()
+
+
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_thread_reads_ahead_and_no_further():
+    dataset = Numbered()
+    with load(dataset, 0, prefetch=3, last_step=100) as batches:
+        next(batches)
+        assert wait_for(lambda: len(dataset.reads) == 4)
+        time.sleep(0.05)
+        assert dataset.reads == [0, 4, 8, 12]
+
+
+def test_closing_drops_the_reads_not_begun():
+    dataset = Numbered()
+    dataset.read_s = 0.05
+    with load(dataset, 0, prefetch=8) as batches:
+        next(batches)
+    assert len(dataset.reads) < 5  # the one taken, the one in hand, and some in case this process was held up
+
+
+def test_wait_counts_the_time_in_next_alone():
+    dataset = Numbered()
+    dataset.read_s = 0.05
+    with load(dataset, 0, prefetch=1) as batches:
+        assert batches.wait_s == 0
+        next(batches)
+        waited = batches.wait_s
+        assert waited >= 0.05
+        assert wait_for(lambda: len(dataset.reads) == 2)
+        time.sleep(0.05)  # the training step, in which the next batch becomes ready
+        assert batches.wait_s == waited
+        next(batches)
+        assert batches.wait_s - waited < 0.05
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loading_leaves_the_global_generator_alone(workers: int):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    list(load(Numbered(), workers))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@WORKERS
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_batches_are_pinned(workers: int):
+    with load(Numbered(), workers, pin_memory=True) as batches:
+        for step, batch in enumerate(batches):
+            assert batch.dense.is_pinned()
+            assert batch.labels.is_pinned()
+            assert batch.sparse.lengths().is_pinned()
+            assert batch.sparse.values().is_pinned()
+            assert tensors(batch) == tensors(Numbered().read(4 * step, 4))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (3, 1), (4, 1), (3, 4), (23, 6), (2, 17)])
+def test_slice_wraps_at_its_own_end(first: int, count: int):
+    numbers = [10 + (first + i) % 5 for i in range(count)]
+    batch = Slice(Numbered(), start=10, num_samples=5).read(first, count)
+    assert batch.dense.flatten().tolist() == numbers
+    assert batch.labels.tolist() == [n % 2 for n in numbers]
+    assert batch.sparse.lengths().tolist() == [n % 3 for n in numbers]
+    assert batch.sparse.values().tolist() == [n for n in numbers for _ in range(n % 3)]
+
+
+def test_slice_wraps_table_by_table():
+    tables = TablesConfig(rows=[100, 7, 50], multi_hot=["0..4", 2, "1..3"])
+    dataset = Synthetic(DataConfig(tables=tables), "train")
+    view = Slice(dataset, start=3, num_samples=6)
+    wrapped, pieces = view.read(4, 5), [dataset.read(7, 2), dataset.read(3, 3)]
+    for key in ("t_00", "t_01", "t_02"):
+        expected = [bag.tolist() for piece in pieces for bag in piece.sparse[key].to_dense()]
+        assert [bag.tolist() for bag in wrapped.sparse[key].to_dense()] == expected
+    assert (view.rows, view.pooling, view.num_samples) == ([100, 7, 50], [2.0, 2.0, 2.0], 6)
+
+
+def test_synthetic_datasets_are_the_two_splits():
+    config = DataConfig(tables=TablesConfig(count=2, rows=10), eval_samples=48)
+    train, held_out = open_datasets(config)
+    assert (train.num_samples, held_out.num_samples) == (None, 48)
+    assert tensors(train.read(7, 9)) == tensors(Synthetic(config, "train").read(7, 9))
+    assert tensors(held_out.read(7, 9)) == tensors(Synthetic(config, "eval").read(7, 9))
+
+
+def test_last_samples_of_a_file_are_held_out(tmp_path: Path):
+    lines = ["\t".join([str(i % 2), *[str(i)] * 13, *["0a"] * 26]) + "\n" for i in range(10)]
+    (tmp_path / "train.txt").write_text("".join(lines))
+    config = DataConfig(
+        kind="criteo_tsv", path=str(tmp_path / "train.txt"), eval_fraction=0.25, tables=TablesConfig(rows=100)
+    )
+    train, held_out = open_datasets(config)
+    assert (train.num_samples, held_out.num_samples) == (8, 2)
+    assert train.read(8, 1).dense.equal(train.read(0, 1).dense)
+    rows = torch.cat([train.read(0, 8).dense, held_out.read(0, 2).dense])
+    assert rows[:, 0].tolist() == sorted(set(rows[:, 0].tolist()))
+
+
+@pytest.fixture
+def file_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataConfig]:
+    """Make a config whose paths are numbers of samples, or `other`, 4 samples of a larger table."""
+
+    def open_numbered(config: DataConfig, path: str) -> Dataset:
+        dataset = Numbered(num_samples=4 if path == "other" else int(path))
+        dataset.rows = [2000] if path == "other" else dataset.rows
+        return dataset
+
+    monkeypatch.setattr(loader_module, "open_criteo", open_numbered)
+    return lambda **keys: DataConfig(kind="criteo_npy", **keys)
+
+
+def test_eval_path_leaves_the_training_samples_whole(file_config: Callable[..., DataConfig]):
+    train, held_out = open_datasets(file_config(path="12", eval_path="3"))
+    assert (train.num_samples, held_out.num_samples) == (12, 3)
+
+
+@pytest.mark.parametrize(("path", "fraction"), [("3", 0.25), ("100", 0.0), ("1", 0.9)])
+def test_an_empty_split_is_refused(file_config: Callable[..., DataConfig], path: str, fraction: float):
+    with pytest.raises(InputError) as raised:
+        open_datasets(file_config(path=path, eval_fraction=fraction))
+    assert str(raised.value) == (
+        f"data.eval_fraction: {fraction} holds out none of {path} samples; raise it or set data.eval_path"
+    )
+
+
+def test_held_out_samples_of_other_tables_are_refused(file_config: Callable[..., DataConfig]):
+    with pytest.raises(InputError, match=r"^data\.eval_path: other has tables of other rows than 12; set .* made for$"):
+        open_datasets(file_config(path="12", eval_path="other"))

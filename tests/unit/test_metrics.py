@@ -1,0 +1,66 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_overlap.metrics import StepTimer, evaluation_metrics, quantile
+from dlrm_overlap.run_log import MetricsFile
+
+
+def test_auroc_and_ne_against_their_definitions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, generator=generator).mul(4).round().div(4)  # rounded, so that ties occur
+    labels = (torch.rand(300, generator=generator) < logits.sigmoid()).float()
+    result = evaluation_metrics(logits, labels)
+    positive, negative = logits[labels == 1], logits[labels == 0]
+    wins = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative).double()
+    assert result["auroc"] == pytest.approx(wins.mean().item(), abs=1e-6)
+    p, rate = logits.double().sigmoid(), labels.double().mean().item()
+    loss = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean().item()
+    assert result["loss"] == pytest.approx(loss, abs=1e-9)
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+    assert result["ne"] == pytest.approx(loss / entropy, abs=1e-9)
+
+
+def test_always_answering_the_click_rate_has_ne_1() -> None:
+    labels = torch.tensor([1.0, 0, 0, 0])
+    assert evaluation_metrics(torch.full((4,), math.log(1 / 3)), labels)["ne"] == pytest.approx(1)
+
+
+def test_large_logits_keep_their_order() -> None:
+    labels = torch.tensor([0.0, 0, 1, 1])
+    assert evaluation_metrics(torch.tensor([20.0, 21, 22, 23]), labels)["auroc"] == 1
+
+
+def test_labels_all_alike_have_neither() -> None:
+    result = evaluation_metrics(torch.randn(5), torch.ones(5))
+    assert math.isnan(result["auroc"])
+    assert math.isnan(result["ne"])
+
+
+def test_quantile() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert math.isnan(quantile([], 0.5))
+
+
+def test_step_timer_gives_each_step_once() -> None:
+    timer = StepTimer(torch.device("cpu"))
+    for _ in range(3):
+        timer.mark()
+    assert len(timer.take_ms()) == 2
+    timer.mark()
+    assert len(timer.take_ms()) == 1
+    assert timer.take_ms() == []
+
+
+def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        file = MetricsFile(path, start)
+        for step in steps:
+            file.write({"step": step, "loss": math.nan if step == 4 else float(start)})
+        file.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]

@@ -1,0 +1,336 @@
+"""Preparing Criteo's text: the arrays against the text itself, restarts, and what a reader may ever see."""
+
+import gzip
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.data import prepare_criteo as module
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
+from dlrm_overlap.data.criteo_text import TextRows, read_rows
+from dlrm_overlap.data.prepare_criteo import prepare_criteo
+
+BLOCK = 2000
+
+
+def text(n: int, seed: int) -> bytes:
+    rng = np.random.default_rng(seed)
+    lines = []
+    for _ in range(n):
+        counts = [str(count) if count > -2 else "" for count in rng.integers(-3, 50, 13)]
+        values = [f"{value:08x}" if value else "" for value in rng.zipf(1.3, 26) % 2**32 // 2]
+        lines.append("\t".join([str(rng.integers(2)), *counts, *values]))
+    return "\n".join(lines).encode()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "day_0").write_bytes(text(40, 0))
+    (folder / "day_1.gz").write_bytes(gzip.compress(text(25, 1)))
+    (folder / "day_10").write_bytes(text(30, 2))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "arrays"
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    assert torch.equal(one.dense, other.dense)
+    assert torch.equal(one.labels, other.labels)
+    assert torch.equal(one.sparse.values(), other.sparse.values())
+    assert torch.equal(one.sparse.lengths(), other.sparse.lengths())
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of modification of every file: a rewritten file changes at least one."""
+    return {file.name: ((stat := file.stat()).st_ino, stat.st_mtime_ns) for file in folder.iterdir()}
+
+
+def redone(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> set[str]:
+    return {name for name in after if after[name] != before.get(name)} - {"meta.json"}
+
+
+def parts(*days: int) -> set[str]:
+    return {f"day_{day}_{part}.npy" for day in days for part in ("dense", "sparse", "labels")}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.npy")}
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK, 1 << 20])
+def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes: int) -> None:
+    meta = prepare_criteo(source, target, rows=13, block_bytes=block_bytes)
+    assert [(day.name, day.samples) for day in meta.days] == [("day_0", 40), ("day_1.gz", 25), ("day_10", 30)]
+    assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json"}
+    arrays, samples = CriteoNpy(target, TablesConfig()), CriteoText(source, TablesConfig(rows=13))
+    assert arrays.rows == samples.rows == meta.rows == [13] * 26
+    assert arrays.num_samples == samples.num_samples == 95
+    assert_equal(arrays.read(30, 100), samples.read(30, 100))
+    shapes = [(np.load(target / name).dtype, np.load(target / name).shape) for name in sorted(parts(1))]
+    assert shapes == [(np.float32, (25, 13)), (np.int32, (25, 1)), (np.int32, (25, 26))]
+
+
+def test_a_single_file_is_day_0(source: Path, target: Path) -> None:
+    prepare_criteo(source / "day_10", target, rows=5)
+    assert {file.name for file in target.iterdir()} == parts(0) | {"meta.json"}
+    assert_equal(
+        CriteoNpy(target, TablesConfig()).read(0, 30), CriteoText(source / "day_10", TablesConfig(rows=5)).read(0, 30)
+    )
+
+
+@pytest.mark.parametrize("min_count", [1, 3, 10**6])
+@pytest.mark.parametrize("least_pending", [0, 1 << 18])
+def test_rows_by_frequency_agree_with_plain_python(
+    source: Path, target: Path, min_count: int, least_pending: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module._Counter, "_LEAST_PENDING", least_pending)
+    meta = prepare_criteo(source, target, min_count=min_count, block_bytes=BLOCK)
+    lines = [(source / "day_0").read_bytes(), gzip.decompress((source / "day_1.gz").read_bytes())]
+    lines = [
+        line.split(b"\t")[14:] for part in [*lines, (source / "day_10").read_bytes()] for line in part.split(b"\n")
+    ]
+    data = CriteoNpy(target, TablesConfig())
+    ids = data.read(0, 95).sparse.values().reshape(26, 95).tolist()
+    for t in range(26):
+        column = [line[t] for line in lines]
+        counts = Counter(int(value, 16) for value in column if value)
+        known = sorted(value for value, count in counts.items() if count >= min_count)
+        rows = {value: 2 + i for i, value in enumerate(known)}
+        assert ids[t] == [rows.get(int(value, 16), 1) if value else 0 for value in column], t
+        assert data.rows[t] == 2 + len(known)
+    assert meta.rows == data.rows
+
+
+@pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
+def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str, int]) -> None:
+    first = prepare_criteo(source, target, **mode)
+    before = snapshot(target)
+    folder_before = target.stat().st_mtime_ns
+    assert prepare_criteo(source, target, **mode) == first
+    assert snapshot(target) == before
+    assert target.stat().st_mtime_ns == folder_before
+
+
+@pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
+def test_a_crash_costs_only_the_day_it_hits(
+    source: Path, target: Path, mode: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepare_criteo(source, tmp_path / "uninterrupted", **mode)
+    passes = Counter()
+
+    def crashing(file: Path, *args) -> Iterator[TextRows]:
+        passes[file.name] += 1
+        for block, rows in enumerate(read_rows(file, *args)):
+            if file.name == "day_1.gz" and passes[file.name] == len(mode.keys() & {"min_count"}) + 1 and block == 2:
+                raise KeyboardInterrupt
+            yield rows
+
+    monkeypatch.setattr(module, "read_rows", crashing)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_criteo(source, target, **mode, block_bytes=BLOCK)
+    before = snapshot(target)
+    assert set(before) - {"vocabulary.npz"} == parts(0) | {"meta.json"}
+    with pytest.raises(InputError, match=r"prepare. did not finish day_1.gz; run it again"):
+        CriteoNpy(target, TablesConfig())
+    # What a kill leaves, which runs no `finally`.
+    (target / ".day_1_dense.npy.tmp").write_bytes(b"half")
+
+    passes.clear()
+    monkeypatch.setattr(
+        module, "read_rows", lambda file, *args: (passes.update([file.name]), read_rows(file, *args))[1]
+    )
+    prepare_criteo(source, target, **mode)
+    assert passes == {"day_1.gz": 1, "day_10": 1}
+    assert redone(before, snapshot(target)) == parts(1, 2)
+    assert contents(target) == contents(tmp_path / "uninterrupted")
+
+
+def test_a_crash_while_counting_is_not_mistaken_for_a_count(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_criteo(source, target, min_count=2)
+    (source / "day_10").write_bytes(text(60, 5))
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Counter, "frequent", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare_criteo(source, target, min_count=2)
+    with pytest.raises(InputError, match="did not finish day_0"):
+        CriteoNpy(target, TablesConfig())
+    prepare_criteo(source, target, min_count=2)
+    fresh = target.with_name("fresh")
+    prepare_criteo(source, fresh, min_count=2)
+    assert contents(target) == contents(fresh)
+
+
+def test_a_reader_never_sees_half_a_file(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_criteo(source, target, rows=13)
+    complete = contents(target)
+    (source / "day_1.gz").write_bytes(gzip.compress(text(60, 7)))
+    seen = 0
+
+    def watching(file: Path, *args) -> Iterator[TextRows]:
+        nonlocal seen
+        for rows in read_rows(file, *args):
+            yield rows
+            assert contents(target) == complete  # the old day, whole, until the new one is
+            with pytest.raises(InputError, match="did not finish day_1"):
+                CriteoNpy(target, TablesConfig())
+            seen += 1
+
+    monkeypatch.setattr(module, "read_rows", watching)
+    prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
+    assert seen > 3
+    assert CriteoNpy(target, TablesConfig()).num_samples == 40 + 60 + 30
+
+
+def test_a_changed_source_is_redone(source: Path, target: Path) -> None:
+    for folder, mode, expected in (
+        (target, {"rows": 13}, parts(1)),
+        (target.with_name("counted"), {"min_count": 2}, parts(0, 1, 2) | {"vocabulary.npz"}),
+    ):
+        prepare_criteo(source, folder, **mode)
+        before = snapshot(folder)
+        stat = (source / "day_1.gz").stat()
+        os.utime(source / "day_1.gz", ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+        prepare_criteo(source, folder, **mode)
+        assert redone(before, snapshot(folder)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [({"rows": 13}, parts(3)), ({"min_count": 2}, parts(0, 1, 2, 3) | {"vocabulary.npz"})]
+)
+def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, int], expected: set[str]) -> None:
+    prepare_criteo(source, target, **mode)
+    before = snapshot(target)
+    (source / "day_11").write_bytes(text(5, 9))
+    prepare_criteo(source, target, **mode)
+    assert redone(before, snapshot(target)) == expected
+    assert CriteoNpy(target, TablesConfig()).num_samples == 100
+
+
+def test_a_lost_vocabulary_is_counted_anew(source: Path, target: Path) -> None:
+    prepare_criteo(source, target, min_count=2)
+    complete = contents(target)
+    (target / "vocabulary.npz").unlink()
+    prepare_criteo(source, target, min_count=2)
+    assert (target / "vocabulary.npz").exists()
+    assert contents(target) == complete
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "shorter"])
+def test_a_damaged_day_is_redone(source: Path, target: Path, damage: str) -> None:
+    prepare_criteo(source, target, rows=13)
+    before, complete = snapshot(target), contents(target)
+    file = target / "day_1_labels.npy"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-4])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        np.save(file, np.zeros((24, 1), np.int32))
+    prepare_criteo(source, target, rows=13)
+    assert redone(before, snapshot(target)) == parts(1)
+    assert contents(target) == complete
+
+
+def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) -> None:
+    (source / "day_10").write_bytes(text(30, 2) + b"\n0\t1")
+    with pytest.raises(InputError, match="day_10, line 31: 2 fields"):
+        prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
+    assert {file.name for file in target.iterdir()} == parts(0, 1) | {"meta.json"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "rule"),
+    [
+        ({}, "give one of them"),
+        ({"rows": 3, "min_count": 3}, "give one of them"),
+        ({"rows": 0}, "at least 1"),
+        ({"min_count": -1}, "at least 1"),
+        ({"rows": 2**31}, "below 2147483648"),
+    ],
+)
+def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str, int], rule: str) -> None:
+    with pytest.raises(InputError, match=rule):
+        prepare_criteo(source, target, **mode)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        ("no text", "holds no train.txt"),
+        ("other rows", "--rows 13, --min_count None, not 14, None; choose another"),
+        ("other mode", "--rows 13, --min_count None, not None, 2; choose another"),
+        ("fewer days", "holds 3 days, but there are 2 text files; choose another"),
+        ("other maker", "holds day files of another making; choose another"),
+        ("no meta", "not what .* writes .*; choose another"),
+        ("a file", "cannot be written"),
+    ],
+)
+def test_a_target_that_holds_something_else_is_refused(source: Path, target: Path, case: str, rule: str) -> None:
+    prepare_criteo(source, target, rows=13)
+    mode = {"rows": 13}
+    if case == "no text":
+        source = target
+    elif case == "other rows":
+        mode = {"rows": 14}
+    elif case == "other mode":
+        mode = {"min_count": 2}
+    elif case == "fewer days":
+        (source / "day_0").unlink()
+    elif case == "other maker":
+        (target / "meta.json").unlink()
+    elif case == "no meta":
+        (target / "meta.json").write_text(json.dumps({"rows": 3}))
+    else:
+        target = source / "day_0"
+    before = snapshot(target) if target.is_dir() else target.read_bytes()
+    with pytest.raises(InputError, match=rule) as error:
+        prepare_criteo(source, target, **mode)
+    assert "\n" not in str(error.value)
+    assert before == (snapshot(target) if target.is_dir() else target.read_bytes())
+
+
+def test_arrays_without_rows_are_refused(source: Path, target: Path) -> None:
+    prepare_criteo(source, target, rows=13)
+    (target / "meta.json").unlink()
+    with pytest.raises(InputError, match=r"data.tables.rows: null, and .* no meta.json"):
+        CriteoNpy(target, TablesConfig())
+    assert CriteoNpy(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26
+
+
+def test_meta_tells_how_the_arrays_were_made(source: Path, target: Path) -> None:
+    prepare_criteo(source, target, rows=13)
+    meta = json.loads((target / "meta.json").read_text())
+    assert (meta["hash_rows"], meta["min_count"], meta["rows"]) == (13, None, [13] * 26)
+    assert "log1p" in meta["dense"]
+    assert meta["days"][0]["size_bytes"] == (source / "day_0").stat().st_size
+
+
+def test_nothing_is_printed_away_from_a_terminal(source: Path, target: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prepare_criteo(source, target, min_count=2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_npy_header_fits_any_number_of_samples() -> None:
+    ends = set()
+    for samples in (0, 1, 4_373_472_329, 10**18):
+        stream = io.BytesIO()
+        module._write_header(stream, "dense", samples)
+        ends.add(stream.tell())
+    assert len(ends) == 1

@@ -1,0 +1,265 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.synthetic import Synthetic, ZipfTable
+
+MIXED = TablesConfig(rows=[50, 3, 40_000_000, 1], multi_hot=["0..6", 3, "2..5", 1], zipf_alpha=[1.05, 0.0, 1.0, 2.0])
+LEARNABLE = TablesConfig(count=8, rows=1000)
+
+
+def samples(batch: Batch) -> list[tuple]:
+    """Each sample as (dense bytes, ids of each table's bag, label)."""
+    tables = [table.to_dense() for table in batch.sparse.to_dict().values()]
+    return [
+        (batch.dense[i].numpy().tobytes(), tuple(tuple(bags[i].tolist()) for bags in tables), batch.labels[i].item())
+        for i in range(len(batch.labels))
+    ]
+
+
+def auroc(score: torch.Tensor, label: torch.Tensor) -> float:
+    """Chance that a click has a higher score than a sample that is none (scores without ties)."""
+    rank = torch.empty(len(score), dtype=torch.float64)
+    rank[score.argsort()] = torch.arange(1, len(score) + 1, dtype=torch.float64)
+    clicks = int(label.sum())
+    return float((rank[label > 0].sum() - clicks * (clicks + 1) / 2) / (clicks * (len(label) - clicks)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_the_same_global_batch(world_size: int):
+    dataset = Synthetic(DataConfig(tables=MIXED), "train")
+    b = 96 // world_size
+    parts = [sample for rank in range(world_size) for sample in samples(dataset.read(960 + rank * b, b))]
+    assert parts == samples(dataset.read(960, 96))
+
+
+def test_uneven_pieces_equal_the_whole():
+    dataset = Synthetic(DataConfig(tables=MIXED), "train")
+    parts = [sample for first, count in ((0, 1), (1, 6), (7, 93)) for sample in samples(dataset.read(first, count))]
+    assert parts == samples(dataset.read(0, 100))
+    assert parts == samples(Synthetic(DataConfig(tables=MIXED), "train").read(0, 100))
+
+
+def test_seeds_and_splits_are_different_streams():
+    streams = [
+        Synthetic(DataConfig(tables=MIXED, seed=seed), split) for seed in (0, 1, 2**70) for split in ("train", "eval")
+    ]
+    seen = {dense for stream in streams for dense, _, _ in samples(stream.read(0, 50))}
+    assert len(seen) == 50 * len(streams)
+    assert (streams[0].num_samples, streams[1].num_samples) == (None, 65536)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 1.05, 2.0, 8.0])
+@pytest.mark.parametrize("rows", [1, 2, 256, 1000, 40_000_000])
+def test_each_row_has_its_zipf_probability(rows: int, alpha: float):
+    table = ZipfTable(rows, alpha, offset=0)
+    total = sum(float((np.arange(k, min(k + 2**20, rows + 1)) ** -alpha).sum()) for k in range(1, rows + 1, 2**20))
+    ranks = np.unique(np.clip([0, 1, 2, 9, 254, 255, 256, 300, 999, 10**6, rows - 2, rows - 1], 0, rows - 1))
+    exact = (ranks + 1.0) ** -alpha / total
+    ranks, exact = ranks[exact > 1e-11], exact[exact > 1e-11]  # a draw's 53 bits cannot tell the others' mass
+
+    def least_draw_below(rank: np.ndarray) -> np.ndarray:
+        # Ranks fall as draws rise: bisect for the draw at which the rank falls below `rank`.
+        low, high = np.zeros(len(rank)), np.ones(len(rank))
+        for _ in range(60):
+            middle = (low + high) / 2
+            above = table.ranks(np.minimum(middle, 1 - 2.0**-53)) >= rank
+            low, high = np.where(above, middle, low), np.where(above, high, middle)
+        return high
+
+    np.testing.assert_allclose(least_draw_below(ranks) - least_draw_below(ranks + 1), exact, rtol=1e-4)
+    np.testing.assert_allclose(table.probability(ranks), exact, rtol=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 1.05, 3.0, 20.0, 1e6])
+@pytest.mark.parametrize("rows", [1, 2, 5, 256, 257, 3000])
+def test_draws_fall_on_ranks_in_proportion(rows: int, alpha: float):
+    draws = 200_000
+    counts = np.bincount(
+        ZipfTable(rows, alpha, offset=0).ranks((np.arange(draws) + 0.5) / draws).astype(np.int64), minlength=rows
+    )
+    exact = np.arange(1.0, rows + 1) ** -alpha
+    # An interval holds its length in evenly spaced draws, to one.
+    assert len(counts) == rows
+    assert np.abs(counts - draws * exact / exact.sum()).max() < 1.001
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.05, 50.0])
+@pytest.mark.parametrize("rows", [1, 300, 40_000_000, 2**31 - 1])
+def test_extreme_draws_give_ids_of_the_table(rows: int, alpha: float):
+    table = ZipfTable(rows, alpha, offset=rows - 1)
+    ranks = table.ranks(np.array([0.0, 2.0**-53, 0.5, 1 - 2.0**-53]))
+    assert ranks[-1] == 0
+    assert ranks.max() < rows
+    ids = table.row_ids(np.append(ranks, rows - 1))
+    assert ids.dtype == np.int32
+    assert ids.min() >= 0
+    assert ids.max() < rows
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 97, 1000, 4096])
+def test_ranks_and_rows_are_one_to_one(rows: int):
+    ids = ZipfTable(rows, 1.05, offset=rows // 3).row_ids(np.arange(rows))
+    assert sorted(ids.tolist()) == list(range(rows))
+
+
+def test_popular_rows_are_spread_over_the_table():
+    ids = np.sort(ZipfTable(1000, 1.05, offset=7).row_ids(np.arange(8)))
+    assert np.diff(ids).min() > 50
+
+
+def test_popular_ids_come_as_often_as_they_should():
+    config = DataConfig(tables=TablesConfig(rows=[100_000], multi_hot=8, zipf_alpha=1.05), dense_features=1)
+    values = Synthetic(config, "train").read(0, 50_000).sparse.values().numpy()
+    counts = np.sort(np.bincount(values, minlength=100_000))[::-1]
+    exact = np.arange(1, 100_001) ** -1.05
+    np.testing.assert_allclose(counts[:10] / values.size, exact[:10] / exact.sum(), rtol=0.03)
+    # No sample repeats another's ids: the draws of neighbours do not overlap.
+    assert len(np.unique(values.reshape(-1, 8), axis=0)) > 49_900
+
+
+def test_draws_of_dense_features_bag_sizes_and_ids_are_independent():
+    config = DataConfig(tables=TablesConfig(count=2, rows=2, multi_hot="1..4", zipf_alpha=0.0), dense_features=2)
+    batch = Synthetic(config, "train").read(0, 20_000)
+    lengths, values = batch.sparse.lengths().view(2, -1), batch.sparse.values()
+    firsts = values[batch.sparse.offsets()[:-1]].view(2, -1)
+    columns = torch.cat([batch.dense.T, lengths, firsts])
+    assert (torch.corrcoef(columns.float()) - torch.eye(6)).abs().max() < 0.04  # over 5 standard errors
+
+
+def test_tables_of_one_size_have_their_own_popular_rows():
+    values = Synthetic(DataConfig(tables=TablesConfig(count=4, rows=1000)), "train").read(0, 1000).sparse.values()
+    assert len({int(ids.mode().values) for ids in values.split(1000)}) == 4
+
+
+def test_bags_follow_their_ranges_table_after_table():
+    dataset = Synthetic(DataConfig(tables=MIXED), "train")
+    batch = dataset.read(5, 2000)
+    lengths, values = batch.sparse.lengths().view(4, 2000), batch.sparse.values()
+    assert (lengths.dtype, values.dtype) == (torch.int32, torch.int32)
+    for bags, (low, high) in zip(lengths, ((0, 6), (3, 3), (2, 5), (1, 1)), strict=True):
+        assert bags.unique().tolist() == list(range(low, high + 1))
+    assert dataset.pooling == [3.0, 3.0, 3.5, 1.0]
+    torch.testing.assert_close(lengths.double().mean(dim=1).tolist(), dataset.pooling, rtol=0.05, atol=0)
+    for ids, rows in zip(values.split(lengths.sum(dim=1).tolist()), dataset.rows, strict=True):
+        assert ids.min() >= 0
+        assert ids.max() < rows
+
+
+def test_dense_features_are_near_normal():
+    dense = Synthetic(DataConfig(tables=LEARNABLE), "train").read(0, 20_000).dense
+    assert (dense.shape, dense.dtype) == ((20_000, 13), torch.float32)
+    assert dense.abs().max() < 3.5
+    assert dense.mean(dim=0).abs().max() < 0.03
+    assert (dense.std(dim=0) - 1).abs().max() < 0.03
+    assert (torch.corrcoef(dense.T) - torch.eye(13)).abs().max() < 0.04
+
+
+def test_rows_are_capped_and_never_stored():
+    config = DataConfig(tables=TablesConfig(rows=[40_000_000, 10], max_rows=4_000_000))
+    assert Synthetic(config, "train").rows == [4_000_000, 10]
+    large = DataConfig(tables=TablesConfig(count=26, rows=40_000_000))
+    assert len(pickle.dumps(Synthetic(large, "train"))) < 100_000
+
+
+def test_rows_beyond_int32_are_refused():
+    with pytest.raises(InputError, match=r"^data\.tables\.rows: 2147483648 overflows int32 ids; stay below \d+$"):
+        Synthetic(DataConfig(tables=TablesConfig(count=1, rows=2**31)), "train")
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        LEARNABLE,
+        TablesConfig(count=26, rows=100_000, multi_hot="0..8"),
+        TablesConfig(count=3, rows=40_000_000, zipf_alpha=0.0, multi_hot=20),
+        TablesConfig(rows=[3, 10, 4, 60], zipf_alpha=1.5, multi_hot=[1, 2, "0..1", 40]),
+        TablesConfig(count=1, rows=500),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_teacher_is_good_not_perfect(tables: TablesConfig, seed: int):
+    dataset = Synthetic(DataConfig(tables=tables, seed=seed), "train")
+    batch = dataset.read(0, 16384)
+    probability = dataset.click_probability(batch)
+    assert set(batch.labels.unique().tolist()) == {0.0, 1.0}
+    assert batch.labels.dtype == torch.float32
+    assert 0.25 < batch.labels.mean() < 0.5
+    assert abs(probability.mean() - batch.labels.mean()) < 0.015  # 4 standard errors
+    assert 0.87 < auroc(probability, batch.labels) < 0.92
+
+
+def test_splits_have_one_teacher():
+    config = DataConfig(tables=MIXED)
+    train, held_out = Synthetic(config, "train"), Synthetic(config, "eval")
+    batch = held_out.read(0, 500)
+    assert torch.equal(train.click_probability(batch), held_out.click_probability(batch))
+    other = Synthetic(DataConfig(tables=MIXED, seed=1), "train").click_probability(batch)
+    assert (other - train.click_probability(batch)).abs().mean() > 0.05
+
+
+def test_teacher_multiplies_dense_features_and_tables():
+    dataset = Synthetic(DataConfig(tables=TablesConfig(count=3, rows=100), dense_features=2), "train")
+
+    def mixed_difference(first: int, second: int) -> float:
+        """How far two of the inputs, [2 dense features, 3 ids], are from adding their effects to the logit."""
+        inputs = torch.zeros(4, 5)
+        inputs[:, first], inputs[:, second] = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+        ids = inputs[:, 2:].T.flatten().int()
+        batch = Batch.from_tensors(inputs[:, :2].contiguous(), torch.ones_like(ids), ids, torch.zeros(4))
+        neither, one, other, both = dataset.click_probability(batch).logit().tolist()
+        return abs(both - one - other + neither)
+
+    coupled = {(0, 2), (1, 3), (2, 3), (3, 4)}  # each dense feature with its table, each table with the next
+    for pair in ((i, j) for j in range(5) for i in range(j)):
+        assert (mixed_difference(*pair) > 1e-3) == (pair in coupled), pair
+
+
+class TinyDLRM(torch.nn.Module):
+    """Bottom layer, a bag a table of one id, pairwise dot products, top MLP."""
+
+    def __init__(self, rows: int, tables: int, dim: int):
+        super().__init__()
+        self.bottom = torch.nn.Sequential(torch.nn.Linear(13, dim), torch.nn.ReLU())
+        self.rows = torch.nn.Parameter(torch.randn(tables * rows, dim) * 0.1)
+        self.first_row = torch.arange(tables)[:, None] * rows
+        self.pairs = torch.triu_indices(tables + 1, tables + 1, offset=1)
+        self.top = torch.nn.Sequential(
+            torch.nn.Linear(self.pairs.shape[1] + (tables + 1) * dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+        )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        ids = batch.sparse.values().view(len(self.first_row), -1) + self.first_row
+        features = torch.cat([self.bottom(batch.dense)[None], self.rows[ids]]).transpose(0, 1)
+        products = (features @ features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([products, features.flatten(1)], dim=1)).squeeze(1)
+
+
+@pytest.fixture
+def one_thread():
+    """Small matrices gain nothing from threads, which on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_small_dlrm_learns_it():
+    config = DataConfig(tables=LEARNABLE)
+    train, held_out = Synthetic(config, "train"), Synthetic(config, "eval").read(0, 8192)
+    torch.manual_seed(0)
+    model = TinyDLRM(rows=1000, tables=8, dim=8)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    for step in range(150):
+        batch = train.read(step * 1024, 1024)
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels).backward()
+        optimizer.step()
+    with torch.no_grad():
+        reached = auroc(model(held_out), held_out.labels)
+    assert 0.75 < reached < auroc(train.click_probability(held_out), held_out.labels)
