@@ -1,5 +1,6 @@
 """A batch, and what every data set promises."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,27 @@ def table_keys(tables: int) -> list[str]:
     return [f"t_{t:0{width}}" for t in range(tables)]
 
 
+class Lease:
+    """A batch's right to memory that is lent: ends when the batch is dropped and its copies to a GPU are done."""
+
+    def __init__(self, slot: int, returned: deque["Lease"]) -> None:
+        self.slot = slot
+        self._returned = returned
+        self._copied: torch.cuda.Event | None = None
+
+    def copying(self) -> None:
+        """Note that copies from the memory were enqueued on the current stream."""
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def is_copied(self) -> bool:
+        """Tell whether the last noted copies are done."""
+        return self._copied is None or self._copied.query()
+
+    def __del__(self) -> None:
+        self._returned.append(self)
+
+
 @dataclass
 class Batch(Pipelineable):
     """The samples of one rank and step.
@@ -26,6 +48,8 @@ class Batch(Pipelineable):
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     labels: torch.Tensor
+    lease: Lease | None = None
+    """where the tensors lie in lent memory: keeps it"""
 
     @classmethod
     def from_tensors(
@@ -35,17 +59,35 @@ class Batch(Pipelineable):
         keys = table_keys(lengths.numel() // labels.numel())
         return cls(dense, KeyedJaggedTensor(keys, values=values, lengths=lengths), labels)
 
-    def __reduce__(self) -> tuple:
-        """Cross process borders as four tensors, which travel in shared memory."""
-        return Batch.from_tensors, (self.dense, self.sparse.lengths(), self.sparse.values(), self.labels)
+    @classmethod
+    def join(cls, batches: Sequence["Batch"]) -> "Batch":
+        """Return one batch of the samples of all `batches`, in their order."""
+        lengths = [batch.sparse.lengths().view(len(batch.sparse.keys()), -1) for batch in batches]
+        tables = [
+            batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
+        ]
+        return cls.from_tensors(
+            torch.cat([batch.dense for batch in batches]),
+            torch.cat(lengths, dim=1).flatten(),
+            torch.cat([values for table in zip(*tables, strict=True) for values in table]),
+            torch.cat([batch.labels for batch in batches]),
+        )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`."""
-        return Batch(
+        moved = Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
         )
+        if self.lease:
+            self.lease.copying()
+        return moved
+
+    def clone(self) -> "Batch":
+        """Return a copy in memory of its own."""
+        tensors = (self.dense, self.sparse.lengths(), self.sparse.values(), self.labels)
+        return Batch.from_tensors(*(tensor.clone() for tensor in tensors))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors' memory until `stream` has used them."""
@@ -70,6 +112,12 @@ class Dataset(Protocol):
 
     pooling: Sequence[float]
     """mean number of ids in a bag, per table"""
+
+    dense_features: int
+    """dense features of a sample, F"""
+
+    max_ids: int
+    """most ids of one sample, over all tables"""
 
     num_samples: int | None
     """samples there are; None: endless"""

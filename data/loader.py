@@ -1,18 +1,21 @@
 """The way from samples to the training loop: the two data sets of a run, and the reading ahead of their batches."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.utils.data
 
 from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo import open_criteo
+from dlrm_overlap.data.ring import Ring, SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
+
+_HELD_BATCHES = 3  # whose copies to the GPU may be under way at once
 
 
 class Slice(Dataset):
@@ -22,6 +25,7 @@ class Slice(Dataset):
         """`num_samples` >= 1; the view must lie within `dataset`."""
         assert num_samples >= 1
         self.rows, self.pooling = dataset.rows, dataset.pooling
+        self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
         self._dataset, self._start = dataset, start
 
@@ -33,7 +37,7 @@ class Slice(Dataset):
             size = min(end - first, self.num_samples - position)
             pieces.append(self._dataset.read(self._start + position, size))
             first += size
-        return pieces[0] if len(pieces) == 1 else _join(pieces)
+        return pieces[0] if len(pieces) == 1 else Batch.join(pieces)
 
 
 def open_datasets(config: DataConfig) -> tuple[Dataset, Dataset]:
@@ -71,7 +75,7 @@ class Loader(Iterator[Batch]):
     processes end; `close` and the end of a `with` block do the same early.
     """
 
-    def __init__(self, source: Generator[Batch | InputError, None, None]):
+    def __init__(self, source: Generator[Batch, None, None]):
         self._source = source
         self.wait_s = 0.0
         """host seconds spent in `next` so far, blocked until a batch was there"""
@@ -84,13 +88,9 @@ class Loader(Iterator[Batch]):
         """
         start = time.perf_counter()
         try:
-            batch = next(self._source)
+            return next(self._source)
         finally:
             self.wait_s += time.perf_counter() - start
-        if isinstance(batch, InputError):
-            self.close()
-            raise batch
-        return batch
 
     def __enter__(self) -> Self:
         return self
@@ -119,64 +119,43 @@ def make_loader(
     The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`.
 
     Args:
-        workers: processes that read, each the steps of its turn. They are started as the platform's default says,
-            forked on Linux: data sets must not touch CUDA. 0 reads in a thread of this process instead, which needs
-            no shared memory, but shares the interpreter's lock with the training loop.
+        workers: processes that read, each the steps of its turn. They are forked: data sets must not touch CUDA. 0
+            reads in a thread of this process instead, which shares the interpreter's lock with the training loop.
         prefetch: batches that each worker, or the thread, reads ahead.
-        pin_memory: copy the batches to page-locked memory; for runs on a GPU alone.
+        pin_memory: give the batches in page-locked memory; for runs on a GPU alone. A worker's batch is then lent:
+            its memory holds the next one once the batch is dropped and the copies that `Batch.to` started are done. So
+            one that is kept stops the reading: `clone` it.
     """
-    batches = _RankBatches(dataset, batch_size, rank, world_size)
+
+    def read(step: int) -> Batch:
+        return dataset.read((step * world_size + rank) * batch_size, batch_size)
+
     steps = range(first_step, last_step)
     if workers == 0:
-        return Loader(_read_by_thread(batches, steps, prefetch, pin_memory))
-    return Loader(_read_by_processes(batches, steps, workers, prefetch, pin_memory))
-
-
-class _RankBatches(torch.utils.data.Dataset[Batch | InputError]):
-    """Step -> the batch of one rank."""
-
-    def __init__(self, dataset: Dataset, batch_size: int, rank: int, world_size: int):
-        self._dataset, self._batch_size, self._rank, self._world_size = dataset, batch_size, rank, world_size
-
-    def __getitem__(self, step: int) -> Batch | InputError:
-        first = (step * self._world_size + self._rank) * self._batch_size
-        try:
-            return self._dataset.read(first, self._batch_size)
-        except InputError as error:
-            # As a value: DataLoader would wrap the message of a raised one into a worker's traceback.
-            return error
+        return Loader(_read_by_thread(read, steps, prefetch, pin_memory))
+    shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
+    return Loader(_read_by_processes(read, steps, shape, workers, prefetch, pin_memory))
 
 
 def _read_by_processes(
-    batches: _RankBatches, steps: range, workers: int, prefetch: int, pin_memory: bool
-) -> Generator[Batch | InputError, None, None]:
-    # Each process seeds itself from `generator`: with the global one, a run's random numbers would depend on the number
-    # of loaders made. Workers that persist would help a second pass only.
-    loader = torch.utils.data.DataLoader(
-        batches,
-        batch_size=None,
-        sampler=steps,
-        num_workers=workers,
-        prefetch_factor=prefetch,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),
-    )
-    iterator: Any = iter(loader)
+    read: Callable[[int], Batch], steps: range, shape: SlotShape, workers: int, prefetch: int, pin_memory: bool
+) -> Generator[Batch, None, None]:
+    held = math.ceil(_HELD_BATCHES / workers)  # beyond those being read ahead
+    ring = Ring(read, steps, shape, workers, prefetch + held, pin_memory)
     try:
-        yield from iterator
+        yield from ring
     finally:
-        # Dropping the iterator ends them too, but the traceback of a failed read keeps it alive.
-        iterator._shutdown_workers()
+        ring.close()
 
 
 def _read_by_thread(
-    batches: _RankBatches, steps: range, prefetch: int, pin_memory: bool
-) -> Generator[Batch | InputError, None, None]:
+    read: Callable[[int], Batch], steps: range, prefetch: int, pin_memory: bool
+) -> Generator[Batch, None, None]:
     device = torch.accelerator.current_device_index() if pin_memory else None
 
-    def read(step: int) -> Batch | InputError:
-        batch = batches[step]
-        if device is None or isinstance(batch, InputError):
+    def read_and_pin(step: int) -> Batch:
+        batch = read(step)
+        if device is None:
             return batch
         torch.accelerator.set_device_index(device)  # a thread begins at GPU 0, where pinning would open a context
         return batch.pin_memory()
@@ -185,24 +164,10 @@ def _read_by_thread(
     pending = deque()
     try:
         for step in steps:
-            pending.append(pool.submit(read, step))
+            pending.append(pool.submit(read_and_pin, step))
             if len(pending) > prefetch:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _join(batches: Sequence[Batch]) -> Batch:
-    """Return one batch of the samples of all `batches`, in their order."""
-    lengths = [batch.sparse.lengths().view(len(batch.sparse.keys()), -1) for batch in batches]
-    tables = [
-        batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
-    ]
-    return Batch.from_tensors(
-        torch.cat([batch.dense for batch in batches]),
-        torch.cat(lengths, dim=1).flatten(),
-        torch.cat([values for table in zip(*tables, strict=True) for values in table]),
-        torch.cat([batch.labels for batch in batches]),
-    )

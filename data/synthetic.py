@@ -17,6 +17,7 @@ from dlrm_overlap.data.batch import Batch, Dataset
 
 _T = TypeVar("_T")
 _DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
+_BLOCK_SAMPLES = 1024  # read at once: more would leave the core's cache, where many readers share a memory
 
 
 def _uniform(draws: np.ndarray) -> np.ndarray:
@@ -192,6 +193,7 @@ class Synthetic(Dataset):
         self._bag_sizes = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self._bag_sizes]
         """mean ids a bag, of each table"""
+        self.max_ids = sum(high for _, high in self._bag_sizes)
 
         rng = np.random.default_rng((config.seed, 2))
         alphas = _per_table(tables.zipf_alpha, number)
@@ -200,16 +202,19 @@ class Synthetic(Dataset):
         ]
         self._teacher = Teacher(self._tables, self._bag_sizes, config.dense_features, rng)
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
-        self._dense_features = config.dense_features
+        self.dense_features = config.dense_features
         # A sample's draws: its dense features, its label, the bag size of each table, then each table's ids.
         draws = config.dense_features + 1 + number + sum(high for _, high in self._bag_sizes)
         self._blocks_per_sample = math.ceil(draws / _DRAWS_PER_BLOCK)
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), count >= 1: dense [count, F] float32, int32 lengths and values."""
+        if count > _BLOCK_SAMPLES:
+            blocks = range(first, first + count, _BLOCK_SAMPLES)
+            return Batch.join([self.read(block, min(_BLOCK_SAMPLES, first + count - block)) for block in blocks])
         generator = np.random.Philox(key=self._key, counter=first * self._blocks_per_sample)
         draws = generator.random_raw(count * self._blocks_per_sample * _DRAWS_PER_BLOCK).reshape(count, -1)
-        column = self._dense_features
+        column = self.dense_features
         dense = _near_normal(draws[:, :column])
         label_draw = _uniform(draws[:, column])
         column += 1

@@ -24,7 +24,9 @@ def measure(trainer: Trainer, steps: int, output: Path) -> None:
     loaded_ms: list[float] = []
     with trainer.loader(trainer.train_data, 0, rounds + 1) as loader:
         batches = iter(loader)
-        cached = next(batches)
+        cached = next(batches).clone()  # its own memory: the loader's is lent
+        if trainer.device.type == "cuda":
+            cached = cached.pin_memory()
         for _ in range(_ROUNDS):
             cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round)
             waited_s = loader.wait_s
@@ -43,6 +45,7 @@ def measure(trainer: Trainer, steps: int, output: Path) -> None:
         "samples_per_rank": trainer.samples_per_rank,
         "arch": trainer.config.model.arch,
         "precision": trainer.config.train.precision,
+        "graph_dense": trainer.config.train.graph_dense,
         "ids_per_sample": sum(trainer.train_data.pooling),
         "steps": len(loaded_ms),
         **{f"cached_{key}": value for key, value in vars(cached_times).items()},

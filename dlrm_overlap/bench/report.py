@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.doctor import environment
 
 
@@ -11,7 +12,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append `row` and the environment to the CSV file `path`, making it with a header if it is not there.
 
     Raises:
-        ValueError: if the file has other columns.
+        InputError: if the file has other columns.
     """
     full = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()} | environment()
     header = list(full)
@@ -19,7 +20,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
         if set(header) != set(full):
-            raise ValueError(f"{path}: its columns differ from {list(full)}; give another file")
+            raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:

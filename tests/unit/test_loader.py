@@ -23,6 +23,7 @@ class Numbered(Dataset):
 
     def __init__(self, num_samples: int | None = None, bad: int | None = None, error: type[Exception] = InputError):
         self.rows, self.pooling, self.num_samples = [1000], [1.0], num_samples
+        self.max_ids, self.dense_features = 2, 1
         self.bad, self.error = bad, error
         self.read_s = 0.0
         self.reads: list[int] = []
@@ -40,7 +41,7 @@ class Numbered(Dataset):
 
 def load(dataset: Dataset, workers: int, **changes) -> Loader:
     arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "first_step": 0, "last_step": 8, "prefetch": 2}
-    return make_loader(dataset, workers=workers, pin_memory=False, **{**arguments, **changes})
+    return make_loader(dataset, workers=workers, **{"pin_memory": False, **arguments, **changes})
 
 
 def tensors(batch: Batch) -> list[list]:
@@ -107,7 +108,8 @@ def test_input_error_arrives_in_its_turn_and_unchanged(workers: int):
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_other_errors_are_not_swallowed(workers: int):
-    with pytest.raises(KeyError, match="label of sample 17"):
+    # From another process it comes as text, with its traceback.
+    with pytest.raises(RuntimeError if workers else KeyError, match="label of sample 17"):
         list(load(Numbered(bad=17, error=KeyError), workers))
 
 

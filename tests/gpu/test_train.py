@@ -1,0 +1,60 @@
+"""Training on GPUs: the same losses for any number of them, and with the dense part as CUDA graphs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import LOSS_TOLERANCE, assert_losses_agree, read_metrics, train_quickstart
+
+pytestmark = pytest.mark.gpu
+FIFTY_STEPS = ["--train.device", "cuda", "--train.steps", "50", "--train.global_batch_size", "1024"]
+
+
+def _train(folder: Path, name: str, nproc: int, optimizer: str, *options: str) -> Path:
+    rate = {"sgd": "20.0", "adagrad": "0.05"}[optimizer]
+    tables = ["--embedding.optimizer", optimizer, "--embedding.lr", rate]
+    return train_quickstart(folder, name, nproc, *FIFTY_STEPS, *tables, *options)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_losses_agree_for_any_number_of_gpus(tmp_path: Path, optimizer: str) -> None:
+    reference = _train(tmp_path, "1", 1, optimizer)
+    for nproc in (2, 4):
+        if nproc <= torch.cuda.device_count():
+            assert_losses_agree(_train(tmp_path, str(nproc), nproc, optimizer), reference, LOSS_TOLERANCE[optimizer])
+
+
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_graphs_change_nothing(tmp_path: Path, arch: str) -> None:
+    nproc = min(2, torch.cuda.device_count())
+    optimizer = "sgd" if arch == "dot" else "adagrad"  # a cross network diverges at SGD's large learning rate
+    eager = _train(tmp_path, "eager", nproc, optimizer, "--model.arch", arch)
+    graphed = _train(tmp_path, "graphed", nproc, optimizer, "--model.arch", arch, "--train.graph_dense", "true")
+    assert_losses_agree(graphed, eager, LOSS_TOLERANCE[optimizer])
+    assert read_metrics(graphed, "eval/auroc")[50] > 0.6
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_low_precision_learns_the_same(tmp_path: Path, precision: str) -> None:
+    full = _train(tmp_path, "fp32", 1, "adagrad")
+    low = _train(tmp_path, precision, 1, "adagrad", "--train.precision", precision)
+    assert read_metrics(low, "eval/auroc")[50] == pytest.approx(read_metrics(full, "eval/auroc")[50], abs=0.01)
+
+
+def test_row_wise_plan(tmp_path: Path) -> None:
+    nproc = min(2, torch.cuda.device_count())
+    table_wise = _train(tmp_path, "table_wise", nproc, "sgd")
+    row_wise = _train(tmp_path, "row_wise", nproc, "sgd", "--embedding.plan", "row_wise")
+    assert_losses_agree(row_wise, table_wise, LOSS_TOLERANCE["sgd"])
+
+
+def test_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+    nproc = min(2, torch.cuda.device_count())
+    options = ["--checkpoint.every", "25", "--checkpoint.keep", "3"]
+    whole = _train(tmp_path, "whole", nproc, "adagrad", *options)
+    start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_25")]
+    again = _train(tmp_path, "again", nproc, "adagrad", *start)
+    losses, expected = read_metrics(again, "train/loss"), read_metrics(whole, "train/loss")
+    for step in range(26, 51):
+        assert losses[step] == pytest.approx(expected[step], rel=LOSS_TOLERANCE["adagrad"])

@@ -1,0 +1,115 @@
+"""The ring lends memory: a batch is never overwritten while it is held, and a dead reader is told of."""
+
+import os
+import signal
+import time
+from contextlib import AbstractContextManager, closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.ring import Ring, SlotShape
+
+SHAPE = SlotShape(samples=64, dense_features=3, tables=2, max_ids=5)
+
+
+def batch_of(step: int) -> Batch:
+    """Return a batch of which every number is `step`, with step % 4 ids a bag."""
+    lengths = torch.full((2 * 64,), step % 4 % 3, dtype=torch.int32)
+    values = torch.full((int(lengths.sum()),), step, dtype=torch.int32)
+    return Batch.from_tensors(torch.full((64, 3), float(step)), lengths, values, torch.full((64,), float(step)))
+
+
+def assert_is(batch: Batch, step: int) -> None:
+    for tensor in (batch.dense, batch.labels, batch.sparse.values()):
+        assert (tensor == step).all()
+    assert (batch.sparse.lengths() == step % 4 % 3).all()
+
+
+def ring_of(steps: int, workers: int, slots_per_worker: int, pin: bool) -> AbstractContextManager[Ring]:
+    return closing(Ring(batch_of, range(steps), SHAPE, workers, slots_per_worker, pin))
+
+
+@pytest.fixture
+def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a ring lend its memory on a machine without a GPU, where nothing can be page-locked."""
+
+    if not torch.cuda.is_available():
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_: None, cudaHostUnregister=lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.mark.parametrize(("workers", "slots_per_worker"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1)])
+def test_every_batch_once_and_in_order(workers: int, slots_per_worker: int) -> None:
+    with ring_of(50, workers, slots_per_worker, pin=False) as ring:
+        batches = list(ring)
+        assert len(batches) == 50
+        for step, batch in enumerate(batches):
+            assert_is(batch, step)
+
+
+@pytest.mark.usefixtures("pinning")
+@pytest.mark.parametrize(("workers", "slots_per_worker", "held"), [(1, 2, 1), (2, 2, 3), (3, 1, 2), (1, 5, 4)])
+def test_a_held_batch_stays_as_it_was(workers: int, slots_per_worker: int, held: int) -> None:
+    with ring_of(60, workers, slots_per_worker, pin=True) as ring:
+        window: list[Batch] = []
+        for step, batch in enumerate(ring):
+            window.append(batch)
+            del batch
+            if step % 7 == 0:
+                time.sleep(0.01)  # lets the readers overtake, if they can
+            for age, kept in enumerate(reversed(window)):
+                assert_is(kept, step - age)
+            del kept
+            window = window[-held:] if held > 1 else []
+
+
+@pytest.mark.usefixtures("pinning")
+def test_readers_wait_for_what_is_held() -> None:
+    with ring_of(10, 2, 1, pin=True) as ring:
+        first, second = next(ring), next(ring)
+        time.sleep(0.2)
+        assert not ring._filled[0].acquire(block=False)
+        assert_is(first, 0)
+        assert_is(second, 1)
+        del first
+        assert_is(next(ring), 2)
+
+
+def test_a_killed_reader_is_told_of() -> None:
+    def read(step: int) -> Batch:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch_of(step)
+
+    ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False)
+    with closing(ring), pytest.raises(RuntimeError, match="ended with exit code -9"):
+        list(ring)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int) -> None:
+    """Large batches, few slots, and a copy stream that is held up: what arrives must still be what was read."""
+    shape = SlotShape(samples=200_000, dense_features=13, tables=1, max_ids=10)
+
+    def read(step: int) -> Batch:
+        lengths = torch.full((200_000,), 10, dtype=torch.int32)
+        values = torch.full((2_000_000,), step, dtype=torch.int32)
+        return Batch.from_tensors(torch.full((200_000, 13), float(step)), lengths, values, torch.full((200_000,), 1.0))
+
+    device, stream = torch.device("cuda"), torch.cuda.Stream()
+    ring = Ring(read, range(60), shape, workers=3, slots_per_worker=run_ahead, pin=True)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    with torch.cuda.stream(stream):
+        for step, batch in enumerate(ring):
+            torch.cuda._sleep(3_000_000)  # about 1.5 ms during which the copies behind it cannot start
+            arrived = batch.to(device, non_blocking=True)
+            del batch
+            wrong += (arrived.dense != step).sum() + (arrived.sparse.values() != step).sum()
+    ring.close()
+    assert wrong.item() == 0
