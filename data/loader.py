@@ -1,5 +1,6 @@
 """The way from samples to the training loop: the two data sets of a run, and the reading ahead of their batches."""
 
+import functools
 import math
 import time
 from collections import deque
@@ -113,6 +114,7 @@ def make_loader(
     workers: int,
     prefetch: int,
     pin_memory: bool,
+    distinct_steps: int = 0,
 ) -> Loader:
     """Return the batches of rank `rank` in the steps [first_step, last_step), `batch_size` samples b a rank and step.
 
@@ -125,16 +127,24 @@ def make_loader(
         pin_memory: give the batches in page-locked memory; for runs on a GPU alone. A worker's batch is then lent:
             its memory holds the next one once the batch is dropped and the copies that `Batch.to` started are done. So
             one that is kept stops the reading: `clone` it.
+        distinct_steps: after this many steps give the first ones' batches again, from memory; 0 never.
     """
 
     def read(step: int) -> Batch:
         return dataset.read((step * world_size + rank) * batch_size, batch_size)
 
+    if distinct_steps:
+        read = _repeating(read, distinct_steps)
     steps = range(first_step, last_step)
     if workers == 0:
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory))
     shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
     return Loader(_read_by_processes(read, steps, shape, workers, prefetch, pin_memory))
+
+
+def _repeating(read: Callable[[int], Batch], distinct_steps: int) -> Callable[[int], Batch]:
+    remember = functools.cache(read)  # a worker's own steps alone, if the workers divide distinct_steps
+    return lambda step: remember(step % distinct_steps)
 
 
 def _read_by_processes(

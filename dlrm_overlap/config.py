@@ -110,6 +110,9 @@ class DataConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """synthetic: seed of the sample stream and of the teacher that labels it"""
+    distinct_steps: NonNegativeInt = 0
+    """training batches repeat, from memory, after this many steps; 0 never: for benchmarks, since making up ids costs
+    more than reading them"""
     workers: NonNegativeInt = 2
     """loader processes a rank; 0 reads in the training process"""
     prefetch: PositiveInt = 4

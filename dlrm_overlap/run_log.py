@@ -110,15 +110,17 @@ class RunLog:
         Args:
             loss_sum: [] sum of this rank's mean losses over these steps.
             step_ms: their times on this rank.
-            wait_s: seconds this rank has waited for input since the start.
+            wait_s: seconds this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: what the learning rates are multiplied by.
         """
         count = len(step_ms)
         loss = loss_sum.double()
+        waited_s = torch.tensor(wait_s, dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
+        dist.all_reduce(waited_s, dist.ReduceOp.MAX)  # one rank's wait holds up all
         self.loss = loss.item() / self.launch.world_size / count
-        mean_ms, wait_ms = sum(step_ms) / count, (wait_s - self.waited_s) * 1e3 / count
-        self.waited_s = wait_s
+        mean_ms, wait_ms = sum(step_ms) / count, (waited_s.item() - self.waited_s) * 1e3 / count
+        self.waited_s = waited_s.item()
         self.step_ms += step_ms
         self._write(
             step,

@@ -172,6 +172,7 @@ class Trainer:
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int) -> Loader:
         """Return this rank's part of the global batches [first_step, last_step) of `dataset`."""
+        distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
         data = self.config.data
         return make_loader(
             dataset,
@@ -183,4 +184,5 @@ class Trainer:
             workers=data.workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
+            distinct_steps=distinct_steps,
         )

@@ -40,6 +40,7 @@ def measure(trainer: Trainer, steps: int, output: Path) -> None:
     row = {
         "backend": trainer.config.embedding.backend,
         "data": data.kind,
+        "distinct_steps": data.distinct_steps,
         "workers": data.workers,
         "world_size": trainer.launch.world_size,
         "samples_per_rank": trainer.samples_per_rank,

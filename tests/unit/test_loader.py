@@ -95,6 +95,19 @@ def test_no_steps_give_no_batches(workers: int, last_step: int):
 
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
+def test_distinct_steps_repeat(workers: int):
+    firsts = [int(batch.dense[0]) for batch in load(Numbered(), workers, last_step=9, distinct_steps=4)]
+    assert firsts == [0, 4, 8, 12, 0, 4, 8, 12, 0]
+
+
+def test_distinct_steps_are_read_once():
+    dataset = Numbered()
+    list(load(dataset, 0, last_step=20, distinct_steps=3))
+    assert dataset.reads == [0, 4, 8]
+
+
+@WORKERS
+@pytest.mark.usefixtures("leaves_nothing_behind")
 def test_input_error_arrives_in_its_turn_and_unchanged(workers: int):
     batches = load(Numbered(bad=17), workers)
     assert [int(next(batches).dense[0]) for _ in range(4)] == [0, 4, 8, 12]
