@@ -55,7 +55,7 @@ class TablesConfig:
     rows: PositiveInt | list[PositiveInt] | None = None
     """rows a table; null reads them from a prepared data set"""
     max_rows: PositiveInt | None = None
-    """cap on the rows of every table; ids of capped tables are folded by modulo"""
+    """cap on the rows of every table; Criteo's ids are folded into it by modulo"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
     """ids a bag: 3, or '0..8' for a uniform range (0 gives empty bags)"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
