@@ -41,13 +41,19 @@ class Checkpointer:
         self.keep = keep
         self.shape = shape
 
-    def find(self, resume: str) -> Path | None:
+    def find(self, resume: str, every: int) -> Path | None:
         """Return the checkpoint that `checkpoint.resume` names: the newest for `auto`, None for `never`.
 
         Raises:
-            InputError: if the path is no checkpoint, or one of another model.
+            InputError: if the path is no checkpoint, or one of another model, or if a run that starts anew would save,
+                every `every` steps, among an earlier run's checkpoints.
         """
         if resume == "never":
+            if every and (newest := self._newest()):
+                raise InputError(
+                    f"checkpoint.resume: never, but {newest} is an earlier run's, which a later resume would take for "
+                    f"this one's; remove {self.folder}, or give another --log.name"
+                )
             return None
         path = self._newest() if resume == "auto" else Path(resume)
         if path is None:

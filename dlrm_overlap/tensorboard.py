@@ -12,6 +12,9 @@ class TensorBoard:
     """Events of one run. Sibling runs use the same tags, so that their curves overlay."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
+        if start_step == 0:
+            for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
+                old.unlink()
         self._writer = SummaryWriter(str(folder), purge_step=start_step or None)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -76,8 +76,8 @@ class Trainer:
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints", config.checkpoint.keep, checkpoint_shape(config, rows)
         )
-        resume = self.checkpointer.find(config.checkpoint.resume)
-        torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "tf32"
+        resume = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.every)
+        torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
 
         group = dist.group.WORLD
         assert group is not None, "the launcher makes the process group before the trainer"

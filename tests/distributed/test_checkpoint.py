@@ -62,6 +62,13 @@ def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> No
     assert "has optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']" in line
 
 
+def test_a_new_run_does_not_save_among_an_earlier_ones(whole: Path) -> None:
+    argv = ["train", "--config", "configs/quickstart.yaml", "--log.dir", str(whole.parent), "--log.name", "run"]
+    result = run_cli(*argv, *SAVING, "--checkpoint.resume", "never", "--train.device", "cpu")
+    assert result.returncode == 2
+    assert "step_30 is an earlier run's" in result.stderr
+
+
 @pytest.mark.parametrize(("table", "dense"), [("sgd", "sgd"), ("adagrad", "adam")])
 def test_state_of_every_optimizer_is_kept(tmp_path: Path, table: str, dense: str) -> None:
     options = [*SAVING, "--embedding.optimizer", table, "--train.optimizer", dense, "--train.lr", "0.01"]

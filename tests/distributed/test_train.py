@@ -76,6 +76,15 @@ def test_tensorboard_shows_curves_and_texts(run: Path) -> None:
     assert losses == pytest.approx(read_metrics(run, "train/loss"))
 
 
+def test_a_second_run_in_the_folder_replaces_the_first(tmp_path: Path) -> None:
+    for steps in ("12", "8"):
+        run = train_quickstart(tmp_path, "again", 1, "--train.steps", steps, "--data.eval_samples", "512")
+    assert list(read_metrics(run, "train/loss")) == list(range(1, 9))
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+
+
 def test_early_stop_at_the_target(tmp_path: Path) -> None:
     run = train_quickstart(tmp_path, "early", 1, "--train.eval_every", "20", "--train.target_auroc", "0.7")
     auroc = read_metrics(run, "eval/auroc")
