@@ -26,6 +26,7 @@ from dlrm_overlap.data.batch import Batch, Lease
 _INPUT_ERROR, _FAILURE = -1, -2  # in the place of a batch's number of ids
 _MESSAGE_BYTES = 4096
 _POLL_S = 0.05
+_CLOSE_S = 30.0  # for the reads under way, before they are killed
 _PAGE = mmap.PAGESIZE
 
 
@@ -163,11 +164,13 @@ class Ring:
         return batch
 
     def close(self) -> None:
-        """End the reader processes, once the batches they are reading are done."""
+        """End the reader processes, once the batches they are reading are done, or after 30 s."""
         self._stop.set()
         for semaphore in self._free:
             semaphore.release()
         for process in self._workers:
+            process.join(_CLOSE_S)
+            process.kill()  # does nothing to one that has ended
             process.join()
         if self._pin and self._workers:
             torch.cuda.synchronize()  # a copy from a slot may still run

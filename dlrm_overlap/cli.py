@@ -6,6 +6,7 @@ standard error and exit code 2, before a process group is made where that is pos
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -174,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"dlrm-overlap: {error}", file=sys.stderr)
         return USER_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def run() -> None:

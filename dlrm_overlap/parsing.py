@@ -21,12 +21,12 @@ class UniqueKeyLoader(yaml.SafeLoader):
         """Build a mapping after checking that its keys differ."""
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if str(key.value) in seen:
                 raise InputError(
                     f"{key.start_mark.name}, line {key.start_mark.line + 1}: key {key.value!r} is written twice in one "
                     f"section; keep one"
                 )
-            seen.add(key.value)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 

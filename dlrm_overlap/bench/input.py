@@ -16,22 +16,29 @@ _ROUNDS = 4  # cached and loaded take turns, so that a drift of the machine meet
 _WARMUP_STEPS = 10
 
 
+def _loader_warmup(trainer: Trainer) -> int:
+    """Return the steps after which the loader gives no batch that it read ahead while it was not asked."""
+    data = trainer.config.data
+    return _WARMUP_STEPS + (data.workers or 1) * (data.prefetch + 3)
+
+
 def measure(trainer: Trainer, steps: int, output: Path) -> None:
     """Time `steps` training steps of each kind, print the comparison on rank 0 and append it to the CSV `output`."""
     per_round = max(1, steps // _ROUNDS)
-    rounds = _ROUNDS * (per_round + _WARMUP_STEPS)
+    loader_warmup = _loader_warmup(trainer)
+    batches_needed = 1 + _ROUNDS * (per_round + loader_warmup)
     cached_ms: list[float] = []
     loaded_ms: list[float] = []
-    with trainer.loader(trainer.train_data, 0, rounds + 1) as loader:
+    with trainer.loader(trainer.train_data, 0, batches_needed) as loader:
         batches = iter(loader)
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
         for _ in range(_ROUNDS):
-            cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round)
+            cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round, _WARMUP_STEPS)
             waited_s = loader.wait_s
-            loaded_ms += _time_steps(trainer, batches, per_round)
-            waited_ms = (loader.wait_s - waited_s) * 1e3 / (per_round + _WARMUP_STEPS)
+            loaded_ms += _time_steps(trainer, batches, per_round, loader_warmup)
+            waited_ms = (loader.wait_s - waited_s) * 1e3 / (per_round + loader_warmup)
     cached_times = slowest_rank(cached_ms, trainer.device)
     loaded_times = slowest_rank(loaded_ms, trainer.device)
     if dist.get_rank():
@@ -62,11 +69,11 @@ def measure(trainer: Trainer, steps: int, output: Path) -> None:
     )
 
 
-def _time_steps(trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
-    """Return the times of `steps` steps in ms, after a warm-up that refills the pipeline."""
-    segment = itertools.islice(batches, steps + _WARMUP_STEPS)
+def _time_steps(trainer: Trainer, batches: Iterator[Batch], steps: int, warmup: int) -> list[float]:
+    """Return the times of `steps` steps in ms, after `warmup` steps that also refill the pipeline."""
+    segment = itertools.islice(batches, steps + warmup)
     trainer.pipeline.reset()
-    for _ in range(_WARMUP_STEPS):
+    for _ in range(warmup):
         trainer.step(segment)
     timer = StepTimer(trainer.device)
     timer.mark()
