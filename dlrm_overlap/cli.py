@@ -6,6 +6,7 @@ standard error and exit code 2, before a process group is made where that is pos
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -35,11 +36,12 @@ def train(argv: list[str]) -> int:
 def _fit(trainer: "Trainer", _: Any) -> None:
     summary = trainer.fit()
     if trainer.launch.rank == 0:
+        tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
         print(
             f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
             f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)\n"
             f"result:      {trainer.folder / 'summary.json'}\n"
-            f"TensorBoard: tensorboard --logdir {trainer.folder.parent}"
+            f"TensorBoard: {tensorboard} --logdir {trainer.folder.parent}"
         )
 
 
