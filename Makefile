@@ -42,6 +42,6 @@ clean:
 $(READY): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --no-warn-conflicts -e ".[$(STACK),dev]"
 	$(BIN)/python -m pip install -q --no-deps $(TORCHREC_$(STACK))
-	$(BIN)/python -m pip install -q -e ".[$(STACK),dev]"
 	touch $@
