@@ -16,7 +16,7 @@ from dlrm_overlap.data.criteo import open_criteo
 from dlrm_overlap.data.ring import Ring, SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
-_HELD_BATCHES = 3  # whose copies to the GPU may be under way at once
+_HELD_BATCHES = 3  # beyond those being read ahead: whose copies to the GPU may be under way at once
 
 
 class Slice(Dataset):
@@ -76,8 +76,10 @@ class Loader(Iterator[Batch]):
     processes end; `close` and the end of a `with` block do the same early.
     """
 
-    def __init__(self, source: Generator[Batch, None, None]):
+    def __init__(self, source: Generator[Batch, None, None], read_ahead: int):
         self._source = source
+        self.read_ahead = read_ahead
+        """most batches that are read before they are asked for"""
         self.wait_s = 0.0
         """host seconds spent in `next` so far, blocked until a batch was there"""
 
@@ -137,9 +139,11 @@ def make_loader(
         read = _repeating(read, distinct_steps)
     steps = range(first_step, last_step)
     if workers == 0:
-        return Loader(_read_by_thread(read, steps, prefetch, pin_memory))
+        return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
     shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
-    return Loader(_read_by_processes(read, steps, shape, workers, prefetch, pin_memory))
+    slots_per_worker = prefetch + math.ceil(_HELD_BATCHES / workers)
+    batches = _read_by_processes(read, steps, shape, workers, slots_per_worker, pin_memory)
+    return Loader(batches, workers * slots_per_worker)
 
 
 def _repeating(read: Callable[[int], Batch], distinct_steps: int) -> Callable[[int], Batch]:
@@ -148,10 +152,9 @@ def _repeating(read: Callable[[int], Batch], distinct_steps: int) -> Callable[[i
 
 
 def _read_by_processes(
-    read: Callable[[int], Batch], steps: range, shape: SlotShape, workers: int, prefetch: int, pin_memory: bool
+    read: Callable[[int], Batch], steps: range, shape: SlotShape, workers: int, slots_per_worker: int, pin_memory: bool
 ) -> Generator[Batch, None, None]:
-    held = math.ceil(_HELD_BATCHES / workers)  # beyond those being read ahead
-    ring = Ring(read, steps, shape, workers, prefetch + held, pin_memory)
+    ring = Ring(read, steps, shape, workers, slots_per_worker, pin_memory)
     try:
         yield from ring
     finally:

@@ -204,7 +204,7 @@ class Synthetic(Dataset):
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
         self.dense_features = config.dense_features
         # A sample's draws: its dense features, its label, the bag size of each table, then each table's ids.
-        draws = config.dense_features + 1 + number + sum(high for _, high in self._bag_sizes)
+        draws = config.dense_features + 1 + number + self.max_ids
         self._blocks_per_sample = math.ceil(draws / _DRAWS_PER_BLOCK)
 
     def read(self, first: int, count: int) -> Batch:

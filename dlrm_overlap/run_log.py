@@ -65,6 +65,7 @@ class RunLog:
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
+        self.versions = environment()
         self._metrics = self._board = self._progress = None
         if launch.rank:
             return
@@ -76,7 +77,7 @@ class RunLog:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
             self._board.text("plan", describe_plan(plan))
-            self._board.text("environment", markdown_table(environment() | {"launch": launch.describe()}))
+            self._board.text("environment", markdown_table(self.versions | {"launch": launch.describe()}))
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -167,7 +168,7 @@ class RunLog:
             "world_size": self.launch.world_size,
             "global_batch_size": self.global_batch,
             "device": self.device.type,
-            "versions": environment(),
+            "versions": self.versions,
         }
         if self.launch.rank == 0:
             write_atomically(self.folder / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")

@@ -1,6 +1,7 @@
 """Does the input keep up? The training step fed by the real loader against the step on one cached batch."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,29 +17,24 @@ _ROUNDS = 4  # cached and loaded take turns, so that a drift of the machine meet
 _WARMUP_STEPS = 10
 
 
-def _loader_warmup(trainer: Trainer) -> int:
-    """Return the steps after which the loader gives no batch that it read ahead while it was not asked."""
-    data = trainer.config.data
-    return _WARMUP_STEPS + (data.workers or 1) * (data.prefetch + 3)
-
-
 def measure(trainer: Trainer, steps: int, output: Path) -> None:
     """Time `steps` training steps of each kind, print the comparison on rank 0 and append it to the CSV `output`."""
     per_round = max(1, steps // _ROUNDS)
-    loader_warmup = _loader_warmup(trainer)
-    batches_needed = 1 + _ROUNDS * (per_round + loader_warmup)
     cached_ms: list[float] = []
     loaded_ms: list[float] = []
-    with trainer.loader(trainer.train_data, 0, batches_needed) as loader:
+    waited_s = 0.0
+    with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
         batches = iter(loader)
+        loader_warmup = _WARMUP_STEPS + loader.read_ahead  # leaves no batch that was read while the cached one ran
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
         for _ in range(_ROUNDS):
             cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round, _WARMUP_STEPS)
-            waited_s = loader.wait_s
+            waited_s -= loader.wait_s
             loaded_ms += _time_steps(trainer, batches, per_round, loader_warmup)
-            waited_ms = (loader.wait_s - waited_s) * 1e3 / (per_round + loader_warmup)
+            waited_s += loader.wait_s
+    waited_ms = waited_s * 1e3 / (_ROUNDS * (per_round + loader_warmup))
     cached_times = slowest_rank(cached_ms, trainer.device)
     loaded_times = slowest_rank(loaded_ms, trainer.device)
     if dist.get_rank():

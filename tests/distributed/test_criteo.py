@@ -8,9 +8,11 @@ import pytest
 from tests.conftest import read_metrics, run_cli
 
 FOLDER = os.environ.get("DLRM_OVERLAP_SAMPLE_DATA")
+pytestmark = pytest.mark.skipif(
+    FOLDER is None, reason="set DLRM_OVERLAP_SAMPLE_DATA to the folder of criteo_kaggle_1999.tsv"
+)
 
 
-@pytest.mark.skipif(FOLDER is None, reason="set DLRM_OVERLAP_SAMPLE_DATA to the folder of criteo_kaggle_1999.tsv")
 def test_prepare_and_train_on_the_kaggle_sample(tmp_path: Path) -> None:
     assert FOLDER is not None
     prepared = run_cli("prepare", "criteo", str(Path(FOLDER) / "criteo_kaggle_1999.tsv"), str(tmp_path / "days"))
@@ -25,7 +27,6 @@ def test_prepare_and_train_on_the_kaggle_sample(tmp_path: Path) -> None:
     assert auroc >= 0.66  # on the last quarter, held out; one epoch of the other three
 
 
-@pytest.mark.skipif(FOLDER is None, reason="set DLRM_OVERLAP_SAMPLE_DATA to the folder of criteo_kaggle_1999.tsv")
 def test_train_on_the_text_itself(tmp_path: Path) -> None:
     assert FOLDER is not None
     text = str(Path(FOLDER) / "criteo_kaggle_1999.tsv")
