@@ -172,8 +172,17 @@ class ModelConfig:
 class EmbeddingConfig:
     """The embedding stage: ids in, pooled embeddings out, gradients back."""
 
-    backend: Literal["torchrec"] = "torchrec"
-    """torchrec: FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)"""
+    backend: Literal["torchrec", "nccl", "pgas", "fused"] = "torchrec"
+    """torchrec: FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas: pooled
+    rows stored straight into the peers' memory. fused: slices put by one persistent kernel as they are done"""
+    schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
+    """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
+    slice_bags: PositiveInt = 32
+    """fused: bags of a table in a slice, what one put sends; a power of two from 4 on"""
+    programs_per_sm: PositiveInt | None = None
+    """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
+    wait_timeout_s: PositiveFloat = 120.0
+    """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
     """sharding types the planner may use; auto is table_wise and column_wise"""
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
@@ -186,6 +195,13 @@ class EmbeddingConfig:
     """storage of the rows"""
     wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """pooled embeddings and their gradients between ranks"""
+
+    def __post_init__(self) -> None:
+        if self.slice_bags < 4 or self.slice_bags & (self.slice_bags - 1):
+            raise InputError(
+                f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
+                f"whole tasks; take 32"
+            )
 
 
 @dataclass(frozen=True)

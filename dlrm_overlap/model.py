@@ -12,7 +12,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.data.batch import Batch, table_keys
@@ -94,8 +94,16 @@ class DLRM(nn.Module):
         """Map dense [b, F] float32 and the bags of T tables to logits [b]."""
         pooled = self.embedding(sparse)  # returns at once: the exchange runs while the bottom MLP does
         dense_bD = self.bottom(dense)
-        by_table = pooled.to_dict()  # waits; TorchRec gives the tables in the plan's order
-        return self.head(dense_bD, torch.cat([by_table[key] for key in self.keys], dim=1))
+        return self.head(dense_bD, in_order(pooled, self.keys))
+
+
+@torch.fx.wrap  # TorchRec's pipeline traces the model; what depends on values stays whole
+def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
+    """Wait for the exchange and return [b, T * D], the tables in the order of `keys`; TorchRec gives the plan's."""
+    if pooled.keys() == keys:
+        return pooled.values()
+    by_table = pooled.to_dict()
+    return torch.cat([by_table[key] for key in keys], dim=1)
 
 
 class TrainTask(nn.Module):

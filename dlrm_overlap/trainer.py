@@ -17,7 +17,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.embedding.plan import build_plan, build_topology
-from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.sharder import build_sharder, exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launcher import Launch
 from dlrm_overlap.metrics import StepTimer, evaluation_metrics, gather_predictions
@@ -100,7 +100,12 @@ class Trainer:
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Take one training step on the next of `batches` and return this rank's mean loss [], still on the device."""
-        loss, _, _ = self.pipeline.progress(batches)
+        try:
+            loss, _, _ = self.pipeline.progress(batches)
+        except RuntimeError:
+            for exchange in exchanges(self.model):
+                exchange.check()  # a kernel that gave up on a peer stopped the GPU: tell that, not CUDA's error
+            raise
         return loss
 
     def fit(self) -> dict[str, Any]:
@@ -186,3 +191,8 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
             distinct_steps=distinct_steps,
         )
+
+    def close(self) -> None:
+        """Release what outlives Python references: the exchange's windows. No rank may be in a step."""
+        for exchange in exchanges(self.model):
+            exchange.close()

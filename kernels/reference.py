@@ -5,8 +5,30 @@ from collections.abc import Sequence
 import torch
 
 
+def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean: bool = False) -> torch.Tensor:
+    """Return the sum or mean of the rows of each bag of one table, an empty bag giving zeros.
+
+    Args:
+        weight: [rows, D], any float type.
+        lengths: [n] int, ids of each bag.
+        values: [sum of lengths] int, row ids, bag after bag.
+
+    Returns:
+        [n, D] float32. Sums run in the order of `values`, in float32.
+
+    Example:
+        lengths [1, 0, 2], values [5, 7, 7]: row 5; zeros; row 7 twice.
+    """
+    bag = torch.repeat_interleave(lengths.long())
+    pooled = torch.zeros(lengths.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
+    pooled.index_add_(0, bag, weight[values.long()].float())
+    if mean:
+        pooled *= (1.0 / lengths.clamp(min=1).float())[:, None]
+    return pooled
+
+
 def pooled_lookup(weights: Sequence[torch.Tensor], lengths: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the rows of each bag, an empty bag giving zeros.
+    """Return the sum of the rows of each bag of several tables, see `pool`.
 
     Args:
         weights: a table each, [rows_t, D], any float type.
@@ -14,18 +36,8 @@ def pooled_lookup(weights: Sequence[torch.Tensor], lengths: torch.Tensor, values
         values: [sum of lengths] int, row ids in the same order.
 
     Returns:
-        [B, T * D] float32, each sample's tables side by side. Sums run in the order of `values`, in float32.
-
-    Example:
-        Two tables, two samples, lengths [1, 2, 0, 1], values [5, 7, 7, 3]: sample 0 pools row 5 of table 0 and
-        nothing of table 1; sample 1 pools row 7 twice of table 0 and row 3 of table 1.
+        [B, T * D] float32, each sample's tables side by side.
     """
-    samples = lengths.numel() // len(weights)
-    ends = lengths.cumsum(0)
-    pooled = torch.zeros(samples, len(weights), weights[0].shape[1], dtype=torch.float32, device=lengths.device)
-    for t, weight in enumerate(weights):
-        bags = lengths[t * samples : (t + 1) * samples].long()
-        first, last = (int(ends[t * samples - 1]) if t else 0), int(ends[(t + 1) * samples - 1])
-        sample = torch.repeat_interleave(torch.arange(samples, device=lengths.device), bags)
-        pooled[:, t].index_add_(0, sample, weight[values[first:last].long()].float())
-    return pooled.flatten(1)
+    by_table = lengths.view(len(weights), -1)
+    ids = values.split(by_table.sum(1).tolist())
+    return torch.cat([pool(*table) for table in zip(weights, by_table, ids, strict=True)], dim=1)

@@ -4,13 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
 
 # Relative tolerance of each training loss against a run that must agree up to rounding. One table, the same in CI.
 LOSS_TOLERANCE = {
@@ -18,6 +23,8 @@ LOSS_TOLERANCE = {
     "rowwise_adagrad": 1e-5,
     "sgd": 1e-4,  # at a large learning rate, which amplifies rounding, but shows a wrong gradient scale at once
 }
+# The same where pooled embeddings and gradients travel in bfloat16: below what the rounding itself changes, 4e-4.
+BF16_WIRE_TOLERANCE = 1e-4
 EVAL_TOLERANCE = 1e-5
 
 
@@ -29,9 +36,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
 
 
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run `dlrm-overlap ARGV` and return its exit code and output."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
+    environment = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "dlrm_overlap", *argv],
         cwd=ROOT,
@@ -66,3 +84,14 @@ def assert_losses_agree(run: Path, reference: Path, rtol: float) -> None:
     worst = max(expected, key=lambda step: abs(losses[step] - expected[step]) / abs(expected[step]))
     error = abs(losses[worst] - expected[worst]) / abs(expected[worst])
     assert error <= rtol, f"step {worst}: loss {losses[worst]} against {expected[worst]}, relative error {error:.1e}"
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Check that two tensors are equal bit for bit, NaN to NaN, and name the first place where they are not."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
+    different = (actual != expected) & ~(actual.isnan() & expected.isnan())
+    if different.any():
+        place = tuple(different.nonzero()[0].tolist())
+        found, wanted = actual[place].item(), expected[place].item()
+        count = f"{int(different.sum())} of {actual.numel()} elements differ"
+        raise AssertionError(f"{name} at {place}: {found!r} in place of {wanted!r}; {count}")

@@ -1,0 +1,239 @@
+"""Memory of one rank that its peers read and write: the only file that touches symmetric memory.
+
+An arena is made of regions, alike on every rank, each a tensor that every peer can address. On GPUs it is one
+allocation of PyTorch's symmetric memory; between processes of one host, a file in shared memory that all map.
+
+Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
+step's epoch; the consumer waits until the flag has reached it. Flags are never reset. On GPUs kernels raise and await
+them (`kernels.pooled_exchange`); here are the host's twins, which lean on the processor's store order (x86-64).
+"""
+
+import mmap
+import os
+import socket
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+
+_ALIGNMENT_BYTES = 256
+_RECORD_WORDS = 8
+_EXPIRED, _BAD_ID = 1, 2  # kinds of `primitives.record`
+
+
+class Region(NamedTuple):
+    """A tensor of every rank's arena."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ExchangeTimeoutError(RuntimeError):
+    """A peer did not raise its flag in time: it died, stalls, or runs another program."""
+
+    def __init__(self, missing: Sequence[int], timeout_s: float) -> None:
+        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag."""
+        rank, peer, slot, expected, seen = missing
+        super().__init__(
+            f"rank {rank} waited {timeout_s:g} s for slice {slot} of rank {peer}: expected epoch {expected}, seen "
+            f"{seen}; see that rank's log, or raise embedding.wait_timeout_s if it is only slow"
+        )
+
+
+class Arena(ABC):
+    """This rank's regions and its view of the peers'. Making one is a collective over `group`."""
+
+    def __init__(self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = group.rank(), group.size(), device
+        self._places: dict[str, tuple[int, Region]] = {}
+        self.size_bytes = 0
+        for name, region in regions.items():
+            self._places[name] = self.size_bytes, region
+            region_bytes = prod(region.shape) * region.dtype.itemsize
+            self.size_bytes += -(-region_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._memory = self._map(group)
+
+    @abstractmethod
+    def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        """Return every rank's memory, [size_bytes] uint8 each, this rank's zeroed before any peer can write to it."""
+
+    def view(self, name: str, rank: int) -> torch.Tensor:
+        """Return region `name` of `rank`'s arena."""
+        offset, (shape, dtype) = self._places[name]
+        return self._memory[rank][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def local(self, name: str) -> torch.Tensor:
+        """Return region `name` of this rank's arena."""
+        return self.view(name, self.rank)
+
+    def addresses(self, name: str) -> torch.Tensor:
+        """Return [W] int64 on the device: where this process finds region `name` of each rank."""
+        pointers = [self.view(name, rank).data_ptr() for rank in range(self.world_size)]
+        return torch.tensor(pointers, dtype=torch.int64, device=self.device)
+
+    def loan(self, name: str) -> "Loan":
+        """Return region `name` as something to lend."""
+        region = self.local(name)
+        memory = _CudaMemory(region) if self.device.type == "cuda" else region.flatten().view(torch.uint8).numpy()
+        return Loan(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may read or write it any more, here or at a peer."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._memory = []
+
+
+class Loan:
+    """A region lent to whoever computes with it, which tells whether anybody still does."""
+
+    def __init__(self, region: torch.Tensor) -> None:
+        """Take a tensor with a storage of its own."""
+        self._region, self._storage = region, region.untyped_storage()
+        self._idle = self._users()
+
+    def _users(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+
+    def lend(self, rows: int) -> torch.Tensor:
+        """Return the first `rows` rows."""
+        return self._region.narrow(0, 0, rows)
+
+    @property
+    def held(self) -> bool:
+        """Whether a tensor that was lent lives, or a view of one, or a graph that saved one."""
+        return self._users() > self._idle
+
+
+class _CudaMemory:
+    """GPU memory as `torch.as_tensor` takes it: without a copy, into a tensor with a storage of its own."""
+
+    def __init__(self, region: torch.Tensor) -> None:
+        self._region = region
+        self.__cuda_array_interface__ = {
+            "shape": (region.numel() * region.dtype.itemsize,),
+            "typestr": "|u1",
+            "data": (region.data_ptr(), False),
+            "version": 2,
+        }
+
+
+class CudaArena(Arena):
+    """Symmetric memory of GPUs that reach each other by loads and stores."""
+
+    def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        if self.world_size == 1:
+            return [torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.device)]
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        local = symmetric_memory.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
+        local.zero_()
+        torch.cuda.synchronize(self.device)
+        try:
+            handle = symmetric_memory.rendezvous(local, group)
+        except RuntimeError as error:
+            raise InputError(
+                f"embedding.backend: the GPUs of these {self.world_size} ranks do not reach each other's memory "
+                f"({str(error).splitlines()[0]}); use --embedding.backend torchrec, or ranks within one NVLink domain"
+            ) from error
+        peers = [handle.get_buffer(rank, (self.size_bytes,), torch.uint8) for rank in range(self.world_size)]
+        peers[self.rank] = local
+        dist.barrier(group)  # every rank's zeros are there
+        return peers
+
+
+class HostArena(Arena):
+    """A file in shared memory for each process of one host. Its name is gone once all have mapped it."""
+
+    def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        descriptor, path = tempfile.mkstemp(prefix="dlrm_overlap_", dir=shared)
+        try:
+            self._reserve(descriptor, path)
+            places: list[tuple[str, str]] = [("", "")] * self.world_size
+            dist.all_gather_object(places, (socket.gethostname(), path), group)
+            if len({host for host, _ in places}) > 1:
+                raise InputError(
+                    f"embedding.backend: CPU ranks on {len({host for host, _ in places})} hosts share no memory; use "
+                    f"--embedding.backend torchrec, or ranks of one host"
+                )
+            memory = [self._open(path) for _, path in places]
+            dist.barrier(group)
+        finally:
+            os.unlink(path)
+        return memory
+
+    def _reserve(self, descriptor: int, path: str) -> None:
+        try:
+            os.posix_fallocate(descriptor, 0, max(1, self.size_bytes))
+        except OSError as error:
+            raise InputError(
+                f"embedding.backend: no room for {self.size_bytes} bytes of shared memory a rank in "
+                f"{os.path.dirname(path)} ({error.strerror}); enlarge it (docker run --shm-size), or take a smaller "
+                f"train.batch_size"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    def _open(self, path: str) -> torch.Tensor:
+        with open(path, "r+b") as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), max(1, self.size_bytes)), dtype=torch.uint8)
+
+    def raise_flag(self, name: str, peer: int, slot: int, epoch: int) -> None:
+        """Raise this rank's flag `slot` at `peer` to `epoch`; region `name` is [W, slots] int64."""
+        self.view(name, peer)[self.rank, slot] = epoch
+
+    def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float) -> None:
+        """Wait until the first counts[w] flags of every rank w have reached `epoch` here.
+
+        Raises:
+            ExchangeTimeoutError: if that takes longer than `timeout_s`.
+        """
+        flags = self.local(name)
+        used = torch.arange(flags.shape[1]) < counts[:, None]
+        deadline = time.monotonic() + timeout_s
+        while (missing := used & (flags < epoch)).any():
+            if time.monotonic() > deadline:
+                peer, slot = missing.nonzero()[0].tolist()
+                raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s)
+            time.sleep(20e-6)
+
+
+class Record:
+    """A status record that kernels write and the host polls without waiting for the GPU; see `primitives.record`."""
+
+    def __init__(self, device: torch.device) -> None:
+        words = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = words.numpy()  # reads cost nothing, and keep the memory
+        self.status = torch.tensor([words.data_ptr(), 0], device=device)
+        """[2] int64 on the device: what kernels are given"""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no kernel has recorded anything."""
+        return self._words[0] == 0
+
+    def expired(self) -> list[int] | None:
+        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
+        return self._words[1:6].tolist() if self._words[0] == _EXPIRED else None
+
+    def bad_id(self) -> list[int] | None:
+        """Return [position of the feature, sample, rows of its table] of an id outside its table, or None."""
+        return self._words[1:4].tolist() if self._words[0] == _BAD_ID else None
+
+
+def open_arena(regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> Arena:
+    """Make an arena of zeros on every rank of `group`, which all call this with the same regions.
+
+    Raises:
+        InputError: if the ranks cannot reach each other's memory.
+    """
+    return (CudaArena if device.type == "cuda" else HostArena)(regions, group, device)

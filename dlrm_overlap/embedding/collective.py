@@ -1,0 +1,139 @@
+"""The collective's part: the forward of the ablation `nccl`, and the gradients' way back to their owners."""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.forward import Forward, Step, check_on_host, pool_on_host
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.row_update import RowUpdate
+from dlrm_overlap.embedding.tables import LocalTables
+
+
+class CollectiveForward(Forward):
+    """Our lookup, then `all_to_all_single`, then the unpacking: tells what fusing gains from what a lookup gains.
+
+    The lookup's windows are the parts [b_w, D_local] of one send buffer [B, D_local].
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        pieces = self.layout.by_owner[self.rank]
+        starts = [0, *accumulate(piece.dim for piece in pieces)]
+        self._columns = dict(zip(pieces, starts[:-1], strict=True))
+        self._width = starts[-1]
+        self._output_columns = [self.layout.owner_columns(rank).to(self.device) for rank in range(self.world_size)]
+        self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
+        self._device: Any = None
+        if self.device.type == "cuda":
+            from dlrm_overlap.embedding.device_forward import DeviceLookup
+
+            self._device = DeviceLookup(self, self._columns)
+
+    def launch(self, step: Step) -> None:
+        """Pool into the send buffer and start the All-to-All."""
+        self.check()
+        samples, wire = step.batch.total, self.options.wire_dtype
+        if self._send.numel() < samples * self._width:
+            self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
+        send = self._send[: samples * self._width].view(samples, self._width)
+        if self._device is None:
+            self._pool_on_host(step, send)
+        else:
+            self._device.store(self._device.parts(send, step), step)
+        mine = step.batch.per_rank[self.rank]
+        step.received = torch.empty(mine * self.layout.total_dim, dtype=wire, device=self.device)
+        step.work = dist.all_to_all_single(
+            step.received,
+            send.view(-1),
+            [mine * dim for dim in self.layout.owner_dims],
+            [size * self._width for size in step.batch.per_rank],
+            self.group,
+            async_op=True,
+        )
+
+    def _pool_on_host(self, step: Step, send: torch.Tensor) -> None:
+        for piece, column in self._columns.items():
+            weight = self.tables.weight(piece)
+            check_on_host(piece, weight.shape[0], step, self.bounds_check)
+            send[:, column : column + piece.dim] = pool_on_host(piece, weight, step, 0, send.shape[0])
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded."""
+        if self._device is not None:
+            self._device.check()
+
+    def close(self) -> None:
+        """Nothing: the send buffer is this rank's alone."""
+
+    def collect(self, step: Step) -> torch.Tensor:
+        """Wait for the collective and put each owner's columns where the model reads them."""
+        step.work.wait()
+        assert step.received is not None
+        mine = step.batch.per_rank[self.rank]
+        pooled = step.received.new_empty(mine, self.layout.total_dim)
+        parts = step.received.split([mine * dim for dim in self.layout.owner_dims])
+        for columns, part in zip(self._output_columns, parts, strict=True):
+            if columns.numel():
+                pooled.index_copy_(1, columns, part.view(mine, columns.numel()))
+        step.work = step.received = None
+        return pooled
+
+
+class CollectiveBackward:
+    """Gradients to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: LocalTables,
+        wire_dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._layout, self._group, self._wire_dtype = layout, group, wire_dtype
+        self._rank, self._world_size = group.rank(), group.size()
+        self._updates = [RowUpdate(lookup) for lookup in tables.lookups]
+        self._columns = [layout.owner_columns(rank).to(device) for rank in range(self._world_size)]
+
+    def send(self, step: Step, gradient: torch.Tensor) -> None:
+        """Start to send the gradient [b, D_total] of this rank's samples to the owners of its columns."""
+        mine, samples = step.batch.per_rank[self._rank], step.batch.total
+        send = gradient.new_empty(mine * self._layout.total_dim, dtype=self._wire_dtype)
+        sizes = [mine * dim for dim in self._layout.owner_dims]
+        gradient = gradient.to(self._wire_dtype)
+        for columns, part in zip(self._columns, send.split(sizes), strict=True):
+            if columns.numel():
+                torch.index_select(gradient, 1, columns, out=part.view(mine, columns.numel()))
+        width = self._layout.owner_dims[self._rank]
+        step.received = send.new_empty(samples * width)
+        step.work = dist.all_to_all_single(
+            step.received, send, [size * width for size in step.batch.per_rank], sizes, self._group, async_op=True
+        )
+
+    def update(self, step: Step) -> None:
+        """Wait for the gradients of this rank's columns and update its rows."""
+        step.work.wait()
+        assert step.received is not None
+        gradient = step.received.view(step.batch.total, self._layout.owner_dims[self._rank]).float()
+        if get_gradient_division():
+            gradient.div_(self._world_size)  # as TorchRec: the loss is a mean over a rank's samples, not over all
+        step.work = step.received = None
+        groups = self._layout.groups(self._rank)
+        first = 0
+        for update, group in zip(self._updates, groups, strict=True):
+            ids = _bags_of(step.inputs[group.source], group.first_position, group.features)
+            update.apply(gradient[:, first : first + group.dim].contiguous(), ids.values(), ids.offsets())
+            first += group.dim
+
+
+def _bags_of(ids: KeyedJaggedTensor, first: int, features: int) -> KeyedJaggedTensor:
+    """Return the features [first, first + features) of `ids`."""
+    total = len(ids.keys())
+    if features == total:
+        return ids
+    return ids.split([first, features, total - first - features])[1]

@@ -1,0 +1,208 @@
+"""The forward of the embedding stage: what every way to run it shares, and the ways of a CPU and of the collective."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.arena import HostArena
+from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.windows import OutputWindows
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
+
+BACKENDS = ("nccl", "pgas", "fused")
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How a backend runs: keys of the configuration's section `embedding`."""
+
+    backend: str = "pgas"
+    """nccl | pgas | fused"""
+    schedule: str = "auto"
+    """order of the tasks: linear | remote_first | balanced | auto"""
+    slice_bags: int = 32
+    """fused: bags a slice"""
+    programs_per_sm: int | None = None
+    """fused: programs a multiprocessor; None takes as many as fit"""
+    wire_dtype: torch.dtype = torch.float32
+    """of pooled embeddings and their gradients between ranks"""
+    wait_timeout_s: float = 120.0
+    """bound of a wait for a peer"""
+    trace: bool = False
+    """fused on GPUs: record every task"""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSizes:
+    """Samples of each rank in one step."""
+
+    per_rank: tuple[int, ...]
+    first_sample: tuple[int, ...]
+    """of each rank, and B"""
+    total: int
+    """B"""
+    most: int
+    """of a rank"""
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # they rarely change
+    def of(per_rank: tuple[int, ...]) -> "BatchSizes":
+        """Return the sizes with what follows from them."""
+        first = (0, *accumulate(per_rank))
+        return BatchSizes(per_rank, first, first[-1], max(per_rank))
+
+
+@dataclass
+class Step:
+    """One pass through the stage: what its parts hand on."""
+
+    inputs: Sequence[KeyedJaggedTensor]
+    """the ids of this rank's tables, one a source: B bags a feature"""
+    batch: BatchSizes
+    work: Any = None
+    """the collective under way"""
+    received: torch.Tensor | None = None
+    """what it fills"""
+
+
+class Forward(ABC):
+    """One rank's side of the forward. `launch` and `collect` take turns, the same steps on every rank."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: LocalTables,
+        options: ExchangeOptions,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Take what does not change from step to step.
+
+        Args:
+            layout: of all ranks' pieces.
+            tables: of this rank.
+        """
+        self.layout, self.tables, self.options, self.bounds_check = layout, tables, options, tables.bounds_check
+        self.group, self.device, self.rank, self.world_size = group, device, group.rank(), group.size()
+        self.schedule = resolve_schedule(options.schedule, load_store_peers=True)
+
+    @abstractmethod
+    def launch(self, step: Step) -> None:
+        """Start to pool and to send."""
+
+    @abstractmethod
+    def collect(self, step: Step) -> torch.Tensor:
+        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what a kernel has recorded since; never waits for the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what outlives Python references."""
+
+
+def ready_counts(layout: Layout, rank: int, slots_per_piece: int) -> torch.Tensor:
+    """Return [W] int32: the flags that `rank` awaits of each rank; its own work is ordered by the stream.
+
+    At least one of each, since a peer's flag also tells that the peer is through with the window before.
+    """
+    counts = [max(1, slots_per_piece * len(pieces)) for pieces in layout.by_owner]
+    counts[rank] = 0
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+def pool_on_host(piece: Piece, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
+    """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
+    ids = step.inputs[piece.source]
+    bag = piece.position * step.batch.total + first
+    offsets = ids.offsets()[bag : bag + end - first + 1].tolist()
+    lengths = ids.lengths()[bag : bag + end - first]
+    return reference.pool(weight, lengths, ids.values()[offsets[0] : offsets[-1]], piece.mean)
+
+
+def check_on_host(piece: Piece, rows: int, step: Step, mode: BoundsCheckMode) -> None:
+    """Look for ids outside the piece's table of `rows` rows; FBGEMM's modes: stop, or take row 0 instead.
+
+    Raises:
+        ValueError: under mode FATAL.
+    """
+    if mode == BoundsCheckMode.NONE:
+        return
+    ids = step.inputs[piece.source]
+    bag, samples = piece.position * step.batch.total, step.batch.total
+    here = ids.values()[int(ids.offsets()[bag]) : int(ids.offsets()[bag + samples])]
+    outside = (here < 0) | (here >= rows)
+    if outside.any():
+        if mode == BoundsCheckMode.FATAL:
+            raise ValueError(bad_id_message(piece.name, int(here[outside][0]), rows))
+        here.masked_fill_(outside, 0)
+
+
+def bad_id_message(name: str, value: int | None, rows: int) -> str:
+    """Return what to say of an id outside its table."""
+    what = "an id" if value is None else f"id {value}"
+    return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
+
+
+class HostForward(Forward):
+    """`pgas` and `fused` between processes of one host: the kernels' order and protocol, the reference's maths."""
+
+    def __init__(self, *args: Any, samples_per_rank: int) -> None:
+        super().__init__(*args)
+        self._fused = self.options.backend == "fused"
+        most = max(len(pieces) for pieces in self.layout.by_owner)
+        slots = most * -(-samples_per_rank // self.options.slice_bags) if self._fused else 1
+        self.windows = OutputWindows(
+            samples_per_rank, self.layout.total_dim, self.options.wire_dtype, max(1, slots), self.group, self.device
+        )
+        assert isinstance(self.windows.arena, HostArena)
+        self._arena = self.windows.arena
+
+    def launch(self, step: Step) -> None:
+        """Pool in the order of the schedule; each slice, or the whole, is stored and then flagged."""
+        epoch, arena = self.windows.begin(), self._arena
+        pieces = self.layout.by_owner[self.rank]
+        weights = [self.tables.weight(piece) for piece in pieces]
+        for piece, weight in zip(pieces, weights, strict=True):
+            check_on_host(piece, weight.shape[0], step, self.bounds_check)
+        bags = self.options.slice_bags if self._fused else max(1, step.batch.most)
+        grid = TaskGrid(self.rank, self.world_size, len(pieces), step.batch.most, task_bags=bags, slice_bags=bags)
+        for task in grid.order(self.schedule):
+            piece, first = pieces[task.feature], step.batch.first_sample[task.destination]
+            begin = min(task.block * bags, step.batch.per_rank[task.destination])
+            end = min(begin + bags, step.batch.per_rank[task.destination])
+            column = self.layout.column(piece)
+            window = arena.view(self.windows.name, task.destination)
+            pooled = pool_on_host(piece, weights[task.feature], step, first + begin, first + end)
+            window[begin:end, column : column + piece.dim] = pooled
+            if self._fused and task.destination != self.rank:
+                arena.raise_flag("ready", task.destination, grid.slice_of(task), epoch)
+        if not self._fused or len(grid) == 0:
+            for peer in range(self.world_size):
+                arena.raise_flag("ready", peer, 0, epoch)
+
+    def collect(self, step: Step) -> torch.Tensor:
+        """Wait for the flags and lend the window."""
+        slices = -(-step.batch.most // self.options.slice_bags) if self._fused else 0
+        counts = ready_counts(self.layout, self.rank, slices)
+        self._arena.wait("ready", counts, self.windows.epoch, self.options.wait_timeout_s)
+        return self.windows.lend(step.batch.per_rank[self.rank])
+
+    def check(self) -> None:
+        """Nothing: the host's waits and checks raise by themselves."""
+
+    def close(self) -> None:
+        """Give the windows back."""
+        self.windows.close()

@@ -1,0 +1,95 @@
+"""Which rank pools which feature, and where in the output its pooled embedding lies: all ranks know all of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A feature's columns that one shard holds: a whole table's, or a range of them."""
+
+    name: str
+    """of the feature's pooled embedding in the output"""
+    owner: int
+    """rank that holds the shard"""
+    source: int
+    """which of the owner's inputs holds the feature's bags: one an input distribution"""
+    position: int
+    """of the feature in that input"""
+    group: int
+    """which of the owner's fused lookups (FBGEMM TBE) holds the shard"""
+    table: int
+    """of the shard in that lookup"""
+    first_column: int
+    """of the shard in its table"""
+    dim: int
+    """columns of the shard, D"""
+    mean: bool
+    dtype: torch.dtype
+    """of the rows"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The pieces of one fused lookup, in its own order: the bags' positions and the columns are contiguous."""
+
+    source: int
+    """the input that holds their bags"""
+    first_position: int
+    """of the first piece in it"""
+    features: int
+    dim: int
+    """sum of the pieces' dims"""
+
+
+class Layout:
+    """Pieces in the owners' order, and the output [b, D_total] in the model's feature order."""
+
+    def __init__(self, pieces: Sequence[Piece], names: Sequence[str], world_size: int) -> None:
+        """Lay out `pieces`, given in each owner's own order, for features `names` in the model's order."""
+        self.names, self.world_size = list(names), world_size
+        self.by_owner = [[piece for piece in pieces if piece.owner == rank] for rank in range(world_size)]
+        width: dict[str, int] = dict.fromkeys(names, 0)
+        for piece in pieces:
+            width[piece.name] += piece.dim
+        self.dims = list(width.values())
+        self.total_dim = sum(self.dims)
+        first = 0
+        self._first_column: dict[str, int] = {}
+        for name, dim in width.items():
+            self._first_column[name] = first
+            first += dim
+
+    def column(self, piece: Piece) -> int:
+        """Return the column of the output from which on the piece lies."""
+        return self._first_column[piece.name] + piece.first_column
+
+    @cached_property
+    def owner_dims(self) -> list[int]:
+        """Columns of the output that each rank's pieces make up, D_local of rank 0, 1, .."""
+        return [sum(piece.dim for piece in pieces) for pieces in self.by_owner]
+
+    def owner_columns(self, rank: int) -> torch.Tensor:
+        """Return [D_local] int64: the output's columns in the order in which `rank` pools its pieces."""
+        ranges = [torch.arange(self.column(p), self.column(p) + p.dim) for p in self.by_owner[rank]]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+    def groups(self, rank: int) -> list[Group]:
+        """Return the rank's fused lookups in order."""
+        together: dict[int, list[Piece]] = {}
+        for piece in self.by_owner[rank]:
+            together.setdefault(piece.group, []).append(piece)
+        return [
+            Group(pieces[0].source, pieces[0].position, len(pieces), sum(piece.dim for piece in pieces))
+            for pieces in together.values()
+        ]
+
+    def launches(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[Piece]]:
+        """Return the rank's pieces by what one launch can pool together: input, dim and type of the rows."""
+        together: dict[tuple[int, int, torch.dtype], list[Piece]] = {}
+        for piece in self.by_owner[rank]:
+            together.setdefault((piece.source, piece.dim, piece.dtype), []).append(piece)
+        return together

@@ -1,0 +1,72 @@
+"""The rows' update: FBGEMM's own backward, run without its forward."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
+
+_OPERATORS = {
+    EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.EXACT_ADAGRAD: "adagrad",
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+}
+_WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+_SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
+
+
+def unsupported(fused_params: Mapping[str, Any]) -> str | None:
+    """Return why `RowUpdate` cannot take the place of the backward of a lookup made with these, or None if it can."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
+    if optimizer not in _OPERATORS:
+        return f"optimizer {optimizer}"
+    if fused_params.get("gradient_clipping"):
+        return "gradient clipping"
+    if decay not in _WEIGHT_DECAYS:
+        return f"weight decay {decay.name}"
+    return None
+
+
+class RowUpdate:
+    """Applies the gradients of pooled embeddings to the rows of one fused lookup, in place, by its own optimizer."""
+
+    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        name = f"split_embedding_backward_codegen_{_OPERATORS[tbe.optimizer]}_unweighted_pt2_wrapper"
+        self._tbe, self._operator = tbe, getattr(torch.ops.fbgemm, name).default
+        self._names = [argument.name for argument in self._operator._schema.arguments]
+
+    def apply(self, gradient: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Update the rows that `values` names, each once, by the sum of its bags' gradients.
+
+        The learning rate is the lookup's at the time of the call.
+
+        Args:
+            gradient: [B, sum of the features' dims] float32, contiguous.
+            values: [n] int, row ids.
+            offsets: [features * B + 1] int, of the bags, from 0 to n.
+        """
+        tbe = self._tbe
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
+        known: dict[str, Any] = {
+            "grad_output": gradient,
+            "indices": values.to(tbe.embedding_table_index_type),
+            "offsets": offsets.to(tbe.embedding_table_index_type),
+            "indice_weights": gradient.new_empty(0),
+            "pooling_mode": int(tbe.pooling_mode),
+            "lxu_cache_locations": tbe.lxu_cache_locations_empty,
+            "use_uniq_cache_locations": tbe.use_uniq_cache_locations_bwd,
+            "BT_block_size": _SEGMENT_LENGTH,
+            "max_segment_length_per_warp": _SEGMENT_LENGTH,
+            "info_B_num_bits": bits,
+            "info_B_mask_int64": mask,
+            "output_dtype": tbe.output_dtype,
+            **tbe.optimizer_args._asdict(),
+        }
+        for place in ("host", "dev", "uvm"):
+            known[f"{place}_weights"] = getattr(tbe, f"weights_{place}")
+        self._operator(*[known[name] if name in known else getattr(tbe, name) for name in self._names])

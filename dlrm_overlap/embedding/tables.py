@@ -1,0 +1,34 @@
+"""This rank's rows, where FBGEMM keeps them."""
+
+from collections.abc import Sequence
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+from dlrm_overlap.embedding.layout import Piece
+
+
+class LocalTables:
+    """The fused lookups (TBE) that hold this rank's shards; their storage is read and updated in place."""
+
+    def __init__(self, lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
+        self.lookups = list(lookups)
+        self._storage: tuple[int, ...] | None = None
+        self._weights: list[list[torch.Tensor]] = []
+
+    @property
+    def bounds_check(self) -> BoundsCheckMode:
+        """What an id outside its table means: NONE is not looked for, IGNORE and WARNING take row 0, FATAL stops."""
+        return BoundsCheckMode(self.lookups[0].bounds_check_mode_int) if self.lookups else BoundsCheckMode.NONE
+
+    def storage(self) -> tuple[int, ...]:
+        """Return where the lookups' rows lie now: it changes when they are moved or replaced."""
+        return tuple((tbe.weights_host if tbe.use_cpu else tbe.weights_dev).data_ptr() for tbe in self.lookups)  # type: ignore
+
+    def weight(self, piece: Piece) -> torch.Tensor:
+        """Return the rows [rows, D] of a piece of this rank."""
+        if (storage := self.storage()) != self._storage:
+            self._weights = [tbe.split_embedding_weights() for tbe in self.lookups]
+            self._storage = storage
+        return self._weights[piece.group][piece.table]

@@ -1,0 +1,91 @@
+"""Task order in plain Python, for the tests and the CPU path; `primitives.task_at` is its twin on the device.
+
+A task is `task_bags` consecutive bags of one feature for one destination rank. With F features here and b samples a
+rank, each destination has F * blocks tasks, blocks = ceil(b / task_bags), feature after feature. The schedules differ
+in how they walk the destinations; within a destination the order is always the same.
+
+Example: rank 1 of 3, two tasks a destination (0a 0b 1a 1b 2a 2b):
+    linear        0a 0b 1a 1b 2a 2b     the same on every rank: all write to rank 0 first
+    remote_first  2a 2b 0a 0b 1a 1b     rank + 1, rank + 2, .., itself last (arXiv 2305.06942, section 3)
+    balanced      2a 0a 1a 2b 0b 1b     destinations take turns: links and memory are busy for the whole kernel
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SCHEDULES = ("linear", "remote_first", "balanced")
+
+
+class Task(NamedTuple):
+    """Bags [block * task_bags, (block + 1) * task_bags) of the destination, of the feature-th feature here."""
+
+    destination: int
+    feature: int
+    block: int
+
+
+@dataclass(frozen=True)
+class TaskGrid:
+    """All tasks of one launch on one rank."""
+
+    rank: int
+    world_size: int
+    features: int
+    """features pooled on this rank, F"""
+    samples: int
+    """samples of a rank, b"""
+    task_bags: int
+    """bags a task"""
+    slice_bags: int
+    """bags a slice, a multiple of task_bags: what one put sends and one ready flag stands for"""
+
+    def __post_init__(self) -> None:
+        assert self.slice_bags % self.task_bags == 0, "a task belongs to one slice"
+
+    @property
+    def blocks(self) -> int:
+        """Tasks of one feature for one destination."""
+        return -(-self.samples // self.task_bags)
+
+    @property
+    def slices(self) -> int:
+        """Slices of one feature for one destination."""
+        return -(-self.samples // self.slice_bags)
+
+    def __len__(self) -> int:
+        return self.world_size * self.features * self.blocks
+
+    def task_at(self, position: int, schedule: str) -> Task:
+        """Return the task at `position`, 0 <= position < len(self)."""
+        each = self.features * self.blocks
+        if schedule == "balanced":
+            turn, within = position % self.world_size, position // self.world_size
+        else:
+            turn, within = position // each, position % each
+        first = 0 if schedule == "linear" else self.rank + 1
+        return Task((first + turn) % self.world_size, within // self.blocks, within % self.blocks)
+
+    def order(self, schedule: str) -> Iterator[Task]:
+        """Yield all tasks in the order of `schedule`."""
+        return (self.task_at(position, schedule) for position in range(len(self)))
+
+    def slice_of(self, task: Task) -> int:
+        """Return the slice, of all that this rank sends to the task's destination, to which the task belongs."""
+        return task.feature * self.slices + task.block // (self.slice_bags // self.task_bags)
+
+    def tasks_in_slice(self, task: Task) -> int:
+        """Return how many tasks share the task's slice."""
+        each = self.slice_bags // self.task_bags
+        return min(each, self.blocks - task.block // each * each)
+
+
+def resolve_schedule(schedule: str, load_store_peers: bool) -> str:
+    """Return the schedule that `auto` stands for, any other as it is.
+
+    balanced where peers are reached by loads and stores; remote_first where a put crosses hosts and takes long enough
+    that it must start early.
+    """
+    if schedule != "auto":
+        return schedule
+    return "balanced" if load_store_peers else "remote_first"

@@ -1,0 +1,306 @@
+"""Fused forward: one persistent kernel pools all bags and puts slices as they are done (arXiv 2305.06942, section 3).
+
+A slice is some consecutive bags of one feature for one destination. Programs take task after task in the order of the
+schedule; each pools into staging memory and counts its task done; the program that completes a slice, and only it, puts
+the slice into the destination's window and raises its ready flag there, while the others go on. What stays on this rank
+is stored in place. Nobody waits before the end, where each program awaits its share of the flags of the peers' slices.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Windows, power_of_2
+from dlrm_overlap.kernels.flags import Flags
+from dlrm_overlap.kernels.launch import INTERPRETED, Form
+from dlrm_overlap.kernels.pooled_exchange import GENERAL, constants_of, shape_of, store_rows
+from dlrm_overlap.kernels.primitives import (
+    COLUMN,
+    FEATURE_COLUMNS,
+    await_flags,
+    clock,
+    multiprocessor,
+    pool,
+    raise_flag,
+    task_at,
+)
+
+TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
+
+
+@triton.jit
+def put_by_stores(
+    staged,
+    window,
+    first,
+    end,
+    column,
+    ROWS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Put `staged` [end - first, DIM] to the rows [first, end) of a peer's window, by this program's own stores.
+
+    A put may return before its data is there; the flag that follows is released at system scope.
+    """
+    at = tl.arange(0, BLOCK_DIM)
+    for chunk in range(first, end, ROWS):
+        sample = chunk + tl.arange(0, ROWS)
+        live = sample < end
+        source = staged + (sample - first).to(tl.int64)[:, None] * DIM + at[None, :]
+        rows = tl.load(source, mask=live[:, None] & (at < DIM)[None, :])
+        store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+
+
+@triton.jit(**GENERAL)
+def _put_slices(
+    values,
+    offsets,
+    first_sample,
+    features,
+    windows,
+    status,
+    peers_ready,
+    ready,
+    counts,
+    staging,
+    done,
+    ticket,
+    trace,
+    rank,
+    world_size,
+    features_here,
+    blocks,
+    batch,
+    slots,
+    first_slot,
+    epoch: tl.int64,
+    timeout: tl.int64,
+    PUT: tl.constexpr,
+    PUT_ROWS: tl.constexpr,
+    SLICE_TASKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    END_WAIT: tl.constexpr,
+    FLAGS: tl.constexpr,
+    TRACE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    BAGS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    WIRE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    WINDOW_ALIGNMENT: tl.constexpr,
+    COLUMN_ALIGNMENT: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    tasks = world_size * features_here * blocks
+    slices = tl.cdiv(blocks, SLICE_TASKS)
+    position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+    group = 0
+    last = position
+    start_ns = clock(0, INTERPRETED)
+    while position < tasks:
+        # One loop over the groups of all tasks: nested, it compiles to a slower one.
+        destination, which, block = task_at(position, rank, world_size, features_here, blocks, SCHEDULE)
+        feature = features + which * FEATURE_COLUMNS
+        first = tl.load(first_sample + destination)
+        samples = tl.load(first_sample + destination + 1) - first
+        window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
+        column = tl.multiple_of(tl.load(feature + COLUMN), COLUMN_ALIGNMENT)
+        pair = destination * features_here + which
+        staged = staging + pair.to(tl.int64) * (blocks * GROUPS * BAGS) * DIM
+        sample = (block * GROUPS + group) * BAGS + tl.arange(0, BAGS)
+        live = sample < samples
+        rows = pool(
+            values, offsets, feature, first + sample, live, batch, status,
+            BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
+        )  # fmt: skip
+        if PUT is None or destination == rank:
+            store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+        else:
+            store_rows(rows, staged, sample, 0, live, DIM, DIM, BLOCK_DIM)
+        group += 1
+        if group == GROUPS:
+            if TRACE:
+                put_ns = clock(0, INTERPRETED)
+            if destination != rank:
+                piece = block // SLICE_TASKS
+                pieces = tl.minimum(SLICE_TASKS, blocks - piece * SLICE_TASKS)
+                counter = done + pair * slices + piece
+                tl.debug_barrier()  # all threads have stored before one of them counts the task
+                # Only the last finisher acquires: that empties the multiprocessor's L1, where all keep their ids.
+                if tl.atomic_add(counter, 1, sem="release", scope="gpu") == pieces - 1:
+                    tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # and leaves it ready for the next launch
+                    if PUT is not None:
+                        tl.debug_barrier()  # no thread reads what others staged before the one that acquired
+                        begin = piece * (SLICE_TASKS * GROUPS * BAGS)
+                        end = tl.minimum(begin + SLICE_TASKS * GROUPS * BAGS, samples)
+                        PUT(
+                            staged + begin.to(tl.int64) * DIM, window, begin, end, column,
+                            PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
+                        )  # fmt: skip
+                    flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
+                    raise_flag(flags + rank * slots + first_slot + which * slices + piece, epoch)
+            if TRACE:
+                end_ns = clock(0, INTERPRETED)
+                row = trace + position.to(tl.int64) * 6
+                tl.store(row, tl.program_id(0).to(tl.int64))
+                tl.store(row + 1, multiprocessor(INTERPRETED).to(tl.int64))
+                tl.store(row + 2, start_ns)
+                tl.store(row + 3, end_ns)
+                tl.store(row + 4, end_ns - put_ns)
+                tl.store(row + 5, end_ns - end_ns)
+                start_ns = end_ns
+            last = position
+            position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+            group = 0
+    if tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(ticket, 0)
+        tl.store(ticket + 1, 0)
+    if END_WAIT:
+        start_ns = clock(0, INTERPRETED)
+        for share in range(tl.program_id(0) * FLAGS, world_size * slots, tl.num_programs(0) * FLAGS):
+            await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
+        if TRACE and last < tasks:
+            tl.store(trace + last.to(tl.int64) * 6 + 5, clock(0, INTERPRETED) - start_ns)
+
+
+@dataclass(frozen=True)
+class SliceState:
+    """What the persistent kernel's programs share; `done` and `ticket` are zero before and after each launch."""
+
+    staging: torch.Tensor
+    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings on their way"""
+    done: torch.Tensor
+    """[at least W * F * slices] int32: finished tasks of each slice"""
+    ticket: torch.Tensor
+    """[2] int32: the next task; programs that are through"""
+    trace: torch.Tensor | None = None
+    """[tasks, 6] int64, see TRACE_COLUMNS; None leaves tracing out of the kernel"""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How the persistent kernel's results are sent."""
+
+    bags: int
+    """bags of a feature in a slice, a multiple of the tuning's task_bags"""
+    first_slot: int
+    """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
+    end_wait: bool = True
+    """return only when all slots of `Flags.counts` have reached the epoch"""
+    put: Any = put_by_stores
+    """a @triton.jit function with `put_by_stores`' arguments; None lets each task store in place at the peer, unstaged,
+    which leaves the last finisher the flag alone"""
+
+
+@lru_cache
+def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: Any) -> Form:
+    tuning = shape[0].tuning
+    constants = {
+        "PUT": put,
+        "PUT_ROWS": min(slice_bags, max(1, 1024 * tuning.num_warps // power_of_2(shape[1]))),
+        "SLICE_TASKS": slice_bags // tuning.task_bags,
+        "GROUPS": tuning.groups,
+        "END_WAIT": end_wait,
+        "FLAGS": 32 * tuning.num_warps,
+        "TRACE": traced,
+        "INTERPRETED": INTERPRETED,
+    }
+    options = {"num_warps": tuning.num_warps, "launch_cooperative_grid": end_wait and not INTERPRETED}
+    return Form(_put_slices, options, constants | constants_of(*shape))
+
+
+def _form(features: FeatureTable, windows: Windows, state: SliceState, launch: Launch, slices: Slices) -> Form:
+    shape = shape_of(features, windows, launch)
+    return _putting(slices.put, slices.bags, slices.end_wait, state.trace is not None, *shape)
+
+
+def _put_arguments(
+    bags: Bags,
+    features: FeatureTable,
+    windows: Windows,
+    flags: Flags,
+    state: SliceState,
+    launch: Launch,
+    slices: Slices,
+    epoch: int,
+) -> list[Any]:
+    return [
+        bags.values,
+        bags.offsets,
+        bags.first_sample,
+        features.entries,
+        windows.addresses,
+        flags.status,
+        flags.addresses,
+        flags.local,
+        flags.counts,
+        state.staging,
+        state.done,
+        state.ticket,
+        state.done if state.trace is None else state.trace,
+        launch.rank,
+        windows.addresses.numel(),
+        features.entries.shape[0],
+        -(-bags.samples_per_rank // launch.tuning.task_bags),
+        bags.samples,
+        flags.local.shape[1],
+        slices.first_slot,
+        epoch,
+        flags.timeout,
+    ]
+
+
+def put_slices(
+    bags: Bags,
+    features: FeatureTable,
+    windows: Windows,
+    flags: Flags,
+    state: SliceState,
+    launch: Launch,
+    slices: Slices,
+    epoch: int,
+    programs: int,
+) -> None:
+    """Pool every bag in one persistent grid; the last finisher of a slice puts it and raises its flag to `epoch`.
+
+    What stays on this rank is stored in place and has no flag: the stream orders it.
+
+    Args:
+        programs: of the grid; with `slices.end_wait` at most what the GPU holds at once, see `resident_programs`.
+    """
+    arguments = _put_arguments(bags, features, windows, flags, state, launch, slices, epoch)
+    form = _form(features, windows, state, launch, slices)
+    form(programs, (bags.values.dtype, bags.offsets.dtype), *arguments)
+
+
+def resident_programs(
+    bags: Bags,
+    features: FeatureTable,
+    windows: Windows,
+    flags: Flags,
+    state: SliceState,
+    launch: Launch,
+    slices: Slices,
+) -> int:
+    """Return how many programs of `put_slices` with these arguments one multiprocessor holds at once."""
+    from cuda.bindings import driver
+
+    form = _form(features, windows, state, launch, slices)
+    compiled = form.compile(*_put_arguments(bags, features, windows, flags, state, launch, slices, epoch=1))
+    threads = 32 * launch.tuning.num_warps
+    error, programs = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        driver.CUfunction(compiled.function), threads, compiled.metadata.shared
+    )
+    assert error == driver.CUresult.CUDA_SUCCESS, error
+    return programs

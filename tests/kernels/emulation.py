@@ -1,0 +1,292 @@
+"""Several ranks in one process: tables, ids and windows are CPU tensors, kernels run one rank after another.
+
+Triton's interpreter takes 0.1 to 0.6 ms an operation, and runs the programs of a launch one after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.arena import Record
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Tuning, Windows, tuning_for
+from dlrm_overlap.kernels.flags import Flags
+from dlrm_overlap.kernels.launch import INTERPRETED
+from dlrm_overlap.kernels.pooled_exchange import store_pooled
+from dlrm_overlap.kernels.schedule import TaskGrid
+from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, Slices, SliceState, put_slices
+from tests.conftest import assert_same
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
+
+GUARD = -7.0  # what lies around the elements that a kernel may write; those are poisoned with NaN
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ranks pool, and how."""
+
+    batch_sizes: tuple[int, ...] = (5, 3)
+    """samples of each rank"""
+    features: tuple[int, ...] = (3, 2)
+    """features that each rank pools. The first two are of one table; odd ones are means, even ones sums"""
+    dim: int = 12
+    weights: torch.dtype = torch.float32
+    wire: torch.dtype = torch.float32
+    ids: torch.dtype = torch.int32
+    offsets: torch.dtype = torch.int32
+    schedule: str = "balanced"
+    gap: int = 4
+    """guard columns around each feature: 4 gives columns that 4 divides, but 8 does not"""
+    longest: int = 4
+    """ids of the longest bag"""
+    tuning: Tuning | None = None
+    """None takes the default for dim"""
+    check: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return len(self.batch_sizes)
+
+
+def to_wire(pooled: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """Return `pooled` as the interpreter stores it: it cuts bfloat16 off where hardware rounds to the nearest."""
+    if wire == torch.bfloat16:
+        pooled = (pooled.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
+    return pooled.to(wire)
+
+
+class Ids:
+    """The ids of one rank's features for all samples: every fifth bag is empty, the second is the longest."""
+
+    def __init__(self, case: Case, features: int, rows: int, generator: torch.Generator) -> None:
+        self.samples = sum(case.batch_sizes)
+        self.lengths = torch.randint(0, case.longest + 1, (features * self.samples,), generator=generator)
+        self.lengths[::5] = 0
+        self.lengths[1:2] = case.longest
+        self.offsets = torch.cat((torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0))).to(case.offsets)
+        count = int(self.lengths.sum())
+        # One element in: batches are views that begin anywhere.
+        self.storage = torch.full((count + 2,), -1, dtype=case.ids)
+        self.values = self.storage[1:-1]
+        self.values.copy_(torch.randint(0, rows, (count,), generator=generator))
+
+    def bags(self, position: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return lengths and ids of the bags of samples first .. end - 1 of the feature at `position`."""
+        bag = position * self.samples
+        begin, stop = int(self.offsets[bag + first]), int(self.offsets[bag + end])
+        return self.lengths[bag + first : bag + end], self.values[begin:stop]
+
+
+class World:
+    """All ranks of a case: what each is given, and what its kernels are expected to leave in the windows."""
+
+    ROWS = 11
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+        self.first_sample = torch.tensor([0, *case.batch_sizes]).cumsum(0).int()
+        self.tuning = case.tuning or tuning_for(case.dim)
+        self.samples = max(case.batch_sizes)
+        self.ids = [Ids(case, count, self.ROWS, generator) for count in case.features]
+        # Each rank's tables lie in one allocation, the second behind the first, and rows that belong to no table last.
+        self.storage = [
+            torch.randn(max(1, count) + 1, self.ROWS, case.dim, generator=generator).to(case.weights)
+            for count in case.features
+        ]
+        self.columns = self._columns()
+        self.stride = sum(case.features) * (case.dim + case.gap) + case.gap
+        # A row above and below what the fullest rank may write.
+        self.windows = [torch.full((self.samples + 2, self.stride), GUARD, dtype=case.wire) for _ in case.batch_sizes]
+        self.records = [Record(CPU) for _ in case.batch_sizes]
+        self._poison()
+
+    def _columns(self) -> list[list[int]]:
+        starts = iter(range(self.case.gap, 1 << 30, self.case.dim + self.case.gap))
+        return [[next(starts) for _ in range(count)] for count in self.case.features]
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, slice]]:
+        """Rank, feature there and its columns, of all features."""
+        return [
+            (rank, feature, slice(column, column + self.case.dim))
+            for rank, columns in enumerate(self.columns)
+            for feature, column in enumerate(columns)
+        ]
+
+    def _poison(self) -> None:
+        for window, samples in zip(self.windows, self.case.batch_sizes, strict=True):
+            for _, _, columns in self._places:
+                window[1 : samples + 1, columns] = torch.nan
+
+    def table(self, rank: int, feature: int) -> torch.Tensor:
+        """Return the rows of a feature's table; the first two features share one."""
+        return self.storage[rank][max(0, feature - 1)]
+
+    def position(self, rank: int, feature: int) -> int:
+        """Return where the feature's bags lie: the other way round than the features, which must not matter."""
+        return self.case.features[rank] - 1 - feature
+
+    def pooled(self, rank: int, feature: int, destination: int) -> torch.Tensor:
+        """Return [b, D] float32 of the destination's samples."""
+        first, end = self.first_sample[destination : destination + 2].tolist()
+        lengths, values = self.ids[rank].bags(self.position(rank, feature), first, end)
+        return reference.pool(self.table(rank, feature), lengths, values, mean=feature % 2 == 1)
+
+    def expected(self) -> list[torch.Tensor]:
+        """Return the windows as they are to be, guards included. Sums run in the order of the ids: to the last bit."""
+        windows = [torch.full_like(window, GUARD) for window in self.windows]
+        for destination, (window, samples) in enumerate(zip(windows, self.case.batch_sizes, strict=True)):
+            for rank, feature, columns in self._places:
+                pooled = self.pooled(rank, feature, destination)
+                window[1 : samples + 1, columns] = to_wire(pooled, self.case.wire)
+        return windows
+
+    def assert_windows(self) -> None:
+        """Check every element of every window."""
+        for rank, (window, expected) in enumerate(zip(self.windows, self.expected(), strict=True)):
+            assert_same(window, expected, f"window of rank {rank}")
+
+    def bags(self, rank: int) -> Bags:
+        ids = self.ids[rank]
+        return Bags(ids.values, ids.offsets, self.first_sample, ids.samples, self.samples)
+
+    def feature_table(self, rank: int) -> FeatureTable:
+        case, features = self.case, range(self.case.features[rank])
+        tables = [self.table(rank, feature) for feature in features]
+        entries = [
+            [table.data_ptr(), self.ROWS, column, self.position(rank, feature), feature % 2]
+            for feature, table, column in zip(features, tables, self.columns[rank], strict=True)
+        ]
+        return FeatureTable(
+            entries=torch.tensor(entries, dtype=torch.int64).view(-1, 5),
+            dim=case.dim,
+            weight_dtype=case.weights,
+            alignment=gcd(16, case.dim * case.weights.itemsize, *(table.data_ptr() for table in tables)),
+            column_alignment=gcd(16, *self.columns[rank]),
+        )
+
+    def destinations(self) -> Windows:
+        addresses = [window[1].data_ptr() for window in self.windows]
+        return Windows(torch.tensor(addresses), self.stride, self.case.wire, alignment=gcd(16, *addresses))
+
+    def launch(self, rank: int) -> Launch:
+        return Launch(rank, self.case.schedule, self.tuning, self.case.check)
+
+    def store_pooled(self, rank: int) -> None:
+        """Run the zero-copy kernel of one rank."""
+        status = self.records[rank].status
+        store_pooled(self.bags(rank), self.feature_table(rank), self.destinations(), status, self.launch(rank))
+
+    def assert_no_record(self) -> None:
+        for rank, record in enumerate(self.records):
+            assert record.bad_id() is None, f"rank {rank}"
+            assert record.expired() is None, f"rank {rank}"
+
+
+class SlicedWorld(World):
+    """A world whose ranks put slices: with flags, and what the persistent kernel's programs share."""
+
+    def __init__(self, case: Case, slice_tasks: int = 2, first_slot: int = 0, spare: int = 0, seed: int = 0) -> None:
+        """Make slices of `slice_tasks` tasks, and `spare` more slots than the ranks need."""
+        super().__init__(case, seed)
+        self.first_slot, self.slice_bags = first_slot, slice_tasks * self.tuning.task_bags
+        self.grids = [
+            TaskGrid(rank, case.world_size, count, self.samples, self.tuning.task_bags, self.slice_bags)
+            for rank, count in enumerate(case.features)
+        ]
+        self.used = [grid.features * grid.slices for grid in self.grids]
+        slots = first_slot + max(self.used) + spare
+        self.ready = [torch.zeros(case.world_size, slots, dtype=torch.int64) for _ in case.batch_sizes]
+        self.shared = [self._make_shared(grid) for grid in self.grids]
+
+    def _make_shared(self, grid: TaskGrid) -> tuple[SliceState, torch.Tensor, torch.Tensor]:
+        """Return the state of a rank's programs, and its staging and counters with a guard at each end."""
+        pairs = grid.world_size * grid.features
+        staging = torch.full((pairs * grid.blocks * grid.task_bags * self.case.dim + 2,), GUARD, dtype=self.case.wire)
+        staging[1:-1] = torch.nan
+        done = torch.tensor([GUARD, *[0] * (pairs * grid.slices), GUARD]).int()
+        ticket = torch.zeros(2, dtype=torch.int32)
+        trace = torch.full((len(grid), len(TRACE_COLUMNS)), -1)
+        return SliceState(staging[1:-1], done[1:-1], ticket, trace), staging, done
+
+    def flags(self, rank: int, counts: Sequence[int] | None = None, timeout: int = 3) -> Flags:
+        """Return a rank's flags; it waits for the first counts[w] of rank w, `timeout` turns at most."""
+        return Flags(
+            addresses=torch.tensor([ready.data_ptr() for ready in self.ready]),
+            local=self.ready[rank],
+            counts=torch.tensor(counts or [0] * self.case.world_size).int(),
+            timeout=timeout,
+            status=self.records[rank].status,
+        )
+
+    def put_slices(
+        self,
+        rank: int,
+        epoch: int = 1,
+        programs: int = 2,
+        trace: bool = False,
+        counts: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        """Run the persistent kernel of one rank; it waits at the end if `counts` tell for what."""
+        state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
+        slices = Slices(self.slice_bags, self.first_slot, end_wait=counts is not None, **options)
+        put_slices(
+            self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
+            self.launch(rank), slices, epoch, programs,
+        )  # fmt: skip
+
+    def assert_flags(self, epoch: int) -> None:
+        """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched."""
+        for rank, ready in enumerate(self.ready):
+            expected = torch.zeros_like(ready)
+            for source, used in enumerate(self.used):
+                if source != rank:
+                    expected[source, self.first_slot : self.first_slot + used] = epoch
+            assert_same(ready, expected, f"flags at rank {rank} (source, slot)")
+
+    def assert_ready_for_another_launch(self) -> None:
+        for rank, (state, staging, done) in enumerate(self.shared):
+            expected = torch.zeros_like(done)
+            expected[[0, -1]] = int(GUARD)
+            assert_same(done, expected, f"done of rank {rank}")
+            assert_same(state.ticket, torch.zeros_like(state.ticket), f"ticket of rank {rank}")
+            assert (staging[0], staging[-1]) == (GUARD, GUARD), f"staging of rank {rank}"
+
+
+fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+CASES = {
+    "one_rank": Case((5,), (3,), dim=4, schedule="linear"),
+    "two_ranks_linear": Case(schedule="linear"),
+    "two_ranks_remote_first": Case(schedule="remote_first"),
+    "three_ranks_balanced": Case((4, 4, 4), (1, 2, 1), dim=4),
+    "three_ranks_linear": Case((1, 6, 4), (1, 2, 1), dim=4, schedule="linear"),
+    "four_ranks_balanced": Case((2, 5, 1, 3), (1, 1, 2, 1), dim=4),
+    "four_ranks_remote_first": Case((6, 1, 3, 2), (1, 2, 1, 1), dim=4, schedule="remote_first"),
+    "a_rank_without_samples": Case((3, 0, 2), (1, 1, 2), dim=4),
+    "a_rank_without_tables": Case((3, 5), (0, 2), dim=4, schedule="linear"),
+    "empty_bags_only": Case((3, 2), (2, 1), longest=0),
+    "long_bags": Case((2, 3), (1, 1), longest=11),
+    "int64": Case(ids=torch.int64, offsets=torch.int64),
+    "int64_ids_int32_offsets": Case((3, 4), (2, 1), dim=64, ids=torch.int64),
+    "int32_ids_int64_offsets": Case((3, 4), (2, 1), dim=64, offsets=torch.int64),
+    "columns_side_by_side": Case((4, 2), (2, 2), dim=64, gap=0),
+    "one_bag_a_task": Case((3, 2), (1, 2), dim=4, tuning=Tuning(task_bags=1, unroll=3, num_warps=1)),
+    "eight_bags_a_task": Case((7, 9), (1, 1), dim=4, tuning=Tuning(task_bags=8, unroll=1, num_warps=1)),
+}
+# Every dim with every type of rows, and every type of rows with every type of the wire.
+CASES |= {
+    f"dim_{dim}_{str(weights)[6:]}_rows_{str(wire)[6:]}_wire": Case((2, 3), (2, 1), dim, weights, wire, longest=2)
+    for turn, dim in enumerate((4, 12, 64, 92, 128, 1024))
+    for row, weights in enumerate((fp32, fp16, bf16))
+    for wire in [(fp32, bf16, fp16)[(turn + row) % 3]]
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -1,0 +1,63 @@
+"""Flags and bounded waits under Triton's interpreter, where a wait's bound counts turns."""
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.arena import Record
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from tests.conftest import assert_same
+from tests.kernels.emulation import CPU, interpreted
+
+pytestmark = interpreted
+
+
+def _flags(ready: list[torch.Tensor], rank: int, counts: list[int], record: Record) -> Flags:
+    addresses = torch.tensor([each.data_ptr() for each in ready])
+    return Flags(addresses, ready[rank], torch.tensor(counts).int(), timeout=3, status=record.status)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
+    ready = [torch.full((world_size, 4), 6) for _ in range(world_size)]
+    rank, slot, epoch = world_size // 2, 2, 7
+    raise_flags(_flags(ready, rank, [0] * world_size, Record(CPU)), rank, slot, epoch)
+    expected = torch.full((world_size, 4), 6)
+    expected[rank, slot] = epoch
+    for peer, flags in enumerate(ready):
+        assert_same(flags, expected, f"flags at rank {peer}")
+
+
+def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:
+    """Let rank 1 wait and return what is recorded."""
+    record = Record(CPU)
+    before = ready.clone()
+    wait_flags(_flags([ready] * len(counts), 1, counts, record), 1, epoch)
+    assert_same(ready, before, "flags")
+    assert record.bad_id() is None
+    return record.expired()
+
+
+def test_a_wait_returns_when_all_flags_have_reached_the_epoch() -> None:
+    ready = torch.tensor([[4, 5, 0], [0, 0, 0], [4, 4, 4]])
+    assert _wait(ready, counts=[2, 0, 3], epoch=4) is None
+
+
+@pytest.mark.parametrize("peer", [0, 1, 2])
+@pytest.mark.parametrize("slot", [0, 3, 699])  # 2,100 flags: three programs of 1,024
+def test_a_wait_that_expires_names_the_flag(peer: int, slot: int) -> None:
+    ready = torch.full((3, 700), 9)
+    ready[peer, slot] = 8
+    assert _wait(ready, counts=[700] * 3, epoch=9) == [1, peer, slot, 9, 8]
+
+
+def test_flags_out_of_use_are_not_awaited() -> None:
+    ready = torch.full((3, 5), 9)
+    ready[0, 2:], ready[1, 1:] = 0, 0
+    assert _wait(ready, counts=[2, 1, 5], epoch=9) is None
+    assert _wait(ready, counts=[2, 2, 5], epoch=9) == [1, 1, 1, 9, 0]
+
+
+def test_of_several_missing_flags_the_one_furthest_behind_is_named() -> None:
+    ready = torch.full((3, 5), 9)
+    ready[0, 1], ready[2, 3], ready[2, 4] = 8, 2, 7
+    assert _wait(ready, counts=[5] * 3, epoch=9) == [1, 2, 3, 9, 2]

@@ -1,0 +1,139 @@
+"""The persistent kernel under Triton's interpreter, where one program takes all tasks."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.arguments import Tuning
+from dlrm_overlap.kernels.sliced_put import put_by_stores
+from tests.conftest import assert_same
+from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
+
+pytestmark = interpreted
+
+
+def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
+    for rank in range(world.case.world_size):
+        world.put_slices(rank, epoch, **options)
+
+
+@every_case
+def test_windows_and_flags(case: Case) -> None:
+    world = SlicedWorld(case)
+    _run(world)
+    world.assert_windows()
+    world.assert_flags(epoch=1)
+    world.assert_ready_for_another_launch()
+    world.assert_no_record()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "remote_first", "balanced"])
+@pytest.mark.parametrize("slice_tasks", [1, 2, 16])
+@pytest.mark.parametrize("tuning", [Tuning(2, unroll=2, num_warps=1), Tuning(4, unroll=1, num_warps=1, groups=2)])
+def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning) -> None:
+    case = Case((5, 9, 2), (2, 1, 1), dim=4, schedule=schedule, longest=2, tuning=tuning)
+    world = SlicedWorld(case, slice_tasks, first_slot=3, spare=2)
+    _run(world)
+    world.assert_windows()
+    world.assert_flags(epoch=1)
+    world.assert_ready_for_another_launch()
+
+
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_any_number_of_programs(programs: int) -> None:
+    world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
+    _run(world, programs=programs)
+    world.assert_windows()
+    world.assert_flags(epoch=1)
+    world.assert_ready_for_another_launch()
+
+
+def test_launches_follow_each_other_without_a_reset() -> None:
+    world = SlicedWorld(Case())
+    for epoch in (41, 42, 43):
+        for ids in world.ids:
+            ids.values.copy_((ids.values + 1) % world.ROWS)
+        _run(world, epoch)
+        world.assert_windows()
+        world.assert_flags(epoch)
+        world.assert_ready_for_another_launch()
+
+
+def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken() -> None:
+    world = SlicedWorld(Case())
+    values = world.ids[1].values
+    values[-1] = world.ROWS
+    _run(world)
+    assert world.records[0].bad_id() is None
+    position, sample, rows = world.records[1].bad_id() or []
+    assert (position, rows) == (1, world.ROWS)
+    assert world.ids[1].lengths[position * 8 + sample :].tolist()[1:] == [0] * (7 - sample), "the last bag with ids"
+    assert values[-1] == 0
+    world.assert_windows()
+    world.assert_flags(epoch=1)
+
+
+def test_every_task_leaves_a_trace() -> None:
+    world = SlicedWorld(Case((5, 3), (3, 2)))
+    _run(world, trace=True, counts=[0, 0], programs=3)
+    for rank, (state, _, _) in enumerate(world.shared):
+        assert state.trace is not None
+        # The interpreter has no clock and no multiprocessors, and its first program takes all tasks.
+        assert_same(state.trace, torch.zeros_like(state.trace), f"trace of rank {rank}")
+    world.assert_windows()
+
+
+@triton.jit
+def _put_and_count(
+    staged, window, first, end, column,
+    ROWS: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    put_by_stores(staged, window, first, end, column, ROWS, STRIDE, DIM, BLOCK_DIM)
+    tl.atomic_add(window - STRIDE + column, 1.0)  # in the guard row
+
+
+def test_another_put_can_be_plugged_in() -> None:
+    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
+    _run(world, put=_put_and_count)
+    for rank, window in enumerate(world.windows):
+        puts = torch.full_like(window[0], GUARD)
+        for source, columns in enumerate(world.columns):
+            for column in columns:
+                puts[column] += world.grids[source].slices if source != rank else 0
+        assert_same(window[0], puts, f"puts to rank {rank}")
+        window[0] = GUARD
+    world.assert_windows()
+    world.assert_flags(epoch=1)
+
+
+def test_tasks_can_store_in_place_without_staging() -> None:
+    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
+    _run(world, put=None)
+    world.assert_windows()
+    world.assert_flags(epoch=1)
+    world.assert_ready_for_another_launch()
+    for state, _, _ in world.shared:
+        assert state.staging.isnan().all()
+
+
+def test_the_end_wait_returns_when_the_peers_flags_are_there() -> None:
+    world = SlicedWorld(Case())
+    world.ready[0][1, : world.used[1]] = 5  # as rank 1 would have raised them
+    world.put_slices(0, epoch=5, counts=[0, world.used[1]])
+    world.put_slices(1, epoch=5, counts=[world.used[0], 0])
+    world.assert_windows()
+    world.assert_flags(epoch=5)
+    world.assert_no_record()
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("missing", [0, 31, 32, 69])  # a program looks at 32 flags at once
+def test_the_end_wait_misses_no_flag(programs: int, missing: int) -> None:
+    world = SlicedWorld(Case((1, 2), (1, 1), dim=4), spare=69)
+    world.ready[0][1] = 8
+    world.ready[0][1, missing] = 6
+    world.put_slices(0, epoch=8, programs=programs, counts=[0, 70])
+    assert world.records[0].expired() == [0, 1, missing, 8, 6]

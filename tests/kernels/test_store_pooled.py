@@ -1,0 +1,67 @@
+"""The zero-copy kernel under Triton's interpreter: every element of every window, and ids outside their table."""
+
+import pytest
+import torch
+
+from dlrm_overlap.kernels import reference
+from tests.conftest import assert_same
+from tests.kernels.emulation import Case, World, every_case, interpreted
+
+pytestmark = interpreted
+
+
+def _run(world: World) -> None:
+    for rank in range(world.case.world_size):
+        world.store_pooled(rank)
+
+
+@every_case
+def test_windows_hold_what_the_reference_pools(case: Case) -> None:
+    world = World(case)
+    ids = [ids.storage.clone() for ids in world.ids]
+    _run(world)
+    world.assert_windows()
+    world.assert_no_record()
+    for rank, before in enumerate(ids):
+        assert_same(world.ids[rank].storage, before, f"ids of rank {rank}")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bad", [World.ROWS, -1, 2**31 - 1, -(2**31)])
+def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dtype, bad: int) -> None:
+    world = World(Case(ids=dtype))
+    feature, position, sample = 2, 0, 6  # on rank 0: the second sample of rank 1
+    place = int(world.ids[0].offsets[position * 8 + sample])
+    assert world.ids[0].lengths[position * 8 + sample] > 1
+    assert world.position(0, feature) == position
+    world.ids[0].values[place + 1] = bad
+    ids = world.ids[0].storage.clone()
+    ids[1 + place + 1] = 0
+    _run(world)
+    assert world.records[0].bad_id() == [position, sample, World.ROWS]
+    assert world.records[1].bad_id() is None
+    assert_same(world.ids[0].storage, ids, "ids")
+    world.assert_windows()  # of the ids as they are now
+
+
+def test_the_first_of_several_bad_ids_is_recorded() -> None:
+    world = World(Case((4,), (2,), dim=4))
+    values, offsets = world.ids[0].values, world.ids[0].offsets
+    for bag in (1, 7):
+        values[int(offsets[bag])] = World.ROWS
+    _run(world)
+    assert world.records[0].bad_id() == [1, 3, World.ROWS], "the first feature's, whose bags lie behind the second's"
+    world.assert_windows()
+
+
+def test_unchecked_ids_are_taken_as_they_are() -> None:
+    world = World(Case((4,), (1,), dim=4, check=False))
+    values, offsets = world.ids[0].values, world.ids[0].offsets
+    values[int(offsets[1])] = World.ROWS  # the row behind the table, which the allocation holds
+    ids = world.ids[0].storage.clone()
+    _run(world)
+    world.assert_no_record()
+    assert_same(world.ids[0].storage, ids, "ids")
+    column = world.columns[0][0]
+    expected = reference.pool(world.storage[0].flatten(0, 1), world.ids[0].lengths, values)
+    assert_same(world.windows[0][1:5, column : column + 4], expected, "window")

@@ -1,0 +1,153 @@
+"""The host's arena in a world of one: regions, loans, flags, and what is left behind."""
+
+import errno
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Record, Region, open_arena
+from dlrm_overlap.config import InputError
+
+CPU = torch.device("cpu")
+REGIONS = {
+    "odd": Region((3, 5), torch.bfloat16),
+    "empty": Region((0, 7), torch.float32),
+    "window": Region((4, 6), torch.float32),
+    "flags": Region((1, 3), torch.int64),
+}
+
+
+@pytest.fixture
+def arena(world_of_one: dist.ProcessGroup) -> Iterator[HostArena]:
+    arena = open_arena(REGIONS, world_of_one, CPU)
+    assert isinstance(arena, HostArena)
+    yield arena
+    arena.close()
+
+
+def _mapped() -> set[str]:
+    """Return the files in shared memory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if "dlrm_overlap_" in line}
+
+
+def test_regions_are_zeros_aligned_and_apart(arena: HostArena) -> None:
+    for name, region in REGIONS.items():
+        local = arena.local(name)
+        assert (tuple(local.shape), local.dtype) == region
+        assert local.data_ptr() % 256 == 0, name
+        assert not local.any(), name
+        assert arena.addresses(name).tolist() == [local.data_ptr()], name
+    for i, name in enumerate(REGIONS, start=1):
+        arena.local(name).fill_(i)
+    for i, name in enumerate(REGIONS, start=1):
+        assert (arena.local(name) == i).all(), name
+
+
+def test_arenas_lie_side_by_side(arena: HostArena, world_of_one: dist.ProcessGroup) -> None:
+    other = open_arena(REGIONS, world_of_one, CPU)
+    arena.local("window").fill_(1)
+    assert not other.local("window").any()
+    other.local("window").fill_(2)
+    other.close()
+    assert (arena.local("window") == 1).all()
+
+
+def test_no_file_stays_behind(world_of_one: dist.ProcessGroup) -> None:
+    before = _mapped()
+    arena = open_arena(REGIONS, world_of_one, CPU)
+    (path,) = _mapped() - before
+    assert not Path(path).exists()
+    arena.close()
+    gc.collect()
+    assert _mapped() == before
+
+
+def test_too_little_shared_memory_is_told(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[str] = []
+
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        reserved.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(InputError, match=r"768 bytes .*No space left .*--shm-size") as raised:
+        open_arena(REGIONS, world_of_one, CPU)
+    assert "\n" not in str(raised.value)
+    assert not Path(reserved[0]).exists()
+
+
+def test_a_loan_is_held_as_long_as_a_tensor_lives(arena: HostArena) -> None:
+    loan = arena.loan("window")
+    arena.local("window").copy_(torch.arange(24.0).view(4, 6))
+    assert not loan.held
+    lent = loan.lend(3)
+    assert torch.equal(lent, torch.arange(18.0).view(3, 6)), "the region itself, without a copy"
+    arena.local("window")[0, 0] = 99
+    assert lent[0, 0] == 99
+    view = lent[1:, 2:].t()
+    del lent
+    assert loan.held
+    copy = view.clone()
+    del view
+    assert not loan.held
+    assert copy.numel() == 8
+
+
+def test_a_loan_is_held_by_a_graph_that_saved_it(arena: HostArena) -> None:
+    loan = arena.loan("window")
+    weight = torch.ones(6, requires_grad=True)
+    loss = (loan.lend(4) * weight).sum()
+    assert loan.held, "the product's backward needs the factor"
+    loss.backward()
+    assert not loan.held, "backward frees what the graph saved"
+    loss = (loan.lend(4) * weight).sum()
+    assert loan.held
+    del loss
+    assert not loan.held
+    with torch.no_grad():
+        product = loan.lend(4) * weight
+    assert not loan.held
+    assert product.shape == (4, 6)
+
+
+def test_loans_are_apart(arena: HostArena) -> None:
+    window, odd = arena.loan("window"), arena.loan("odd")
+    lent = odd.lend(2)
+    assert (window.held, odd.held) == (False, True)
+    assert lent.dtype == torch.bfloat16
+
+
+def test_lent_memory_outlives_the_arena(world_of_one: dist.ProcessGroup) -> None:
+    arena = open_arena(REGIONS, world_of_one, CPU)
+    lent = arena.loan("window").lend(4)
+    arena.local("window").fill_(3)
+    arena.close()
+    gc.collect()
+    assert (lent == 3).all()
+
+
+def test_a_wait_is_bounded_and_names_the_flag(arena: HostArena) -> None:
+    arena.raise_flag("flags", peer=0, slot=0, epoch=7)
+    arena.raise_flag("flags", peer=0, slot=1, epoch=6)
+    arena.wait("flags", torch.tensor([1]), epoch=7, timeout_s=0)
+    arena.wait("flags", torch.tensor([2]), epoch=6, timeout_s=0)
+    arena.wait("flags", torch.tensor([0]), epoch=9, timeout_s=0)
+    began = time.monotonic()
+    with pytest.raises(ExchangeTimeoutError) as raised:
+        arena.wait("flags", torch.tensor([3]), epoch=7, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began < 2
+    assert "rank 0 waited 0.2 s for slice 1 of rank 0: expected epoch 7, seen 6;" in str(raised.value)
+
+
+def test_a_record_starts_empty() -> None:
+    record = Record(CPU)
+    assert record.empty
+    assert record.expired() is None
+    assert record.bad_id() is None

@@ -1,0 +1,65 @@
+"""Which rank pools what, and where it lies: worked on a layout with every irregularity at once."""
+
+import pytest
+import torch
+
+from dlrm_overlap.embedding.layout import Group, Layout, Piece
+
+# The model's order. Rank 0 holds `wide` in two pieces of its four, a table of two features, in two lookups; rank 1
+# holds nothing; rank 2 the rest, in another order than the model's and from two inputs.
+NAMES = ["a", "wide", "b", "c"]
+
+
+def _piece(name: str, owner: int, dim: int, **where: int) -> Piece:
+    where = {"source": 0, "position": 0, "group": 0, "table": 0, "first_column": 0} | where
+    return Piece(name=name, owner=owner, dim=dim, mean=False, dtype=torch.float32, **where)
+
+
+PIECES = [
+    _piece("b", 0, 8),
+    _piece("c", 0, 8, position=1),
+    _piece("wide", 0, 4, source=1, group=1, first_column=4),
+    _piece("wide", 0, 4, source=1, position=1, group=1, table=1, first_column=12),
+    _piece("wide", 2, 4, source=1, first_column=8),
+    _piece("wide", 2, 4, source=1, position=1, table=1),
+    _piece("a", 2, 12, source=0, group=1),
+]
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return Layout(PIECES, NAMES, world_size=3)
+
+
+def test_the_output_lies_in_the_models_order(layout: Layout) -> None:
+    assert layout.names == NAMES
+    assert layout.dims == [12, 16, 8, 8]
+    assert layout.total_dim == 44
+    assert [layout.column(piece) for piece in PIECES] == [28, 36, 16, 24, 20, 12, 0]
+
+
+def test_pieces_tile_the_output(layout: Layout) -> None:
+    columns = torch.cat([layout.owner_columns(rank) for rank in range(3)])
+    assert columns.sort().values.tolist() == list(range(44))
+
+
+def test_owners_keep_their_own_order(layout: Layout) -> None:
+    assert layout.owner_dims == [24, 0, 20]
+    assert layout.owner_columns(0).tolist() == [*range(28, 36), *range(36, 44), *range(16, 20), *range(24, 28)]
+    assert layout.owner_columns(1).tolist() == []
+    assert layout.owner_columns(2).tolist() == [*range(20, 24), *range(12, 16), *range(12)]
+    assert [pieces for pieces in layout.by_owner if pieces] == [PIECES[:4], PIECES[4:]]
+
+
+def test_groups_are_the_lookups(layout: Layout) -> None:
+    assert layout.groups(0) == [Group(0, 0, features=2, dim=16), Group(1, 0, features=2, dim=8)]
+    assert layout.groups(1) == []
+    assert layout.groups(2) == [Group(1, 0, features=2, dim=8), Group(0, 0, features=1, dim=12)]
+
+
+def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
+    assert list(layout.launches(0).values()) == [PIECES[:2], PIECES[2:4]]
+    assert layout.launches(1) == {}
+    half = [_piece("a", 0, 4), Piece("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
+    both = Layout(half, ["a", "b"], world_size=1).launches(0)
+    assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}

@@ -1,0 +1,74 @@
+"""Every task once, slices complete, destinations in the promised order."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from dlrm_overlap.kernels.schedule import SCHEDULES, Task, TaskGrid, resolve_schedule
+
+# Odd sizes: batches below a task and below a slice, not a multiple of either, one rank, one feature, none.
+GRIDS = [
+    TaskGrid(rank, world_size, features, samples, task_bags, task_bags * tasks)
+    for world_size, features, samples, task_bags, tasks in product(
+        (1, 2, 3, 5, 8), (0, 1, 3), (1, 2, 7, 32, 33), (1, 4), (1, 2, 8)
+    )
+    for rank in sorted({0, world_size // 2, world_size - 1})
+]
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+@every_schedule
+def test_every_bag_belongs_to_one_task(schedule: str) -> None:
+    for grid in GRIDS:
+        tasks = list(grid.order(schedule))
+        assert len(tasks) == len(set(tasks)) == len(grid), grid
+        bags = Counter(
+            (task.destination, task.feature, bag)
+            for task in tasks
+            for bag in range(task.block * grid.task_bags, (task.block + 1) * grid.task_bags)
+            if bag < grid.samples
+        )
+        assert bags == Counter(product(range(grid.world_size), range(grid.features), range(grid.samples))), grid
+
+
+@every_schedule
+def test_slices_are_complete(schedule: str) -> None:
+    for grid in GRIDS:
+        slices = Counter((task.destination, grid.slice_of(task)) for task in grid.order(schedule))
+        assert set(slices) == set(product(range(grid.world_size), range(grid.features * grid.slices))), grid
+        for task in grid.order(schedule):
+            assert slices[task.destination, grid.slice_of(task)] == grid.tasks_in_slice(task), (grid, task)
+
+
+@every_schedule
+def test_a_slice_is_whole_before_the_next_of_its_destination_begins(schedule: str) -> None:
+    for grid in GRIDS:
+        for destination in range(grid.world_size):
+            slices = [grid.slice_of(task) for task in grid.order(schedule) if task.destination == destination]
+            assert slices == sorted(slices), (grid, destination)
+
+
+def test_order_of_the_destinations() -> None:
+    for grid in GRIDS:
+        each = grid.features * grid.blocks
+        ring = [(grid.rank + 1 + turn) % grid.world_size for turn in range(grid.world_size)]
+        order = {schedule: [task.destination for task in grid.order(schedule)] for schedule in SCHEDULES}
+        assert order["linear"] == [rank for rank in range(grid.world_size) for _ in range(each)], grid
+        assert order["remote_first"] == [rank for rank in ring for _ in range(each)], grid
+        assert order["balanced"] == ring * each, grid
+
+
+def test_worked_example() -> None:
+    grid = TaskGrid(rank=1, world_size=3, features=1, samples=2, task_bags=1, slice_bags=1)
+    a, b = ({rank: Task(rank, 0, block) for rank in range(3)} for block in (0, 1))
+    assert list(grid.order("linear")) == [a[0], b[0], a[1], b[1], a[2], b[2]]
+    assert list(grid.order("remote_first")) == [a[2], b[2], a[0], b[0], a[1], b[1]]
+    assert list(grid.order("balanced")) == [a[2], a[0], a[1], b[2], b[0], b[1]]
+
+
+def test_auto() -> None:
+    assert resolve_schedule("auto", load_store_peers=True) == "balanced"
+    assert resolve_schedule("auto", load_store_peers=False) == "remote_first"
+    for schedule in SCHEDULES:
+        assert resolve_schedule(schedule, load_store_peers=True) == schedule

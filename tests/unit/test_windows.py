@@ -1,0 +1,84 @@
+"""Windows take turns, and no step begins while the output of an earlier one is in use."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.embedding.windows import OutputWindows, WindowHeldError
+
+
+@pytest.fixture
+def windows(world_of_one: dist.ProcessGroup) -> Iterator[OutputWindows]:
+    windows = OutputWindows(4, 6, torch.float32, slots=3, group=world_of_one, device=torch.device("cpu"))
+    yield windows
+    windows.close()
+
+
+def _produce(windows: OutputWindows) -> torch.Tensor:
+    """Take a step whose output is its epoch."""
+    epoch = windows.begin()
+    windows.arena.local(windows.name).fill_(epoch)
+    return windows.lend(3)
+
+
+def test_steps_count_up_and_windows_take_turns(windows: OutputWindows) -> None:
+    assert windows.epoch == 0
+    names = []
+    for epoch in (1, 2, 3, 4):
+        lent = _produce(windows)
+        assert windows.epoch == epoch
+        assert (tuple(lent.shape), lent.dtype) == ((3, 6), torch.float32)
+        assert (lent == epoch).all()
+        names.append(windows.name)
+        del lent
+    assert names == ["window1", "window0"] * 2
+    assert (windows.arena.local("window0") == 4).all()
+    assert (windows.arena.local("window1") == 3).all()
+    assert tuple(windows.arena.local("ready").shape) == (1, 3)
+
+
+def test_a_step_is_refused_while_an_output_is_held(windows: OutputWindows) -> None:
+    lent = _produce(windows)
+    for _ in range(2):
+        with pytest.raises(WindowHeldError, match="run its backward or drop it first") as raised:
+            windows.begin()
+        assert "\n" not in str(raised.value)
+    assert windows.epoch == 1, "a refused step is no step"
+    assert (lent == 1).all()
+    del lent
+    assert windows.begin() == 2
+
+
+def test_a_view_holds_and_a_clone_does_not(windows: OutputWindows) -> None:
+    column = _produce(windows)[:, 0]
+    with pytest.raises(WindowHeldError):
+        windows.begin()
+    column = column.clone()
+    assert windows.begin() == 2
+    assert (column == 1).all()
+
+
+def test_backward_lets_go(windows: OutputWindows) -> None:
+    weight = torch.ones(6, requires_grad=True)
+    loss = (_produce(windows) * weight).sum()
+    with pytest.raises(WindowHeldError):
+        windows.begin()
+    loss.backward()
+    assert windows.begin() == 2
+
+
+def test_without_gradients_nothing_is_held(windows: OutputWindows) -> None:
+    weight = torch.ones(6, requires_grad=True)
+    with torch.no_grad():
+        pooled = _produce(windows) * weight
+    assert windows.begin() == 2
+    assert (pooled == 1).all()
+
+
+def test_garbage_in_a_cycle_does_not_hold(windows: OutputWindows) -> None:
+    cycle: dict[str, object] = {"lent": _produce(windows)}
+    cycle["self"] = cycle
+    del cycle
+    assert windows.begin() == 2
