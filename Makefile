@@ -1,4 +1,5 @@
-# make train   a first run: sets up .venv if needed, trains configs/quickstart.yaml on 2 processes
+# make train   a first run: sets up .venv if needed, trains configs/quickstart.yaml on 2 processes with the backends
+#              torchrec, pgas and fused in turn, prints a table of the three and the TensorBoard folder they share
 # make test    sets up .venv if needed, runs the tests
 # make lint    ruff, pyright, import-linter
 #
@@ -18,7 +19,7 @@ READY := $(VENV)/.ready-$(STACK)
 .PHONY: train test test-gpu lint format clean
 
 train: $(READY)
-	$(BIN)/dlrm-overlap train --config configs/quickstart.yaml --nproc 2
+	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec pgas fused --nproc 2
 
 test: $(READY)
 	$(BIN)/python -m pytest

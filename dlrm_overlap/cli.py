@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | bench | prepare | doctor`.
+"""The command line: `dlrm-overlap train | compare | bench | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -11,67 +11,215 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from dlrm_overlap import launcher
-from dlrm_overlap.config import InputError
+from dlrm_overlap.bench.request import KINDS, Request
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.parsing import Parser, parse_config, suggest
 from dlrm_overlap.spawn import spawn
 
 if TYPE_CHECKING:
+    import torch
+
     from dlrm_overlap.trainer import Trainer
 
-USER_ERROR = 2
+DISAGREEMENT, USER_ERROR = 1, 2
 log = logging.getLogger("dlrm_overlap")
 
 
 def train(argv: list[str]) -> int:
     """Train a DLRM; under torchrun, Slurm or mpirun, or with --nproc, on several processes."""
-    return run_on_ranks(["train"], argv, _fit)
+
+    def work(ranks: "Ranks") -> int:
+        trainer = ranks.trainer()
+        summary = trainer.fit()
+        trainer.close()
+        if ranks.launch.rank == 0:
+            print(
+                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
+                f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
+            )
+            _print_places(trainer.folder / "summary.json", trainer.folder.parent)
+        return 0
+
+    return run_on_ranks(["train"], argv, work)
 
 
-def _fit(trainer: "Trainer", _: Any) -> None:
-    summary = trainer.fit()
-    if trainer.launch.rank == 0:
-        tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
-        print(
-            f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
-            f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)\n"
-            f"result:      {trainer.folder / 'summary.json'}\n"
-            f"TensorBoard: {tensorboard} --logdir {trainer.folder.parent}"
+def compare(argv: list[str]) -> int:
+    """Train the same configuration with several backends: do the losses agree, and what is faster?"""
+
+    def add_options(parser: Parser) -> None:
+        names = ["torchrec", "pgas", "fused"]
+        text = "the backends, instead of embedding.backend; the first is the reference"
+        parser.add_argument("--backends", nargs="+", default=names, help=text)
+        text = "greatest relative difference of a logged training loss that still agrees"
+        parser.add_argument("--rtol", type=NonNegativeFloat, default=1e-4, help=text)
+
+    def work(ranks: "Ranks") -> int:
+        from dlrm_overlap.compare import backend_configs, report, train_backends
+        from dlrm_overlap.trainer import check_device
+
+        folder = Path(ranks.config.log.dir)
+        output = folder / "comparison.json"
+        configs = backend_configs(ranks.config, ranks.values.backends)
+        for config in configs.values():
+            check_device(config, ranks.device)  # of all backends, before the first one trains
+        if ranks.launch.rank == 0:
+            output.unlink(missing_ok=True)  # an earlier one would belie the runs that this writes beside it
+        folders = train_backends(configs, ranks.trainer)
+        if ranks.launch.rank:
+            return 0
+        faults = report(folders, ranks.values.rtol, output)
+        _print_places(output, folder)
+        for fault in faults:
+            print(f"dlrm-overlap: {fault}", file=sys.stderr)
+        return DISAGREEMENT if faults else 0
+
+    return run_on_ranks(["compare"], argv, work, add_options, _check_comparison)
+
+
+def _check_comparison(config: Config, values: Any) -> None:
+    known = get_args(get_type_hints(EmbeddingConfig)["backend"])
+    names = values.backends
+    for name in names:
+        if name not in known:
+            raise InputError(f"--backends {name}: not a backend; {suggest(name, known)}")
+    if len(set(names)) < len(names):
+        raise InputError(f"--backends {' '.join(names)}: one is there twice; name each once")
+    if len(names) < 2:
+        raise InputError(f"--backends {' '.join(names)}: a comparison takes two or more; add one of {', '.join(known)}")
+    if values.rtol >= 1:
+        raise InputError(f"--rtol {values.rtol}: a relative tolerance must be below 1; the default is 1e-4")
+    if config.log.name is not None:
+        raise InputError(f"log.name: {config.log.name}, but compare names each run after its backend; set log.dir")
+    if config.checkpoint.resume not in ("auto", "never"):
+        raise InputError(
+            f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
 
 
-def bench(argv: list[str]) -> int:
-    """Measure: `bench input` times the step fed by the loader against the step on one cached batch."""
-    if argv[:1] != ["input"]:
-        raise InputError(f"bench {argv[0] if argv else ''}: not a benchmark; known: input")
+def _print_places(result: Path, runs: Path) -> None:
+    tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
+    print(f"result:      {result}\nTensorBoard: {tensorboard} --logdir {runs}")
 
+
+def bench(argv: list[str]) -> int:
+    """Measure the input or the embedding stage; `bench --help` tells the benchmarks."""
+    known = {"input": "the step fed by the loader, against the step on one cached batch", **KINDS}
+    kind = argv[0] if argv else ""
+    if kind in ("-h", "--help"):
+        print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *(f"  {k:10} {v}" for k, v in known.items())]))
+        return 0
+    if kind not in known:
+        raise InputError(f"bench {kind}: not a benchmark; known: {', '.join(known)}")
+    return _bench_stage(kind, argv[1:]) if kind in KINDS else _bench_input(argv[1:])
+
+
+def _bench_input(argv: list[str]) -> int:
     def add_options(parser: Parser) -> None:
         parser.add_argument("--steps", type=PositiveInt, default=200, help="timed steps of each kind")
         parser.add_argument("--output", default="bench_input.csv", help="CSV file to append the row to")
 
-    def work(trainer: "Trainer", values: Any) -> None:
+    def work(ranks: "Ranks") -> int:
         from dlrm_overlap.bench.input import measure
 
-        measure(trainer, values.steps, Path(values.output))
+        trainer = ranks.trainer()
+        measure(trainer, ranks.values.steps, Path(ranks.values.output))
+        trainer.close()
+        return 0
 
-    return run_on_ranks(["bench", "input"], argv[1:], work, add_options)
+    return run_on_ranks(["bench", "input"], argv, work, add_options)
+
+
+def _bench_stage(kind: str, argv: list[str]) -> int:
+    def add_options(parser: Parser) -> None:
+        parser.add_argument("--iterations", type=PositiveInt, default=100, help="timed steps of each contender")
+        text = "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
+        parser.add_argument("--tables_per_rank", type=PositiveInt, help=text)
+        parser.add_argument("--check_ids", type=bool, default=False, help="leave the ids' bounds checks on, for all")
+        parser.add_argument("--output", default=f"runs/bench/{kind}.csv", help="CSV file to append the rows to")
+
+    def request(values: Any) -> Request:
+        return Request(kind, Path(values.output), values.iterations, values.tables_per_rank, values.check_ids)
+
+    def check(config: Config, values: Any) -> None:
+        request(values)
+
+    def work(ranks: "Ranks") -> int:
+        from dlrm_overlap.bench.stage import run
+
+        asked = request(ranks.values)
+        asked.check_ranks(ranks.config, ranks.launch.world_size, ranks.device.type)
+        ranks.connect()
+        return run(asked, ranks.config, ranks.launch, ranks.device)
+
+    return run_on_ranks(["bench", kind], argv, work, add_options, check)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's part of a command: what was asked for, and its place among the ranks."""
+
+    config: Config
+    values: Any
+    """all parsed options, the command's own among them"""
+    launch: launcher.Launch
+    device: "torch.device"
+
+    def connect(self) -> None:
+        """Start the log and make the process group, unless that is done."""
+        import torch.distributed as dist
+        from rich.console import Console
+
+        from dlrm_overlap.run_log import start_logging
+
+        if not dist.is_initialized():
+            start_logging(self.launch.rank, Console(stderr=True))
+            log.info("%s", self.launch.describe())
+            launcher.init_process_group(self.launch, self.device)
+
+    def trainer(self, config: Config | None = None) -> "Trainer":
+        """Connect and build the trainer of `config`, by default the command's own.
+
+        All that can be checked before a process group exists is checked before.
+
+        Raises:
+            InputError: if the device, the data or a checkpoint does not fit `config`.
+        """
+        from dlrm_overlap.data.loader import open_datasets
+        from dlrm_overlap.trainer import Trainer, check_device, total_steps
+
+        config = config or self.config
+        check_device(config, self.device)
+        train_data, held_out = open_datasets(config.data)
+        total_steps(config, train_data, self.launch.world_size)
+        self.connect()
+        return Trainer(config, self.launch, self.device, train_data, held_out)
 
 
 def run_on_ranks(
     command: list[str],
     argv: list[str],
-    work: Callable[["Trainer", Any], None],
+    work: Callable[[Ranks], int],
     add_options: Callable[[Parser], None] = lambda parser: None,
+    check: Callable[[Config, Any], None] = lambda config, values: None,
 ) -> int:
-    """Run `work` on every rank, on a trainer of the configuration in `argv` and with its other options.
+    """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
 
-    With --nproc it starts the ranks and waits for them; otherwise this process is one. All that can be checked before
-    a process group exists is checked before.
+    With --nproc it starts the ranks and waits for them; otherwise this process is one. `work` makes the process group
+    (`Ranks.connect` or `Ranks.trainer`), after its own checks.
+
+    Args:
+        command: its words, such as ["bench", "input"].
+        argv: the options behind them.
+        work: what a rank does.
+        add_options: adds the command's own options.
+        check: refuses what does not go together, before any rank is started.
 
     Returns:
         The exit code.
@@ -83,6 +231,7 @@ def run_on_ranks(
 
     description = COMMANDS[command[0]].__doc__ or ""
     config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
+    check(config, values)
     if values.nproc:
         config.train.samples_per_rank(values.nproc)
         if config.train.device == "cuda":
@@ -94,26 +243,14 @@ def run_on_ranks(
         from dlrm_overlap.doctor import check_stack  # torch takes seconds: not before the options are known to be good
 
         check_stack()
-        from rich.console import Console
-
-        from dlrm_overlap.data.loader import open_datasets
-        from dlrm_overlap.run_log import start_logging
-        from dlrm_overlap.trainer import Trainer, check_device, total_steps
-
         device = launcher.find_device(config.train.device, launch.local_rank, launch.source)
-        check_device(config, device)
-        train_data, held_out = open_datasets(config.data)
-        total_steps(config, train_data, launch.world_size)
-        start_logging(launch.rank, Console(stderr=True))
-        log.info("%s", launch.describe())
-        launcher.init_process_group(launch, device)
-        work(Trainer(config, launch, device, train_data, held_out), values)
+        code = work(Ranks(config, values, launch, device))
     except InputError:
         if launch.rank:  # mostly every rank finds it: rank 0 tells, and its end ends the others
             time.sleep(2)
         raise
     launcher.shutdown()
-    return 0
+    return code
 
 
 def _without_nproc(argv: list[str]) -> list[str]:
@@ -155,7 +292,7 @@ def doctor(argv: list[str]) -> int:
     return run_doctor()
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "bench": bench, "prepare": prepare, "doctor": doctor}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {f.__name__: f for f in (train, compare, bench, prepare, doctor)}
 
 
 def usage() -> str:

@@ -48,6 +48,37 @@ def test_bad_option(options: list[str], parts: list[str], capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--backends", "torchrec", "fusde"], ["--backends fusde: not a backend", "did you mean fused?"]),
+        (["--backends", "torchrec", "magic"], ["--backends magic", "torchrec, nccl, pgas, fused"]),
+        (["--backends", "pgas", "torchrec", "pgas"], ["pgas torchrec pgas", "name each once"]),
+        (["--backends", "torchrec"], ["--backends torchrec", "two or more"]),
+        (["--backends"], ["backends"]),
+        (["--rtol", "-1"], ["rtol", "-1"]),
+        (["--rtol", "nan"], ["rtol", "nan"]),
+        (["--rtol", "inf"], ["--rtol inf", "below 1"]),
+        (["--log.name", "mine"], ["log.name: mine", "set log.dir"]),
+        (["--checkpoint.resume", "runs/x/step_5"], ["checkpoint.resume: runs/x/step_5", "leave it out"]),
+        (["--train.precision", "tf32", "--train.device", "cpu"], ["train.precision: tf32 needs a GPU"]),
+        (["--train.global_batch_size", "9", "--nproc", "2"], ["9 samples do not divide by 2 ranks"]),
+    ],
+)
+def test_bad_comparison(options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = _refusal(["compare", "--config", "configs/quickstart.yaml", *options], capsys)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("options", [["--backends", "torchrec", "fusde"], ["--log.name", "mine"]])
+def test_a_bad_comparison_starts_no_process(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_to_start(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("dlrm_overlap.cli.spawn", refuse_to_start)
+    assert main(["compare", "--config", "configs/quickstart.yaml", "--nproc", "2", *options]) == 2
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("train:\n  steps: 3\n  stepz: 4\n", ["train.stepz is not a key", "did you mean train.steps?"]),

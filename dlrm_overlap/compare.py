@@ -1,0 +1,179 @@
+"""The same configuration trained once a backend: whether the losses agree and, where they do, what is faster.
+
+Correct before fast: a backend whose losses part from the reference's gets no speedup.
+"""
+
+import dataclasses
+import gc
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_overlap.config import Config
+from dlrm_overlap.run_log import write_atomically
+from dlrm_overlap.trainer import Trainer
+
+log = logging.getLogger("dlrm_overlap")
+
+_RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
+_SHARED = ("world_size", "device", "global_batch_size", "versions")
+_CPU_NOTE = "On CPUs step times vary widely from run to run: take speedups from GPUs."
+_LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may overflow
+
+
+def backend_configs(config: Config, backends: Sequence[str]) -> dict[str, Config]:
+    """Return backend -> its configuration: `config`, from the first step on, and without checkpoints.
+
+    A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
+    leave them for a later run to go on from.
+    """
+    checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0)
+    return {
+        backend: dataclasses.replace(
+            config, embedding=dataclasses.replace(config.embedding, backend=backend), checkpoint=checkpoint
+        )
+        for backend in backends
+    }
+
+
+def train_backends(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
+    """Train each of `configs`, one after the other, and return backend -> the run's folder; all ranks call this."""
+    folders = {}
+    for backend, config in configs.items():
+        folders[backend] = _train(config, make_trainer)
+        gc.collect()  # the parts of a trainer refer to each other
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return folders
+
+
+def _train(config: Config, make_trainer: Callable[[Config], Trainer]) -> Path:
+    trainer = make_trainer(config)
+    log.info("backend %s", config.embedding.backend)
+    trainer.fit()
+    trainer.close()
+    return trainer.folder
+
+
+def compare_runs(folders: Mapping[str, Path], rtol: float) -> dict[str, Any]:
+    """Return what `comparison.json` holds of the runs in `folders`; the first backend is the reference.
+
+    Args:
+        folders: backend -> folder of its finished run.
+        rtol: greatest relative difference of a logged training loss that still agrees.
+    """
+    reference = next(iter(folders))
+    summaries = {backend: json.loads((folder / "summary.json").read_text()) for backend, folder in folders.items()}
+    losses = {backend: _read_losses(folder) for backend, folder in folders.items()}
+    results = {}
+    for backend, summary in summaries.items():
+        fault = find_fault(losses[backend], losses[reference], rtol)
+        difference, step = greatest_difference(losses[backend], losses[reference])
+        results[backend] = {
+            **{key: summary[key] for key in _RESULTS},
+            "speedup": None if fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
+            "max_relative_difference": difference,
+            "max_relative_difference_step": step,
+            "agree": fault is None,
+            "fault": fault and f"{backend} against {reference}: {fault}",
+        }
+    return {
+        "reference": reference,
+        "rtol": rtol,
+        "agree": all(result["agree"] for result in results.values()),
+        **{key: summaries[reference][key] for key in _SHARED},
+        "backends": results,
+    }
+
+
+def _read_losses(folder: Path) -> dict[int, float]:
+    """Return step -> logged training loss of a run; a loss that was not finite is NaN."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: math.nan if r["train/loss"] is None else r["train/loss"] for r in records if "train/loss" in r}
+
+
+def find_fault(losses: Mapping[int, float], reference: Mapping[int, float], rtol: float) -> str | None:
+    """Return what is wrong at the first step where `losses` (step -> loss) do not agree with `reference`, else None."""
+    for step in sorted(losses.keys() | reference.keys()):
+        loss, expected = losses.get(step), reference.get(step)
+        if loss is None or expected is None:
+            fault = "one of the two is missing"
+        elif not (math.isfinite(loss) and math.isfinite(expected)):
+            fault = "not finite"
+        elif (difference := _relative_difference(loss, expected)) > rtol:
+            fault = f"a relative difference of {difference:.1e}"
+        else:
+            continue
+        return f"step {step}: loss {_show(loss, '.8g')} against {_show(expected, '.8g')}, {fault}; tolerance {rtol:g}"
+    return None
+
+
+def greatest_difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> tuple[float | None, int | None]:
+    """Return the greatest relative difference of the finite losses that both have, and its step; None without any."""
+    differences = [(_relative_difference(losses[step], reference[step]), step) for step in losses if step in reference]
+    finite = [(difference, step) for difference, step in differences if math.isfinite(difference)]
+    return max(finite, key=lambda found: found[0], default=(None, None))
+
+
+def _relative_difference(loss: float, expected: float) -> float:
+    return abs(loss - expected) / max(abs(expected), _LEAST_LOSS)
+
+
+def format_table(comparison: Mapping[str, Any]) -> str:
+    """Return a line a backend, at most 100 columns wide."""
+    header = ["backend", "train loss", "AUROC", "NE", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
+    rows = [header]
+    for backend, result in comparison["backends"].items():
+        rows.append(
+            [
+                backend,
+                _show(result["train_loss"], ".6f"),
+                _show(result["eval_auroc"], ".4f"),
+                _show(result["eval_ne"], ".4f"),
+                _show(result["samples_per_s"], ".0f"),
+                _show(result["step_ms_p50"], ".2f"),
+                _show(result["step_ms_p95"], ".2f"),
+                _show(result["speedup"], ".2f"),
+                _verdict(result, backend == comparison["reference"]),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
+                row[-1],
+            ]
+        )
+        for row in rows
+    )
+
+
+def _verdict(result: Mapping[str, Any], is_reference: bool) -> str:
+    if not result["agree"]:
+        return "DISAGREE"
+    if is_reference:
+        return "reference"
+    difference = result["max_relative_difference"]
+    return f"agree to {difference:.1e}" if difference else "identical"
+
+
+def _show(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def report(folders: Mapping[str, Path], rtol: float, output: Path) -> list[str]:
+    """Write the comparison to `output`, print its table, and return a line for each backend that disagrees."""
+    comparison = compare_runs(folders, rtol)
+    write_atomically(output, json.dumps(comparison, indent=1) + "\n")
+    print(format_table(comparison))
+    if comparison["device"] == "cpu":
+        print(_CPU_NOTE)
+    return [result["fault"] for result in comparison["backends"].values() if result["fault"]]

@@ -1,0 +1,85 @@
+"""`compare` trains one backend after the other in the same processes, and each as if it were alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, read_metrics, run_cli, train_quickstart
+
+BACKENDS = ["torchrec", "pgas", "fused"]
+SHORT = ["--train.steps", "20", "--train.eval_every", "0", "--data.eval_samples", "1000"]
+COMPARE = ["compare", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--log.every", "1", *SHORT]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison on 2 processes, in a folder that holds an earlier run's checkpoint and an earlier comparison."""
+    folder = tmp_path_factory.mktemp("compare")
+    train_quickstart(folder, "torchrec", 1, "--train.steps", "4", "--checkpoint.every", "4")
+    (folder / "comparison.json").write_text("an earlier one")
+    result = run_cli(*COMPARE, "--backends", *BACKENDS, "--nproc", "2", "--log.dir", str(folder))
+    assert result.returncode == 0, result.stderr
+    (folder / "stdout").write_text(result.stdout)
+    return folder
+
+
+def test_every_backend_agrees_with_the_reference(folder: Path) -> None:
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert list(comparison["backends"]) == BACKENDS
+    assert comparison["agree"] is True
+    assert (comparison["world_size"], comparison["global_batch_size"], comparison["device"]) == (2, 1024, "cpu")
+    for backend, result in comparison["backends"].items():
+        assert result["max_relative_difference"] <= comparison["rtol"], backend
+        summary = json.loads((folder / backend / "summary.json").read_text())
+        assert summary["backend"] == backend
+        assert result["step_ms_p50"] == summary["step_ms_p50"] > 0
+        reference_ms = comparison["backends"]["torchrec"]["step_ms_p50"]
+        assert result["speedup"] == pytest.approx(reference_ms / summary["step_ms_p50"])
+        assert list(read_metrics(folder / backend, "train/loss")) == list(range(1, 21))
+        assert list((folder / backend).glob("events.out.tfevents.*"))
+        assert (folder / backend / "config.yaml").is_file()
+
+
+def test_table_and_where_to_look(folder: Path) -> None:
+    lines = (folder / "stdout").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "On", "result:", "TensorBoard:"]
+    assert max(map(len, lines[:5])) <= 100
+    assert lines[4].endswith("take speedups from GPUs.")
+    assert lines[-1].endswith(f"--logdir {folder}")
+
+
+def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
+    """The last of the three is compared: what the ones before it left behind in the process would show."""
+    alone = train_quickstart(tmp_path, "alone", 2, "--embedding.backend", BACKENDS[-1], *SHORT)
+    assert read_metrics(folder / BACKENDS[-1], "train/loss") == read_metrics(alone, "train/loss")
+    assert read_metrics(folder / BACKENDS[-1], "eval/auroc") == read_metrics(alone, "eval/auroc")
+
+
+def test_another_seed_is_found_and_gets_no_speedup(tmp_path: Path) -> None:
+    """The whole command, with the second backend started from other weights, as a broken one would go astray."""
+    script = f"""
+import dataclasses
+from dlrm_overlap import cli, compare
+
+def wrong_weights(config, backends, make=compare.backend_configs):
+    configs = make(config, backends)
+    wrong = configs["pgas"]
+    return configs | {{"pgas": dataclasses.replace(wrong, train=dataclasses.replace(wrong.train, seed=1))}}
+
+compare.backend_configs = wrong_weights
+raise SystemExit(cli.main({[*COMPARE, "--backends", "torchrec", "pgas", "--log.dir", str(tmp_path)]!r}))
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
+    assert line.startswith("dlrm-overlap: pgas against torchrec: step 1: loss ")
+    assert line.endswith("tolerance 0.0001")
+    _, _, row, *_ = result.stdout.splitlines()
+    assert row.split()[0] == "pgas"
+    assert row.split()[-2:] == ["-", "DISAGREE"]
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert comparison["backends"]["pgas"]["speedup"] is None
+    assert comparison["agree"] is False

@@ -1,0 +1,130 @@
+"""What counts as agreement, and that a backend whose losses part gets no speedup."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_overlap.compare import backend_configs, compare_runs, find_fault, format_table, greatest_difference, report
+from dlrm_overlap.parsing import parse_config
+
+REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
+
+
+def _run(folder: Path, losses: dict[int, float | None], step_ms: float = 10.0) -> Path:
+    """Write the files of a run that logged `losses`."""
+    folder.mkdir()
+    records: list[dict[str, Any]] = [{"step": step, "train/loss": loss} for step, loss in losses.items()]
+    records.append({"step": max(losses), "eval/auroc": 0.8})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    summary: dict[str, Any] = {"train_loss": losses[max(losses)], "eval_loss": 0.4, "eval_auroc": 0.8, "eval_ne": 0.9}
+    summary |= {"samples_per_s": 1e6, "step_ms_p50": step_ms, "step_ms_p95": 2 * step_ms}
+    summary |= {"world_size": 4, "device": "cpu", "global_batch_size": 64, "versions": {"torch": "2"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    [
+        ({40: 0.4 * (1 + 0.9e-4)}, None),
+        ({40: 0.4 * (1 + 1.1e-4)}, ["step 40: loss 0.400044 against 0.4", "1.1e-04", "tolerance 0.0001"]),
+        ({40: 0.4 * (1 - 1.1e-4)}, ["step 40: loss 0.399956"]),
+        ({40: 0.41, 60: 0.9}, ["step 40"]),  # the first step, not the worst
+        ({40: math.nan}, ["step 40: loss nan against 0.4", "not finite"]),
+        ({60: math.inf}, ["step 60: loss inf", "not finite"]),
+        ({80: 0.1}, ["step 80: loss 0.1 against -", "missing"]),
+    ],
+)
+def test_fault(changed: dict[int, float], parts: list[str] | None) -> None:
+    fault = find_fault(REFERENCE | changed, REFERENCE, 1e-4)
+    assert (fault is None) == (parts is None), fault
+    assert all(part in (fault or "") for part in parts or []), fault
+
+
+def test_a_missing_step_is_a_fault() -> None:
+    fault = find_fault({20: 0.5, 60: 0.2}, REFERENCE, 1e-4)
+    assert fault == "step 40: loss - against 0.4, one of the two is missing; tolerance 0.0001"
+
+
+def test_tolerance_zero_takes_equal_losses_alone() -> None:
+    assert find_fault(REFERENCE, REFERENCE, 0.0) is None
+    assert find_fault(REFERENCE | {20: math.nextafter(0.5, 1)}, REFERENCE, 0.0) is not None
+
+
+def test_a_reference_that_is_not_finite_agrees_with_nothing() -> None:
+    broken = REFERENCE | {40: math.nan}
+    assert find_fault(broken, broken, 1e-4) is not None
+    assert find_fault(REFERENCE, broken, 1e-4) is not None
+
+
+def test_greatest_difference_is_of_the_steps_that_can_be_compared() -> None:
+    difference, step = greatest_difference({20: 0.55, 40: 0.5, 60: math.nan, 80: 9.0}, REFERENCE)
+    assert step == 40
+    assert difference == pytest.approx(0.25)
+    assert greatest_difference({20: math.nan}, {20: 0.5}) == (None, None)
+    assert greatest_difference({20: 0.0}, {20: 0.0}) == (0.0, 20)
+
+
+def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = _run(tmp_path / "torchrec", {**REFERENCE}, 10.0)
+    fast = _run(tmp_path / "pgas", {**REFERENCE, 60: 0.2 * (1 + 5e-5)}, 4.0)
+    assert report({"torchrec": slow, "pgas": fast}, 1e-4, tmp_path / "comparison.json") == []
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert (comparison["reference"], comparison["rtol"], comparison["agree"]) == ("torchrec", 1e-4, True)
+    assert (comparison["world_size"], comparison["device"], comparison["global_batch_size"]) == (4, "cpu", 64)
+    assert comparison["versions"] == {"torch": "2"}
+    result = comparison["backends"]["pgas"]
+    assert (result["agree"], result["fault"], result["max_relative_difference_step"]) == (True, None, 60)
+    assert result["max_relative_difference"] == pytest.approx(5e-5)
+    assert result["speedup"] == 2.5
+    assert comparison["backends"]["torchrec"]["speedup"] == 1.0
+    _, reference, faster, note = capsys.readouterr().out.splitlines()
+    assert reference.split()[-2:] == ["1.00", "reference"]
+    assert faster.split()[-4:] == ["2.50", "agree", "to", "5.0e-05"]
+    assert note.startswith("On CPUs")
+
+
+def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {
+        "torchrec": _run(tmp_path / "torchrec", {**REFERENCE}, 10.0),
+        "pgas": _run(tmp_path / "pgas", {**REFERENCE}, 5.0),
+        "fused": _run(tmp_path / "fused", {**REFERENCE, 40: None}, 1.0),
+    }
+    (line,) = report(folders, 1e-4, tmp_path / "comparison.json")
+    assert line == "fused against torchrec: step 40: loss nan against 0.4, not finite; tolerance 0.0001"
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert comparison["agree"] is False
+    assert [result["agree"] for result in comparison["backends"].values()] == [True, True, False]
+    assert [result["speedup"] for result in comparison["backends"].values()] == [1.0, 2.0, None]
+    _, _, agreeing, broken, _ = capsys.readouterr().out.splitlines()
+    assert agreeing.split()[-2:] == ["2.00", "identical"]
+    assert broken.split()[-2:] == ["-", "DISAGREE"]
+
+
+def test_nothing_is_faster_than_a_broken_reference(tmp_path: Path) -> None:
+    broken = _run(tmp_path / "torchrec", {**REFERENCE, 60: None})
+    comparison = compare_runs({"torchrec": broken, "pgas": _run(tmp_path / "pgas", {**REFERENCE}, 1.0)}, 1e-4)
+    assert [result["speedup"] for result in comparison["backends"].values()] == [None, None]
+    assert comparison["agree"] is False
+    assert "inf" not in format_table(comparison)
+
+
+def test_table_fits_100_columns(tmp_path: Path) -> None:
+    folders = {name: _run(tmp_path / name, {**REFERENCE}, 12345.678) for name in ("torchrec", "nccl", "fused")}
+    folders["pgas"] = _run(tmp_path / "pgas", {**REFERENCE, 40: 0.4 * (1 + 5e-5)}, 0.001)
+    table = format_table(compare_runs(folders, 1e-4))
+    assert max(map(len, table.splitlines())) <= 100
+    assert len(table.splitlines()) == 5
+
+
+def test_runs_differ_in_the_backend_alone_and_start_anew() -> None:
+    argv = ["--config", "configs/quickstart.yaml", "--checkpoint.every", "50"]
+    config, _ = parse_config("test", "", argv, lambda parser: None)
+    first, second = (config.as_dict() for config in backend_configs(config, ["pgas", "torchrec"]).values())
+    assert (first["embedding"].pop("backend"), second["embedding"].pop("backend")) == ("pgas", "torchrec")
+    assert first == second
+    assert (first["checkpoint"]["resume"], first["checkpoint"]["every"]) == ("never", 0)
+    assert first["train"] == config.as_dict()["train"]
