@@ -1,6 +1,7 @@
 """Rows of measurements, each with what it was measured on."""
 
 import csv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,16 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         if new:
             writer.writeheader()
         writer.writerow(full)
+
+
+def format_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Return `columns` of `rows` as a table, a line a row below a header."""
+    lines = [list(columns), *([_show(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -18,9 +18,22 @@ class StepTimes:
     p90_ms: float
 
 
-def slowest_rank(step_ms: list[float], device: torch.device) -> StepTimes:
-    """Return the mean and quantiles of this rank's step times, maximised over all ranks, which all call this."""
+def slowest_rank(step_ms: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> StepTimes:
+    """Return the mean and quantiles of this rank's step times, maximised over the ranks of `group`, by default all."""
     mine = [sum(step_ms) / len(step_ms), *(quantile(step_ms, q) for q in (0.1, 0.5, 0.9))]
-    times = torch.tensor(mine, dtype=torch.float64, device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return StepTimes(*times.tolist())
+    return StepTimes(*greatest(mine, device, group))
+
+
+def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return each of `values` maximised over the ranks of `group`, which all call this."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return most.tolist()
+
+
+def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
+    """Return every rank's `values`, in the order of the ranks."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    all_values = mine.new_empty(group.size(), mine.numel())
+    dist.all_gather(list(all_values.unbind()), mine, group=group)
+    return all_values.tolist()

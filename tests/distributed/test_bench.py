@@ -31,3 +31,28 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "has other columns" in result.stderr.splitlines()[-1]
     assert output.read_text() == "a,b\n1,2\n"
+
+
+def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
+    output = tmp_path / "stage.csv"
+    argv = ["bench", "stage", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    result = run_cli(*argv, "--iterations", "3", "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contender"] for row in rows] == ["baseline", "torchrec", "nccl", "pgas", "fused"]
+    for row in rows:
+        shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
+        assert shape == ["2", "6", "16", "128", "4"]
+        assert float(row["max_abs_difference"]) <= float(row["tolerance"])
+        assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
+        # A rank pools 3 tables for the other's 64 samples.
+        assert int(row["link_bytes"]) == 3 * 16 * 4 * 64
+        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_per_s")) and row[key]}
+        memory_ms = value["hbm_bytes"] / value["hbm_gb_per_s"] / 1e6
+        link_ms = value["link_bytes"] / value["link_gb_per_s"] / 1e6
+        assert value["limit_ms"] == pytest.approx(max(memory_ms, link_ms), rel=1e-2)
+        assert float(row["fraction_of_limit"]) == pytest.approx(value["limit_ms"] / value["median_ms"], rel=1e-2)
+        speedup = float(rows[0]["median_ms"]) / value["median_ms"]
+        assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
+        assert ("lookup_ms" in value) == (row["contender"] == "baseline")

@@ -1,0 +1,110 @@
+"""What bounds the embedding stage: the bytes that memory and links must carry, and how fast they do, measured here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.arena import Arena, Region, open_arena
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.metrics import StepTimer, quantile
+
+_WARMUP, _REPEATS = 3, 20
+_HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+_LINK_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One rank's bytes of a step, and how fast its memory and its links carry any."""
+
+    hbm_bytes: int
+    """into and out of this GPU's memory"""
+    link_bytes: int
+    """out of this GPU to its peers"""
+    hbm_gb_per_s: float
+    link_gb_per_s: float
+    """0 where there is no peer"""
+
+    @property
+    def ms(self) -> float:
+        """Time that no implementation of the stage can beat."""
+        link_ms = self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
+        return max(self.hbm_bytes / self.hbm_gb_per_s / 1e6, link_ms)
+
+
+def count_bytes(
+    layout: Layout,
+    rank: int,
+    batch_sizes: Sequence[int],
+    inputs: Sequence[KeyedJaggedTensor],
+    wire_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Return the bytes that `rank`'s memory and its links must carry in one step.
+
+    Memory: rows, ids and offsets read, and the pooled embeddings of its own samples, which all ranks write into it.
+    Links: the pooled embeddings it makes of others' samples. A row counts as often as an id names it; where rows are
+    read again from the cache, a step can be faster than this allows.
+
+    Args:
+        inputs: the ids of the rank's tables, one a source of the layout.
+
+    Example:
+        Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, int64 ids. Rank 0 has 6 ids in its 4 bags:
+        6 * 16 (rows) + 6 * 8 (ids) + 5 * 8 (offsets) + 2 * 8 * 4 (its samples, both tables) = 248 bytes of memory,
+        2 * 4 * 4 = 32 (rank 1's samples, its own table) over the links.
+    """
+    hbm_bytes = sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
+    counts = [ids.length_per_key() for ids in inputs]
+    for piece in layout.by_owner[rank]:
+        id_bytes = inputs[piece.source].values().element_size()
+        hbm_bytes += counts[piece.source][piece.position] * (piece.dim * piece.dtype.itemsize + id_bytes)
+    hbm_bytes += batch_sizes[rank] * layout.total_dim * wire_dtype.itemsize
+    others = sum(batch_sizes) - batch_sizes[rank]
+    return hbm_bytes, others * layout.owner_dims[rank] * wire_dtype.itemsize
+
+
+def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Return GB/s of this rank's memory, read and written, and of its links, out to all peers; 0 without peers.
+
+    Memory is a copy within the device; the links are an All-to-All by stores, all ranks at once. On CPUs both are
+    copies in memory. A collective over `group`.
+    """
+    source = torch.zeros(_HBM_BYTES[device.type], dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    hbm_gb_per_s = 2 * source.numel() / _median_ms(copy, group, device) / 1e6
+    if group.size() == 1:
+        return hbm_gb_per_s, 0.0
+    elements = _LINK_BYTES[device.type] // 4
+    send = torch.zeros(group.size(), elements, device=device)
+    arena = open_arena({"landing": Region((group.size(), elements), torch.float32)}, group, device)
+    ms = _median_ms(_sender(arena, send), group, device)
+    dist.barrier(group)
+    arena.close()
+    return hbm_gb_per_s, (group.size() - 1) * _LINK_BYTES[device.type] / ms / 1e6
+
+
+def _sender(arena: Arena, send: torch.Tensor) -> Callable[[], object]:
+    """Return what stores row w of `send` into every peer w's landing."""
+    if arena.device.type == "cuda":
+        from dlrm_overlap.kernels.peer_copy import store_to_peers  # needs Triton, which a CPU does not
+
+        return partial(store_to_peers, send, arena.addresses("landing"), arena.rank)
+    peers = [(arena.rank + turn) % arena.world_size for turn in range(1, arena.world_size)]
+    landings = [(peer, arena.view("landing", peer)[arena.rank]) for peer in peers]
+    return lambda: [landing.copy_(send[peer]) for peer, landing in landings]
+
+
+def _median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    timer = StepTimer(device)
+    for _ in range(_WARMUP):
+        work()
+    dist.barrier(group)
+    timer.mark()
+    for _ in range(_REPEATS):
+        work()
+        timer.mark()
+    return quantile(timer.take_ms(), 0.5)

@@ -1,0 +1,46 @@
+"""The limit of the stage: its bytes against a hand-computed example, and what measures the links."""
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.bench.limits import Limit, count_bytes
+from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
+from tests.conftest import assert_same
+
+
+def _piece(owner: int, dim: int, position: int = 0) -> Piece:
+    return Piece(f"t_{owner}_{position}", owner, 0, position, 0, position, 0, dim, False, torch.float32)
+
+
+def test_bytes_of_a_hand_computed_step() -> None:
+    """Rank 0: 2 samples, tables of dim 4 and 8; rank 1: 1 sample, a table of dim 4; wire bf16, ids int64."""
+    pieces = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
+    layout = Layout(pieces, [piece.name for piece in pieces], world_size=2)
+    ids = KeyedJaggedTensor(
+        ["t_0_0", "t_0_1"], values=torch.arange(7), lengths=torch.tensor([2, 0, 3, 1, 1, 0])
+    )  # 5 ids for the first table, 2 for the second
+    hbm, link = count_bytes(layout, 0, (2, 1), [ids], torch.bfloat16)
+    rows, indices, offsets = 5 * 4 * 4 + 2 * 8 * 4, 7 * 8, 7 * 8
+    assert hbm == rows + indices + offsets + 2 * (4 + 8 + 4) * 2
+    assert link == 1 * (4 + 8) * 2
+
+
+def test_the_slower_of_memory_and_links_is_the_limit() -> None:
+    assert Limit(4_000_000, 1_000_000, hbm_gb_per_s=4.0, link_gb_per_s=0.5).ms == pytest.approx(2.0)
+    assert Limit(4_000_000, 1_000_000, hbm_gb_per_s=1.0, link_gb_per_s=0.5).ms == pytest.approx(4.0)
+    assert Limit(4_000_000, 0, hbm_gb_per_s=4.0, link_gb_per_s=0.0).ms == pytest.approx(1.0)
+
+
+def test_stores_to_peers_are_an_all_to_all() -> None:
+    """Three ranks on one device: a GPU, or a CPU under Triton's interpreter."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    send = torch.rand(3, 3, 2 * BLOCK_ELEMENTS, device=device)
+    landing = torch.full_like(send, torch.nan)
+    addresses = torch.tensor([landing[rank].data_ptr() for rank in range(3)], device=device)
+    for rank in range(3):
+        store_to_peers(send[rank], addresses, rank)
+    expected = send.transpose(0, 1).clone()
+    expected[range(3), range(3)] = torch.nan  # nobody sends to itself
+    assert_same(landing, expected, "landing")

@@ -1,0 +1,55 @@
+"""The shapes in configs/bench and the options that change them."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.bench.request import Request
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.parsing import parse_config
+
+SHAPES = Path("configs/bench")
+OUTPUT = Path("unused.csv")
+
+
+def _config(shape: str, *options: str) -> Config:
+    return parse_config("", "", ["--config", str(SHAPES / f"{shape}.yaml"), *options], lambda parser: None)[0]
+
+
+@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
+    commands = [line.split()[2:] for line in path.read_text().splitlines() if line.startswith("#   dlrm-overlap")]
+    assert commands
+    for kind, *options in commands:
+        assert options[options.index("--config") + 1] == str(path)
+        own = int(options[options.index("--tables_per_rank") + 1]) if "--tables_per_rank" in options else None
+        config = _config(path.stem)
+        Request(kind, OUTPUT, tables_per_rank=own).check_ranks(config, 4, "cuda")
+        assert own in (None, config.data.tables.count)
+        assert config.data.tables.zipf_alpha == 0
+
+
+def test_worlds_and_tables() -> None:
+    weak, strong = Request("weak", OUTPUT, tables_per_rank=64), Request("strong", OUTPUT)
+    assert weak.worlds(4) == strong.worlds(6) == [1, 2, 4]
+    assert Request("stage", OUTPUT).worlds(3) == [3]
+    assert [weak.shape(_config("weak"), size).data.tables.count for size in (1, 4)] == [64, 256]
+    assert [strong.shape(_config("strong"), size).data.tables.count for size in (1, 4)] == [96, 96]
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_rank", "options", "message"),
+    [
+        ("weak", None, [], "--tables_per_rank"),
+        ("strong", 2, [], "data.tables.count"),
+        ("occupancy", None, [], "GPUs"),
+        ("stage", None, ["--data.tables.count", "1"], "each takes at least one"),
+        ("stage", None, ["--train.global_batch_size", "127"], "train.global_batch_size"),
+        ("stage", 4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables.rows"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    kind: str, per_rank: int | None, options: list[str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Request(kind, OUTPUT, tables_per_rank=per_rank).check_ranks(_config("tiny", *options), 2, "cpu")
