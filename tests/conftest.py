@@ -1,4 +1,4 @@
-"""What all tests share: tolerances, the sample data, and starting ranks."""
+"""What all tests share: the sample data, and starting ranks."""
 
 import json
 import os
@@ -16,16 +16,6 @@ ROOT = Path(__file__).parents[1]
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
-
-# Relative tolerance of each training loss against a run that must agree up to rounding. One table, the same in CI.
-LOSS_TOLERANCE = {
-    "adagrad": 1e-5,
-    "rowwise_adagrad": 1e-5,
-    "sgd": 1e-4,  # at a large learning rate, which amplifies rounding, but shows a wrong gradient scale at once
-}
-# The same where pooled embeddings and gradients travel in bfloat16: below what the rounding itself changes, 4e-4.
-BF16_WIRE_TOLERANCE = 1e-4
-EVAL_TOLERANCE = 1e-5
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,14 +74,3 @@ def assert_losses_agree(run: Path, reference: Path, rtol: float) -> None:
     worst = max(expected, key=lambda step: abs(losses[step] - expected[step]) / abs(expected[step]))
     error = abs(losses[worst] - expected[worst]) / abs(expected[worst])
     assert error <= rtol, f"step {worst}: loss {losses[worst]} against {expected[worst]}, relative error {error:.1e}"
-
-
-def assert_same(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Check that two tensors are equal bit for bit, NaN to NaN, and name the first place where they are not."""
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
-    different = (actual != expected) & ~(actual.isnan() & expected.isnan())
-    if different.any():
-        place = tuple(different.nonzero()[0].tolist())
-        found, wanted = actual[place].item(), expected[place].item()
-        count = f"{int(different.sum())} of {actual.numel()} elements differ"
-        raise AssertionError(f"{name} at {place}: {found!r} in place of {wanted!r}; {count}")

@@ -79,7 +79,9 @@ def make_workload(
     }
     local_size = min(local_world_size, world_size)
     plan = construct_module_sharding_plan(collection, places, sharder, local_size, world_size, device.type)
-    module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device)
+    environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` waits for ranks outside the group
+    environment.process_group = group
+    module = sharder.shard(collection, plan, environment, device)
     initialise_tables(module, config.train.seed)
 
     samples = config.train.samples_per_rank(world_size)

@@ -222,5 +222,6 @@ class DeviceForward(Forward):
         self.lookup.check()
 
     def close(self) -> None:
-        """Give the windows back."""
+        """Give back the windows and what else is as large; nothing may keep a view of them."""
+        self._flags, self._states, self.traces = {}, {}, {}
         self.windows.close()

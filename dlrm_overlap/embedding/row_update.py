@@ -50,6 +50,8 @@ class RowUpdate:
             values: [n] int, row ids.
             offsets: [features * B + 1] int, of the bags, from 0 to n.
         """
+        if gradient.shape[0] == 0:
+            return
         tbe = self._tbe
         bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
         known: dict[str, Any] = {

@@ -56,3 +56,18 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         speedup = float(rows[0]["median_ms"]) / value["median_ms"]
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
+
+
+def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
+    output = tmp_path / "strong.csv"
+    argv = ["bench", "strong", "--config", "configs/bench/tiny.yaml", "--nproc", "3", "--train.device", "cpu"]
+    argv += ["--train.global_batch_size", "96", "--iterations", "1", "--output", str(output)]
+    result = run_cli(*argv)
+    assert result.returncode == 0, result.stderr
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["world_size"] for row in rows] == [ranks for ranks in "12" for _ in range(5)]  # powers of two
+    alone = {row["contender"]: float(row["median_ms"]) for row in rows if row["world_size"] == "1"}
+    for row in rows:
+        scaling = alone[row["contender"]] / float(row["median_ms"])
+        assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)

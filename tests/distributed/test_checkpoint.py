@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import EVAL_TOLERANCE, LOSS_TOLERANCE, read_metrics, run_cli, train_quickstart
+from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
+from tests.conftest import read_metrics, run_cli, train_quickstart
 
 SAVING = ["--checkpoint.every", "10", "--checkpoint.keep", "2", "--data.eval_samples", "2000"]
 SAVING += ["--train.global_batch_size", "512", "--train.warmup_steps", "20"]

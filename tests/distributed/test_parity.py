@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LOSS_TOLERANCE, assert_losses_agree, read_metrics, train_quickstart
+from tests.agreement import LOSS_TOLERANCE
+from tests.conftest import assert_losses_agree, read_metrics, train_quickstart
 
 LEARNING_RATE = {"adagrad": "0.05", "sgd": "20.0"}
 

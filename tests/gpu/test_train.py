@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import LOSS_TOLERANCE, assert_losses_agree, read_metrics, train_quickstart
+from tests.agreement import LOSS_TOLERANCE
+from tests.conftest import assert_losses_agree, read_metrics, train_quickstart
 
 pytestmark = pytest.mark.gpu
 FIFTY_STEPS = ["--train.device", "cuda", "--train.steps", "50", "--train.global_batch_size", "1024"]

@@ -20,7 +20,7 @@ from dlrm_overlap.kernels.launch import INTERPRETED
 from dlrm_overlap.kernels.pooled_exchange import store_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
 from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, Slices, SliceState, put_slices
-from tests.conftest import assert_same
+from tests.agreement import assert_same
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
 

@@ -5,7 +5,7 @@ import torch
 
 from dlrm_overlap.comm.arena import Record
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
-from tests.conftest import assert_same
+from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 
 pytestmark = interpreted

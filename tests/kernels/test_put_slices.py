@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Tuning
 from dlrm_overlap.kernels.sliced_put import put_by_stores
-from tests.conftest import assert_same
+from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
 
 pytestmark = interpreted

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels import reference
-from tests.conftest import assert_same
+from tests.agreement import assert_same
 from tests.kernels.emulation import Case, World, every_case, interpreted
 
 pytestmark = interpreted

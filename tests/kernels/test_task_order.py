@@ -12,7 +12,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.primitives import task_at
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
-from tests.conftest import assert_same
+from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted
 
 pytestmark = interpreted

@@ -7,7 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.bench.limits import Limit, count_bytes
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
-from tests.conftest import assert_same
+from tests.agreement import assert_same
 
 
 def _piece(owner: int, dim: int, position: int = 0) -> Piece:

@@ -1,0 +1,109 @@
+"""An embedding stage small enough that every rank knows all of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.collective import CollectiveForward
+from dlrm_overlap.embedding.device_forward import DeviceForward, DeviceLookup
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.forward import ExchangeOptions, Forward
+from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.kernels import reference
+
+CPU = torch.device("cpu")
+ROWS = 20
+"""of every table"""
+
+
+class Stage:
+    """The tables and ids of all ranks, which every rank knows, and what one rank is given of them."""
+
+    def __init__(
+        self, owners: Sequence[tuple[list[int], list[int]]], rank: int, mode: BoundsCheckMode = BoundsCheckMode.FATAL
+    ) -> None:
+        """Give each rank tables: dims of those that are summed, then of those that are averaged."""
+        self.rank, self.world_size = rank, len(owners)
+        self.pieces: list[Piece] = []
+        lookups = []
+        for owner, pooled in enumerate(owners):
+            group = position = 0
+            for mean, dims in enumerate(pooled):
+                for table, dim in enumerate(dims):
+                    name = f"rank{owner}_{position}"
+                    place = (owner, 0, position, group, table, 0)
+                    self.pieces.append(Piece(name, *place, dim, mean=bool(mean), dtype=torch.float32))
+                    position += 1
+                if dims and owner == rank:
+                    lookups.append(self._make_lookup(dims, PoolingMode.MEAN if mean else PoolingMode.SUM, mode))
+                group += bool(dims)
+        self.layout = Layout(self.pieces, sorted((piece.name for piece in self.pieces), reverse=True), len(owners))
+        generator = torch.Generator().manual_seed(0)
+        self.weights = {piece.name: torch.randn(ROWS, piece.dim, generator=generator) for piece in self.pieces}
+        self.tables = LocalTables(lookups)
+        for piece in self.layout.by_owner[rank]:
+            self.tables.weight(piece).copy_(self.weights[piece.name])
+
+    @staticmethod
+    def _make_lookup(dims: list[int], pooling: PoolingMode, mode: BoundsCheckMode) -> Any:
+        return SplitTableBatchedEmbeddingBagsCodegen(
+            [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in dims],
+            pooling_mode=pooling,
+            optimizer=EmbOptimType.EXACT_SGD,
+            bounds_check_mode=mode,
+        )
+
+    def exchange(self, group: dist.ProcessGroup, backend: str, **options: Any) -> Exchange:
+        options = {"backend": backend, "slice_bags": 2, "wait_timeout_s": 20.0} | options
+        return Exchange(self.layout, self.tables, ExchangeOptions(**options), group, CPU)
+
+    def inputs(self, number: int, sizes: Sequence[int]) -> tuple[list[KeyedJaggedTensor], torch.Tensor]:
+        """Return this rank's inputs of step `number`, and the pooled embeddings [b, D_total] of its samples."""
+        generator = torch.Generator().manual_seed(number)
+        samples, first = sum(sizes), sum(sizes[: self.rank])
+        keys, lengths, values = [], [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        expected = torch.full((sizes[self.rank], self.layout.total_dim), torch.nan)
+        for piece in self.pieces:
+            bags = torch.randint(0, 4, (samples,), generator=generator)
+            ids = torch.randint(0, ROWS, (int(bags.sum()),), generator=generator)
+            pooled = reference.pool(self.weights[piece.name], bags, ids, piece.mean)
+            column = self.layout.column(piece)
+            expected[:, column : column + piece.dim] = pooled[first : first + sizes[self.rank]]
+            if piece.owner == self.rank:
+                keys.append(piece.name)
+                lengths.append(bags)
+                values.append(ids)
+        return [KeyedJaggedTensor(keys, values=torch.cat(values), lengths=torch.cat(lengths))], expected
+
+
+class InterpretedForward(DeviceForward):
+    """The GPU's forward on CPU tensors, its kernels run by Triton's interpreter."""
+
+    def _grid(self, *_: Any) -> int:
+        return 2
+
+
+class InterpretedCollective(CollectiveForward):
+    """The same of the ablation: the zero-copy kernel into a send buffer, then the collective."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._device = DeviceLookup(self, self._columns)
+
+
+def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Forward:
+    """Return the GPU's way through an exchange, run by the interpreter; a wait counts turns there, 1e9 a second."""
+    arguments = stage.layout, stage.tables, options, group, CPU
+    if options.backend == "nccl":
+        return InterpretedCollective(*arguments)
+    return InterpretedForward(*arguments, samples_per_rank=samples)

@@ -1,0 +1,130 @@
+"""Every backend trains as stock TorchRec does: the same losses, step by step, on two and four processes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchrec.distributed import comm_ops
+
+from dlrm_overlap.embedding.forward import BACKENDS
+from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
+from tests.conftest import assert_losses_agree, read_metrics
+from tests.distributed.workers import quickstart, run_ranks, train
+
+LEARNING_RATE = {"sgd": "20", "adagrad": "0.05", "rowwise_adagrad": "0.1"}
+COMMON = ["--train.global_batch_size", "256", "--train.steps", "20", "--train.eval_every", "7"]
+COMMON += ["--train.warmup_steps", "5", "--data.eval_samples", "500"]  # the last batch goes past the end
+COLUMNS = ["--embedding.plan", "column_wise"]
+BF16 = ["--embedding.wire_dtype", "bf16"]
+SAVING = ["--checkpoint.every", "10"]
+# Another way through a backend, and what must not change its losses: run -> backend and options.
+VARIANTS = {
+    "no_pipeline": ("pgas", ["--train.pipeline", "none"]),
+    "linear": ("pgas", ["--embedding.schedule", "linear"]),
+    "remote_first": ("fused", ["--embedding.schedule", "remote_first"]),
+    "small_slices": ("fused", ["--embedding.slice_bags", "4"]),
+    "one_slice": ("fused", ["--embedding.slice_bags", "1024"]),
+}
+RESUMED = [("torchrec", "pgas"), ("torchrec", "fused"), ("pgas", "torchrec")]
+
+
+def _run(folder: Path, name: str, backend: str, optimizer: str, *options: str) -> None:
+    tables = ["--embedding.optimizer", optimizer, "--embedding.lr", LEARNING_RATE[optimizer]]
+    train(quickstart(folder, name, *COMMON, "--embedding.backend", backend, *tables, *options))
+
+
+def _train_with_all_optimizers(folder: Path) -> None:
+    for backend in ("torchrec", *BACKENDS):
+        for optimizer in LEARNING_RATE:
+            _run(folder, f"{optimizer}_{backend}", backend, optimizer, *SAVING)
+
+
+def _train_on_two_ranks(folder: Path) -> None:
+    _train_with_all_optimizers(folder)
+    for backend in ("torchrec", *BACKENDS):
+        _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
+        _run(folder, f"bf16_{backend}", backend, "sgd", *BF16)
+    for name, (backend, options) in VARIANTS.items():
+        _run(folder, name, backend, "sgd", *options)
+    for writer, reader in RESUMED:
+        start = ["--checkpoint.resume", str(folder / f"adagrad_{writer}" / "checkpoints" / "step_10")]
+        _run(folder, f"{writer}_then_{reader}", reader, "adagrad", *start)
+    comm_ops.set_gradient_division(False)
+    _run(folder, "undivided", "pgas", "sgd")
+
+
+def _train_on_four_ranks(folder: Path) -> None:
+    for backend in ("torchrec", *BACKENDS):
+        for optimizer in ("sgd", "rowwise_adagrad"):
+            _run(folder, f"{optimizer}_{backend}", backend, optimizer)
+        _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _train_all(_train_on_two_ranks, 2, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _train_all(_train_on_four_ranks, 4, tmp_path_factory)
+
+
+def _train_all(work: Callable[[Path], None], world_size: int, factory: pytest.TempPathFactory) -> Path:
+    folder = factory.mktemp("backends")
+    run_ranks(work, world_size, folder)
+    return folder
+
+
+def _assert_agrees(run: Path, reference: Path, rtol: float) -> None:
+    assert_losses_agree(run, reference, rtol)
+    evals, expected = read_metrics(run, "eval/loss"), read_metrics(reference, "eval/loss")
+    assert list(evals) == list(expected) == [7, 14, 20]
+    assert evals == pytest.approx(expected, rel=max(rtol, EVAL_TOLERANCE), abs=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("optimizer", LEARNING_RATE)
+def test_two_ranks_agree(two_ranks: Path, backend: str, optimizer: str) -> None:
+    reference = two_ranks / f"{optimizer}_torchrec"
+    _assert_agrees(two_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
+    losses = read_metrics(reference, "train/loss")
+    assert min(losses.values()) < 0.95 * losses[1], "a run that learns nothing agrees with anything"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_four_ranks_agree(four_ranks: Path, backend: str, optimizer: str) -> None:
+    reference = four_ranks / f"{optimizer}_torchrec"
+    _assert_agrees(four_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_cut_by_columns(two_ranks: Path, four_ranks: Path, backend: str) -> None:
+    for folder in (two_ranks, four_ranks):
+        _assert_agrees(folder / f"columns_{backend}", folder / "columns_torchrec", LOSS_TOLERANCE["sgd"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(two_ranks: Path, name: str) -> None:
+    _assert_agrees(two_ranks / name, two_ranks / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
+
+
+def test_a_gradient_that_is_not_divided_is_caught(two_ranks: Path) -> None:
+    with pytest.raises(AssertionError, match="relative error"):
+        _assert_agrees(two_ranks / "undivided", two_ranks / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_wire(two_ranks: Path, backend: str) -> None:
+    run = two_ranks / f"bf16_{backend}"
+    _assert_agrees(run, two_ranks / "bf16_torchrec", LOSS_TOLERANCE["bf16_wire"])
+    assert read_metrics(run, "train/loss") != read_metrics(two_ranks / "sgd_torchrec", "train/loss")
+
+
+@pytest.mark.parametrize(("writer", "reader"), RESUMED)
+def test_checkpoints_interchange(two_ranks: Path, writer: str, reader: str) -> None:
+    losses = read_metrics(two_ranks / f"{writer}_then_{reader}", "train/loss")
+    expected = read_metrics(two_ranks / "adagrad_torchrec", "train/loss")
+    after = {step: loss for step, loss in expected.items() if step > 10}
+    assert losses == pytest.approx(after, rel=LOSS_TOLERANCE["adagrad"], abs=0)

@@ -1,0 +1,263 @@
+"""Arenas and exchanges across processes: what peers see, in what order, and what happens when one is silent."""
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
+from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
+from dlrm_overlap.kernels.launch import INTERPRETED
+from tests.agreement import assert_same
+from tests.distributed.stage import CPU, Stage, interpreted_forward
+from tests.distributed.workers import run_ranks
+
+OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
+BATCH_SIZES = [(3, 2, 4), (3, 2, 4), (1, 1, 1), (9, 2, 5), (2, 7, 1), (2, 7, 1)]  # the windows grow once
+
+
+def _group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _open(**regions: Region) -> HostArena:
+    arena = open_arena(regions, _group(), CPU)
+    assert isinstance(arena, HostArena)
+    return arena
+
+
+def check_peers_see_each_others_stores(rank: int, world_size: int) -> None:
+    arena = _open(odd=Region((3,), torch.float16), window=Region((world_size, 4), torch.int32))
+    for peer in range(world_size):
+        arena.view("window", peer)[rank] = 10 * rank + peer
+    dist.barrier()
+    expected = torch.tensor([[10 * peer + rank] * 4 for peer in range(world_size)], dtype=torch.int32)
+    assert_same(arena.local("window"), expected, "window")
+    assert not arena.local("odd").any()
+    addresses = arena.addresses("window").tolist()
+    assert addresses == [arena.view("window", peer).data_ptr() for peer in range(world_size)]
+    assert len(set(addresses)) == world_size
+
+
+def check_what_was_stored_before_a_flag_is_there_after_the_wait(rank: int, world_size: int) -> None:
+    arena = _open(window=Region((4096,), torch.int64), ready=Region((world_size, 1), torch.int64))
+    previous, following = (rank - 1) % world_size, (rank + 1) % world_size
+    counts = torch.tensor([int(peer == previous) for peer in range(world_size)])
+    for epoch in range(1, 100):  # a token goes round, from rank 0 on
+        if rank > 0 or epoch > 1:
+            token = epoch if rank else epoch - 1
+            arena.wait("ready", counts, token, timeout_s=20)
+            assert (arena.local("window") == token).all(), f"rank {rank}, epoch {epoch}"
+        arena.view("window", following).fill_(epoch)
+        arena.raise_flag("ready", following, slot=0, epoch=epoch)
+
+
+def check_a_wait_lasts_until_the_flag_is_there(rank: int, world_size: int) -> None:
+    arena = _open(ready=Region((world_size, 1), torch.int64))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        for peer in range(world_size):
+            arena.raise_flag("ready", peer, slot=0, epoch=3)
+        return
+    began = time.monotonic()
+    arena.wait("ready", torch.tensor([0, 1, 0]), epoch=3, timeout_s=20)
+    assert time.monotonic() - began > 0.2
+
+
+def check_a_silent_peer_is_named_in_time(rank: int, world_size: int) -> None:
+    arena = _open(ready=Region((world_size, 4), torch.int64))
+    for peer in range(world_size):
+        for slot in range(4 if rank != 2 else 3):
+            arena.raise_flag("ready", peer, slot, epoch=5)
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(ExchangeTimeoutError) as raised:
+        arena.wait("ready", torch.tensor([4] * world_size), epoch=5, timeout_s=0.3)
+    assert 0.3 <= time.monotonic() - began < 3
+    assert f"rank {rank} waited 0.3 s for slice 3 of rank 2: expected epoch 5, seen 0;" in str(raised.value)
+
+
+def check_arenas_side_by_side(rank: int, world_size: int) -> None:
+    arenas = [_open(window=Region((world_size,), torch.int64)) for _ in range(3)]
+    for i, arena in enumerate(arenas):
+        for peer in range(world_size):
+            arena.view("window", peer)[rank] = 100 * i + rank
+    dist.barrier()
+    arenas[1].close()
+    for i in (0, 2):
+        assert arenas[i].local("window").tolist() == [100 * i + peer for peer in range(world_size)]
+
+
+def check_nothing_stays_mapped_or_in_the_file_system(rank: int, world_size: int) -> None:
+    def mapped() -> set[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if "dlrm_overlap_" in line}
+
+    gc.collect()
+    before = mapped()
+    arena = _open(window=Region((1000,), torch.int64))
+    paths = mapped() - before
+    assert len(paths) == world_size
+    dist.barrier()  # each rank removes its own file
+    assert not any(Path(path).exists() for path in paths)
+    arena.close()
+    gc.collect()
+    assert mapped() == before
+
+
+def check_outputs_of_batches_that_change(rank: int, world_size: int) -> None:
+    stage = Stage(OWNERS, rank)
+    for backend in BACKENDS:
+        exchange = stage.exchange(_group(), backend)
+        for number, sizes in enumerate(BATCH_SIZES):
+            inputs, expected = stage.inputs(number, sizes)
+            with torch.set_grad_enabled(number % 2 == 0):
+                pooled = exchange.start(inputs, sizes).wait()
+            assert_same(pooled.detach(), expected, f"{backend}, step {number}")
+            del pooled
+        exchange.close()
+
+
+def check_what_nobody_waits_for_does_not_break_the_next_step(rank: int, world_size: int) -> None:
+    stage = Stage(OWNERS, rank)
+    for backend in BACKENDS:
+        exchange = stage.exchange(_group(), backend)
+        for number, sizes in enumerate(BATCH_SIZES):
+            inputs, expected = stage.inputs(number, sizes)
+            awaitable = exchange.start(inputs, sizes)
+            if rank == 1 or number == 3:
+                pooled = awaitable.wait().detach()
+                time.sleep(0.05)  # those who do not wait may not overtake
+                assert_same(pooled, expected, f"{backend}, step {number}")
+                del pooled
+            del awaitable
+        exchange.close()
+
+
+def check_a_slow_reader_is_not_overtaken(rank: int, world_size: int) -> None:
+    # Without a backward nothing but the exchange keeps the others from running ahead.
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
+    for backend in BACKENDS:
+        exchange = stage.exchange(_group(), backend)
+        for number in range(6):
+            inputs, expected = stage.inputs(number, sizes)
+            with torch.no_grad():
+                pooled = exchange.start(inputs, sizes).wait()
+            if rank == 1:
+                time.sleep(0.1)
+            assert_same(pooled, expected, f"{backend}, step {number}")
+            del pooled
+        exchange.close()
+        dist.barrier()
+
+
+def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None:
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
+    for backend in ("pgas", "fused"):
+        exchange = stage.exchange(_group(), backend, wait_timeout_s=0.3)
+        inputs, expected = stage.inputs(0, sizes)
+        assert_same(exchange.start(inputs, sizes).wait().detach(), expected, backend)
+        dist.barrier()
+        if rank != 2:
+            awaitable = exchange.start(inputs, sizes)
+            with pytest.raises(ExchangeTimeoutError, match=r"of rank 2: expected epoch 2, seen 1;"):
+                awaitable.wait()
+        dist.barrier()
+
+
+def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> None:
+    stage = Stage(OWNERS, rank)
+    for backend, wire in (("nccl", torch.float16), ("pgas", torch.float32), ("fused", torch.float32)):
+        options = ExchangeOptions(backend=backend, slice_bags=4, wire_dtype=wire, wait_timeout_s=1e-4)
+        forward = interpreted_forward(stage, _group(), options, samples=9)
+        for number, sizes in enumerate(BATCH_SIZES[1:5]):
+            inputs, expected = stage.inputs(number, sizes)
+            step = Step(inputs, BatchSizes.of(sizes))
+            forward.launch(step)
+            pooled = forward.collect(step)
+            forward.check()
+            if rank == 1:
+                time.sleep(0.05)  # nobody may overtake it
+            assert_same(pooled, expected.to(wire), f"{backend} in {wire}, step {number}")
+            del pooled
+        forward.close()
+
+
+def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
+    for backend in ("pgas", "fused"):
+        options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-8)
+        forward = interpreted_forward(stage, _group(), options, samples=4)
+        if rank != 2:
+            step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
+            forward.launch(step)
+            forward.collect(step)
+            with pytest.raises(ExchangeTimeoutError, match=f"rank {rank} waited .* of rank [0-2]: expected epoch 1,"):
+                forward.check()
+        dist.barrier()
+
+
+CHECKS: dict[str, Callable[[int, int], None]] = {
+    name: function
+    for name, function in list(globals().items())
+    if name.startswith("check_") and (INTERPRETED or "interpreter" not in name)
+}
+
+
+def _run_checks(folder: Path) -> None:
+    for name, check in CHECKS.items():
+        check(dist.get_rank(), dist.get_world_size())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / name).touch()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exception | None]:
+    """A folder with a file for each check that passed, and what ended the others."""
+    folder = tmp_path_factory.mktemp("exchange")
+    try:
+        run_ranks(_run_checks, len(OWNERS), folder)
+    except ProcessRaisedException as error:
+        return folder, error
+    return folder, None
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_three_ranks(results: tuple[Path, Exception | None], name: str) -> None:
+    folder, error = results
+    if not (folder / name).exists():
+        failed = next(check for check in CHECKS if not (folder / check).exists())
+        pytest.fail(str(error) if name == failed else f"did not run, since {failed} failed", pytrace=False)
+
+
+def _lose_a_rank(folder: Path) -> None:
+    stage, sizes = Stage([([8], []), ([4], [])], dist.get_rank()), (3, 3)
+    exchanges = {backend: stage.exchange(_group(), backend, wait_timeout_s=0.5) for backend in ("pgas", "fused")}
+    inputs, _ = stage.inputs(0, sizes)
+    for exchange in exchanges.values():
+        exchange.start(inputs, sizes).wait()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    for backend, exchange in exchanges.items():
+        with pytest.raises(
+            ExchangeTimeoutError, match=r"rank 0 waited 0.5 s for slice \d of rank 1: expected epoch 2, seen"
+        ):
+            exchange.start(inputs, sizes).wait()
+        (folder / backend).touch()
+    os._exit(0)  # the group is broken
+
+
+def test_a_rank_that_died_is_named(tmp_path: Path) -> None:
+    run_ranks(_lose_a_rank, 2, tmp_path)
+    assert (tmp_path / "pgas").exists()
+    assert (tmp_path / "fused").exists()

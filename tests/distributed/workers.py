@@ -1,0 +1,77 @@
+"""Ranks for tests that run many cases in one set of processes: to start one takes seconds."""
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from dlrm_overlap.config import Config
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.embedding.sharder import exchanges
+from dlrm_overlap.launcher import LOOPBACK, Launch
+from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.trainer import Trainer
+from tests.conftest import ROOT
+
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+def run_ranks(
+    work: Callable[..., None], world_size: int, folder: Path, *arguments: Any, timeout_s: float = 300
+) -> None:
+    """Run `work(folder, *arguments)` on `world_size` CPU processes that share a process group.
+
+    Raises:
+        Exception: with the traceback of the first rank that failed; the others are ended.
+    """
+    context = spawn(_rank, (world_size, work, folder, *arguments), nprocs=world_size, join=False)
+    assert context is not None
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, f"{work.__name__}: ranks still run after {timeout_s:g} s"
+    finally:
+        for process in context.processes:
+            process.kill()  # type: ignore[union-attr]
+
+
+def _rank(rank: int, world_size: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
+    for library in ("torchrec", "torch.fx"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    store = dist.FileStore(str(folder / f"store_{work.__name__}"), world_size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+    work(folder, *arguments)
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # see cli.run
+
+
+def quickstart(folder: Path, name: str, *options: str) -> Config:
+    """Return the quickstart's configuration for a run `name` in `folder`, changed by dotted `options`."""
+    argv = ["--config", str(ROOT / "configs/quickstart.yaml"), "--train.device", "cpu"]
+    argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
+    return parse_config("train", "", [*argv, *options], lambda parser: None)[0]
+
+
+def train(config: Config) -> Path:
+    """Train `config` on the ranks of the process group and return the run's folder."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch = Launch(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
+    trainer = Trainer(config, launch, torch.device("cpu"), *open_datasets(config.data))
+    used = [exchange.options.backend for exchange in exchanges(trainer.model)]
+    assert used == [config.embedding.backend] * (config.embedding.backend != "torchrec"), f"fell back: {used}"
+    trainer.fit()
+    trainer.close()
+    return trainer.folder

@@ -1,0 +1,142 @@
+"""What goes wrong and is told: ids outside their table, peers that stall or die."""
+
+import re
+import time
+from functools import partial
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+
+from dlrm_overlap.comm.arena import ExchangeTimeoutError
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.forward import ExchangeOptions
+from tests.agreement import assert_same
+from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+
+_BACKENDS = ("nccl", "pgas", "fused")
+_SAMPLES = 40
+_TIMEOUT_S = 3.0
+_CULPRIT = 1
+_GOOD_STEPS = 3
+_TOLD = re.compile(
+    rf"rank (\d+) waited {_TIMEOUT_S:g} s for slice (\d+) of rank (\d+): expected epoch (\d+), seen (\d+);"
+)
+
+
+def _ids_outside(place: Place, mode: BoundsCheckMode) -> tuple[Stage, Batch, torch.Tensor, str]:
+    """Return a stage, a batch with ids outside the second table of every rank, the output, and that table's name.
+
+    The output takes row 0 for them.
+    """
+    tables = [Table(50, 64, owner) for _ in range(2) for owner in range(place.world_size)]
+    stage = Stage(place, tables, lr=1.0, bounds_check=mode)
+    everyones = stage.fill(integers=True)
+    batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0, ids=torch.int64)
+    for ids in batch.values[place.world_size :]:
+        ids[:3] = 0
+    expected = pool_exactly(batch, everyones, place.rank)
+    for ids in batch.values[place.world_size :]:
+        ids[:3] = torch.tensor([50, -1, 1 << 40])
+    return stage, batch, expected, f"t{place.world_size + place.rank}"
+
+
+def _check_fatal(place: Place, backend: str) -> None:
+    stage, batch, expected, name = _ids_outside(place, BoundsCheckMode.FATAL)
+    exchange = stage.exchange(ExchangeOptions(backend))
+    try:
+        with torch.no_grad():
+            assert_same(exchange.start(stage.inputs(batch), batch.sizes).wait(), expected, "row 0 taken")
+            place.synchronize()  # the kernel may not have got there when the next step begins
+            exchange.start(stage.inputs(batch), batch.sizes)
+    except ValueError as error:
+        told = str(error)
+    else:
+        raise AssertionError("ids outside their table pass")
+    assert re.search(rf"{name}: .* outside its table of 50 rows", told), told
+    place.meet()
+    exchange.close()
+
+
+def _check_lenient(place: Place, backend: str) -> None:
+    """Steps go on, forward and backward, as if the ids had been 0."""
+    for mode in (BoundsCheckMode.IGNORE, BoundsCheckMode.WARNING):
+        stage, batch, expected, _ = _ids_outside(place, mode)
+        before = [stage.weight(t).clone() for t in stage.owned[place.rank]]
+        exchange = stage.exchange(ExchangeOptions(backend))
+        output = exchange.start(stage.inputs(batch), batch.sizes).wait()
+        assert_same(output.detach(), expected, f"{mode}")
+        output.sum().backward()
+        del output
+        place.synchronize()
+        exchange.check()
+        for t, rows in zip(stage.owned[place.rank], before, strict=True):
+            ids = batch.values[t].where((batch.values[t] >= 0) & (batch.values[t] < 50), 0)
+            step = torch.bincount(ids, minlength=50)[:, None] / place.world_size
+            torch.testing.assert_close(stage.weight(t), rows - step, rtol=0, atol=1e-4)
+        with torch.no_grad():
+            exchange.start(stage.inputs(batch), batch.sizes).wait()
+        place.meet()
+        exchange.close()
+
+
+def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool) -> None:
+    """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
+    tables = [Table(50, 64, owner) for owner in range(place.world_size)]
+    stage = Stage(place, tables, lr=1.0)
+    stage.fill(integers=True)
+    batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0)
+    exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=_TIMEOUT_S))
+    for _ in range(_GOOD_STEPS):
+        _step(stage, exchange, batch, train)
+    place.meet()
+    if place.rank == _CULPRIT:
+        if not dies:
+            time.sleep(2.5 * _TIMEOUT_S)
+        place.leave()
+    began = time.monotonic()
+    try:
+        _step(stage, exchange, batch, train)
+        place.synchronize()
+    except RuntimeError as error:
+        told = _what_is_told(exchange, error)
+    else:
+        raise AssertionError("no wait expired")
+    elapsed = time.monotonic() - began
+    match = _TOLD.match(str(told))
+    assert match, told
+    rank, slot, peer, expected, seen = map(int, match.groups())
+    assert (rank, peer, expected, seen) == (place.rank, _CULPRIT, _GOOD_STEPS + 1, _GOOD_STEPS), told
+    assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
+    assert 0.9 * _TIMEOUT_S < elapsed < 3 * _TIMEOUT_S, f"told after {elapsed:.1f} s"
+    place.leave()
+
+
+def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
+    with torch.set_grad_enabled(train):
+        output = exchange.start(stage.inputs(batch), batch.sizes).wait()
+        if train:
+            output.sum().backward()
+
+
+def _what_is_told(exchange: Exchange, error: RuntimeError) -> ExchangeTimeoutError:
+    """Return the error that the user sees: the GPU's own gives way to the record's, as in `Trainer.step`."""
+    if isinstance(error, ExchangeTimeoutError):
+        return error
+    try:
+        exchange.check()
+    except ExchangeTimeoutError as told:
+        return told
+    raise AssertionError("nothing is recorded") from error
+
+
+CHECKS = {f"ids_outside_fatal_{backend}": Check(partial(_check_fatal, backend=backend)) for backend in _BACKENDS} | {
+    f"ids_outside_lenient_{backend}": Check(partial(_check_lenient, backend=backend)) for backend in _BACKENDS
+}
+LOST_PEERS = {
+    f"peer_{'dies' if dies else 'stalls'}_{'training' if train else 'eval'}_{backend}": Check(
+        partial(_check_lost_peer, backend=backend, dies=dies, train=train), alone=True
+    )
+    for backend in _BACKENDS[1:]
+    for dies, train in ((False, False), (True, False), (False, True))
+}

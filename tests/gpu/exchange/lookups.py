@@ -1,0 +1,202 @@
+"""Outputs to the last bit: against FBGEMM's lookup, `all_to_all_single` and unpacking, and beyond 2^31 elements."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from dlrm_overlap.embedding.forward import ExchangeOptions
+from tests.agreement import assert_same
+from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+
+BACKENDS = ("nccl", "pgas", "fused")
+_DIMS = (4, 12, 64, 92, 128, 256, 512, 1024)
+_SAMPLES = 333  # a rank's: not a multiple of any block
+
+
+def _tables_of_all_dims(world_size: int) -> list[Table]:
+    """Return tables of each dim, a rank owning some dims; one launch mixes sums and means."""
+    tables: list[Table] = []
+    for i, dim in enumerate(_DIMS):
+        owner = i % world_size
+        tables.append(Table(100 + i, dim, owner, longest=70 if dim == 64 else 4))
+        tables.append(Table(50 + i, dim, owner, mean=True, longest=9))
+        tables.append(Table(30 + i, dim, (i + 1) % world_size, torch.float16))
+    return tables
+
+
+def _tables(world_size: int) -> list[Table]:
+    """Return three tables a rank, their ranks interleaved; few dims, since each is a kernel to compile."""
+    owners = range(world_size)
+    kinds = [(200, 64, torch.float32), (77, 12, torch.float16), (1000, 64, torch.float32)]
+    return [Table(rows, dim, owner, dtype) for rows, dim, dtype in kinds for owner in owners]
+
+
+@torch.no_grad()
+def _assert_lookups(
+    stage: Stage, options: ExchangeOptions, batches: Sequence[Batch], tables: Sequence[int] | None = None
+) -> None:
+    """Compare a step a batch with the baseline's output, of `tables` or all."""
+    exchange = stage.exchange(options)
+    for step, batch in enumerate(batches):
+        expected = stage.baseline(batch, options.wire_dtype)
+        actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
+        assert actual.shape == expected.shape
+        for t in range(len(stage.tables)) if tables is None else tables:
+            columns = slice(stage.columns[t], stage.columns[t + 1])
+            assert_same(actual[:, columns], expected[:, columns], f"{options}, step {step}, {stage.tables[t]}")
+        del actual  # its window must be free before the next step
+    stage.place.meet()
+    exchange.close()
+
+
+def _check_dims(place: Place, backend: str, mean: bool) -> None:
+    tables = _tables_of_all_dims(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(3)]
+    wanted = [t for t, table in enumerate(tables) if table.mean == mean]
+    _assert_lookups(stage, ExchangeOptions(backend), batches, wanted)
+
+
+def _check_ids(place: Place, backend: str) -> None:
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    sizes = [_SAMPLES] * place.world_size
+    batches = [Batch(place, tables, sizes, seed, ids) for seed, ids in enumerate((torch.int64, torch.int32) * 2)]
+    _assert_lookups(stage, ExchangeOptions(backend), batches)
+
+
+def _check_wire(place: Place, backend: str) -> None:
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
+    for wire in (torch.bfloat16, torch.float16):
+        _assert_lookups(stage, ExchangeOptions(backend, wire_dtype=wire), batches)
+
+
+def _check_schedules(place: Place, backend: str) -> None:
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
+    for schedule in ("linear", "remote_first", "balanced", "auto"):
+        _assert_lookups(stage, ExchangeOptions(backend, schedule), batches)
+
+
+def _check_slices(place: Place) -> None:
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
+    for slice_bags in (4, 32, 128):
+        for programs_per_sm in (1, None):
+            options = ExchangeOptions("fused", slice_bags=slice_bags, programs_per_sm=programs_per_sm)
+            _assert_lookups(stage, options, batches)
+
+
+def _check_sizes(place: Place, backend: str) -> None:
+    """Ranks with one sample, none, or many; batches that grow, so that windows are made anew; no id at all."""
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    uneven = [(17, 1, 0, 5)[rank % 4] for rank in range(place.world_size)]
+    grown = [(3, 700, 64, 333)[rank % 4] for rank in range(place.world_size)]
+    sizes = ([1] * place.world_size, uneven, uneven[::-1], grown, [_SAMPLES] * place.world_size, uneven)
+    batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
+    batches.insert(4, Batch(place, tables, grown, seed=9, empty=True))
+    _assert_lookups(stage, ExchangeOptions(backend), batches)
+
+
+def _check_many_bags(place: Place, backend: str) -> None:
+    """So many bags that the persistent kernel takes larger tasks, and few again, with what it keeps for many."""
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    many = (1 << 17) // place.world_size + 1 if place.on_gpu else 300
+    crowded = [many if rank == 0 else 1 for rank in range(place.world_size)]
+    sizes = ([many - 8] * place.world_size, crowded, [many] * place.world_size, crowded)
+    batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
+    _assert_lookups(stage, ExchangeOptions(backend), batches)
+    _assert_lookups(stage, ExchangeOptions(backend, slice_bags=4), batches)
+
+
+@torch.no_grad()
+def _check_large_tables(place: Place, backend: str) -> None:
+    """Rows at the ends of tables of more than 2^32 elements, and around each power of two that an index may break at.
+
+    Ranks above the second have no tables.
+    """
+    elements = 1 << (32 if place.on_gpu else 18)
+    tables = [
+        Table(elements // 128 + 1000, 128, owner=0),
+        Table(elements // 64 + 1000, 64, owner=1 % place.world_size, dtype=torch.float16),
+    ]
+    stage = Stage(place, tables)
+    sizes = [_SAMPLES] * place.world_size
+    rows_of_interest: list[torch.Tensor] = []
+    for t, table in enumerate(tables):
+        borders = [0, table.rows, *((elements >> shift) // table.dim for shift in range(5))]
+        around = {row for border in borders for row in range(border - 20, border + 20) if 0 <= row < table.rows}
+        rows_of_interest.append(torch.tensor(sorted(around), device=place.device))
+        if table.owner == place.rank:
+            rows = _integers(place, len(around), table.dim, seed=t).to(table.dtype)
+            for row, new in zip(sorted(around), rows, strict=True):
+                stage.weight(t)[row].copy_(new)
+    few = [Table(len(rows), table.dim, table.owner) for rows, table in zip(rows_of_interest, tables, strict=True)]
+    exchange = stage.exchange(ExchangeOptions(backend))
+    for seed in range(2):
+        batch = Batch(place, few, sizes, seed)
+        everyones = [_integers(place, table.rows, table.dim, seed=t) for t, table in enumerate(few)]
+        expected = pool_exactly(batch, everyones, place.rank)
+        batch.values = [rows[ids.long()].int() for rows, ids in zip(rows_of_interest, batch.values, strict=True)]
+        actual = exchange.start(stage.inputs(batch), sizes).wait()
+        assert_same(actual, expected, f"{backend}, batch {seed}")
+        del actual
+    place.meet()
+    exchange.close()
+
+
+def _integers(place: Place, rows: int, dim: int, seed: int) -> torch.Tensor:
+    generator = place.generator(seed)
+    return torch.randint(-1000, 1000, (rows, dim), generator=generator, device=place.device).float()
+
+
+@torch.no_grad()
+def _check_large_windows(place: Place, backend: str) -> None:
+    """Windows of more than 2^31 elements, of one id a bag."""
+    dim, elements = (1024, 1 << 31) if place.on_gpu else (64, 1 << 15)
+    tables = [Table(64, dim, owner, longest=1) for owner in range(place.world_size)]
+    stage = Stage(place, tables)
+    everyones = stage.fill(integers=True)
+    samples = elements // (dim * place.world_size) + 100
+    batch = Batch(place, tables, [samples] * place.world_size, seed=0)
+    exchange = stage.exchange(ExchangeOptions(backend))
+    for _ in range(2):
+        actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
+        assert actual.numel() > elements
+        for t, rows in enumerate(everyones):
+            bag, ids = batch.bags(t, place.rank)
+            expected = rows.new_zeros(samples, dim).index_copy_(0, bag, rows[ids])
+            assert_same(actual[:, stage.columns[t] : stage.columns[t + 1]], expected, f"{backend}, table {t}")
+            del expected
+        del actual
+    place.meet()
+    exchange.close()
+
+
+CHECKS = (
+    {f"dims_{backend}": Check(partial(_check_dims, backend=backend, mean=False)) for backend in BACKENDS}
+    | {f"mean_{backend}": Check(partial(_check_dims, backend=backend, mean=True)) for backend in BACKENDS}
+    | {f"ids_{backend}": Check(partial(_check_ids, backend=backend)) for backend in BACKENDS}
+    | {f"wire_{backend}": Check(partial(_check_wire, backend=backend)) for backend in BACKENDS}
+    | {f"schedules_{backend}": Check(partial(_check_schedules, backend=backend)) for backend in BACKENDS[1:]}
+    | {"slices_fused": Check(_check_slices)}
+    | {f"sizes_{backend}": Check(partial(_check_sizes, backend=backend)) for backend in BACKENDS}
+    | {f"many_bags_{backend}": Check(partial(_check_many_bags, backend=backend)) for backend in BACKENDS}
+    | {f"large_tables_{backend}": Check(partial(_check_large_tables, backend=backend)) for backend in BACKENDS}
+    | {f"large_windows_{backend}": Check(partial(_check_large_windows, backend=backend)) for backend in BACKENDS[1:]}
+)

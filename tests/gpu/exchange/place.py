@@ -1,0 +1,85 @@
+"""What a check is given: its rank's place among the others."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.launcher import Launch
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that all ranks do together and that raises on a rank where it does not hold."""
+
+    run: Callable[["Place"], None]
+    timeout_s: float = 90.0
+    gpu_only: bool = False
+    alone: bool = False
+    """in processes of its own, since it ends its CUDA context or its peers"""
+
+
+@dataclass
+class Place:
+    """This rank among those that run a check."""
+
+    launch: Launch
+    group: dist.ProcessGroup
+    device: torch.device
+    folder: Path
+    """of the check's set of ranks, the same for all"""
+    name: str = ""
+    """of the check under way"""
+    _began: float = field(default=0.0, init=False)
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.world_size
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, if there is one."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def meet(self) -> None:
+        """Wait for all ranks, their GPUs included."""
+        self.synchronize()
+        dist.all_reduce(torch.zeros(1), group=self.group)  # a CPU tensor: by gloo, on any device
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Return a source of random numbers on the device, alike on all ranks that are given the same seed."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def begin(self, name: str) -> None:
+        """Begin check `name`."""
+        self.name, self._began = name, time.monotonic()
+
+    def report(self, error: BaseException | None) -> None:
+        """Tell the parent how the check went on this rank."""
+        text = "".join(traceback.format_exception(error)) if error else None
+        path = self.folder / f"{self.name}_{self.rank}.json"
+        path.with_suffix(".part").write_text(json.dumps({"error": text, "seconds": time.monotonic() - self._began}))
+        os.replace(path.with_suffix(".part"), path)
+
+    def leave(self) -> NoReturn:
+        """Report that all is well and end this process at once, as if killed: nothing is closed or destroyed."""
+        self.report(None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,221 @@
+"""Sets of processes that run checks one after the other, watched by a parent that no hang and no crash stops."""
+
+import faulthandler
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.launcher import LOOPBACK, Launch, find_device, free_port, init_process_group
+from tests.gpu.exchange.place import Check, Place
+
+_START, _START_TIMEOUT_S = "start", 120.0
+_GRACE_S = 10.0  # that the other ranks have once one has failed or ended
+_COLLECTIVE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check went on all ranks."""
+
+    text: str
+    """ok, or what went wrong on the rank that failed first"""
+    seconds: float
+
+
+def run_checks(place: Place, checks: Mapping[str, Check]) -> None:
+    """Run `checks` on this rank, reporting each; end the process where its GPU has become unusable."""
+    for name, check in checks.items():
+        place.begin(name)
+        error: BaseException | None = None
+        try:
+            check.run(place)
+        except Exception as raised:
+            error = raised
+        try:
+            gc.collect()  # sharded modules refer to themselves
+            place.synchronize()
+            if place.on_gpu:
+                torch.cuda.empty_cache()
+        except RuntimeError as raised:
+            place.report(error or raised)
+            os._exit(1)
+        place.report(error)
+        del error  # its traceback holds the frames of the check, and so its windows
+        place.meet()
+
+
+def _run_rank(rank: int, world_size: int, port: int, folder: Path, checks: dict[str, Check]) -> None:
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank hangs
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    launch = Launch(rank, rank, world_size, world_size, LOOPBACK, port, "nproc")
+    device = find_device("auto", rank)
+    init_process_group(launch, device, _COLLECTIVE_TIMEOUT_S)
+    group = dist.group.WORLD
+    assert group is not None
+    place = Place(launch, group, device, folder)
+    run_checks(place, {_START: Check(Place.meet)} | checks)
+    os._exit(0)  # the interpreter's own end may abort, see cli.run
+
+
+class RankSet:
+    """Processes of one world that run `checks` in order."""
+
+    def __init__(self, checks: Mapping[str, Check], world_size: int, folder: Path) -> None:
+        """Start them; `folder` takes their reports and logs."""
+        self.outcomes: dict[str, Outcome] = {}
+        """of the start and of the checks that have ended; those behind one that broke the set were not run"""
+        self._checks, self._folder = {_START: Check(Place.meet, _START_TIMEOUT_S)} | dict(checks), folder
+        folder.mkdir(parents=True)
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self._processes = [
+            context.Process(target=_run_rank, args=(rank, world_size, port, folder, dict(checks)), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in self._processes:
+            process.start()
+        self._began = time.monotonic()
+        self._failed_at: float | None = None
+
+    def poll(self) -> bool:
+        """Take up what has been reported; return whether there is more to come."""
+        while len(self.outcomes) < len(self._checks):
+            name = list(self._checks)[len(self.outcomes)]
+            ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+            reports = self._reports(name)  # after the look at who lives: a rank reports, then ends
+            if len(reports) < len(self._processes):
+                return self._wait_on(name, reports, ended)
+            self.outcomes[name] = self._outcome(reports, "")
+            self._began, self._failed_at = time.monotonic(), None
+        self.close()
+        return False
+
+    def _wait_on(self, name: str, reports: Mapping[int, dict], ended: Sequence[int]) -> bool:
+        """Return whether the ranks that have not reported may still do so, else end the set."""
+        now, timeout_s = time.monotonic(), self._checks[name].timeout_s
+        missing = [rank for rank in range(len(self._processes)) if rank not in reports]
+        lost = set(missing) & set(ended)
+        if self._failed_at is None and (lost or any(report["error"] for report in reports.values())):
+            self._failed_at = now
+        if self._failed_at is not None:
+            if now < self._failed_at + _GRACE_S and len(lost) < len(missing):
+                return True
+            what = f"ranks {missing} did not report"
+        elif now > self._began + timeout_s:
+            what = f"hangs: ranks {missing} did not report within {timeout_s:g} s"
+        else:
+            return True
+        self._ask_where([rank for rank in missing if rank not in lost])
+        logs = [f"rank {rank}, exit code {self._processes[rank].exitcode}:\n{self._log(rank)}" for rank in missing]
+        outcome = self._outcome(reports, "\n".join([what, *logs]))
+        self.outcomes |= dict.fromkeys(self._checks, outcome) if name == _START else {name: outcome}
+        self.close()
+        return False
+
+    def _ask_where(self, ranks: Sequence[int]) -> None:
+        """Let ranks write the stacks of their threads to their logs."""
+        for rank in ranks:
+            process = self._processes[rank]
+            if process.pid is not None and (self._folder / f"rank{rank}.log").exists():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5 * bool(ranks))
+
+    def _reports(self, name: str) -> dict[int, dict]:
+        """Return what each rank has reported of check `name`, the earliest report first."""
+        paths = {rank: self._folder / f"{name}_{rank}.json" for rank in range(len(self._processes))}
+        there = {rank: path for rank, path in paths.items() if path.exists()}
+        return {rank: json.loads(there[rank].read_text()) for rank in sorted(there, key=lambda r: _written(there[r]))}
+
+    def _outcome(self, reports: Mapping[int, dict], missing: str) -> Outcome:
+        failed = [rank for rank, report in reports.items() if report["error"]]
+        seconds = max((report["seconds"] for report in reports.values()), default=0.0)
+        if failed:
+            error = reports[failed[0]]["error"].strip()
+            told = f"ranks {sorted(failed)} failed, rank {failed[0]} first: {error.splitlines()[-1]:.300}"
+            missing = f"{told}\n{error}\n{missing}"
+        return Outcome(missing.strip() or "ok", seconds)
+
+    def _log(self, rank: int) -> str:
+        path = self._folder / f"rank{rank}.log"
+        return path.read_text(errors="replace")[-2000:] if path.exists() else "ended before it began"
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def run_all(
+    checks: Mapping[str, Check],
+    world_size: int,
+    folder: Path,
+    budget_s: float,
+    at_once: int,
+    tell: Callable[[str, Outcome], None],
+) -> dict[str, Outcome]:
+    """Run all `checks`: most in one set, begun anew behind a check that broke it; `at_once` of those that run alone.
+
+    Args:
+        tell: is called with each check that ends, and its outcome.
+
+    Returns:
+        The outcome of each, in the order of `checks`: what the time was not enough for is told as not run.
+    """
+    deadline = time.monotonic() + budget_s
+    outcomes: dict[str, Outcome] = {}
+    together = {name: check for name, check in checks.items() if not check.alone}
+    alone = [{name: check} for name, check in checks.items() if check.alone]
+    running: list[RankSet] = []
+    started = 0
+    while True:
+        while len(running) < (1 if together else at_once) and (together or alone):
+            running.append(RankSet(together or alone.pop(0), world_size, folder / f"set{started}"))
+            started += 1
+        if not running:
+            break
+        time.sleep(0.05)
+        for ranks in list(running):
+            if not ranks.poll():
+                running.remove(ranks)
+                together = {name: check for name, check in together.items() if name not in ranks.outcomes}
+            for name in ranks.outcomes.keys() & checks.keys() - outcomes.keys():
+                outcomes[name] = ranks.outcomes[name]
+                tell(name, outcomes[name])
+        if time.monotonic() > deadline:
+            for ranks in running:
+                ranks.close()
+            break
+    missing = Outcome(f"not run: {budget_s:g} s were not enough", 0.0)
+    return {name: outcomes.get(name, missing) for name in checks}
+
+
+def default_world() -> int:
+    """Return how many ranks to start where none are asked for: a GPU each, four at most, or two on a CPU."""
+    return min(4, torch.cuda.device_count()) or 2
+
+
+def runnable(checks: Mapping[str, Check], patterns: Sequence[str]) -> dict[str, Check]:
+    """Return the checks that can run here, and whose names hold one of `patterns`, if there are any."""
+    here = {name: check for name, check in checks.items() if torch.cuda.is_available() or not check.gpu_only}
+    return {name: check for name, check in here.items() if not patterns or any(p in name for p in patterns)}

@@ -1,0 +1,216 @@
+"""The embedding stage without TorchRec around it: tables on their ranks, ids that every rank knows, and references.
+
+Every rank can make up all tables and all ids from a seed, so a reference needs no communication.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    ComputeDevice,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.forward import ExchangeOptions
+from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.tables import LocalTables
+from tests.gpu.exchange.place import Place
+
+_PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of one feature."""
+
+    rows: int
+    dim: int
+    owner: int
+    dtype: torch.dtype = torch.float32
+    mean: bool = False
+    longest: int = 4
+    """ids of its longest bag"""
+
+
+class Batch:
+    """The ids of all ranks' samples, for all tables; each fifth bag is empty, or all are."""
+
+    def __init__(
+        self,
+        place: Place,
+        tables: Sequence[Table],
+        sizes: Sequence[int],
+        seed: int,
+        ids: torch.dtype = torch.int32,
+        empty: bool = False,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.first_sample = [0, *accumulate(sizes)]
+        samples, generator = self.first_sample[-1], place.generator(seed)
+        random = {"generator": generator, "device": place.device}
+        lengths = [torch.randint(1, table.longest + 1, (samples,), **random) for table in tables]
+        self.lengths = torch.stack(lengths)
+        """[T, B] int64"""
+        self.lengths[:, ::5] = 0
+        if empty:
+            self.lengths.zero_()
+        counts = self.lengths.sum(1).tolist()
+        self.values = [
+            torch.randint(0, table.rows, (n,), **random).to(ids) for table, n in zip(tables, counts, strict=True)
+        ]
+        """ids of each table, sample by sample"""
+        self._ids = ids
+
+    def inputs(self, tables: Sequence[int]) -> KeyedJaggedTensor:
+        """Return the ids of some tables as their owner is given them."""
+        values = torch.cat([self.values[t] for t in tables]) if tables else self.values[0].new_empty(0)
+        return KeyedJaggedTensor(
+            [f"t{t}" for t in tables], values, lengths=self.lengths[list(tables)].flatten().to(self._ids)
+        )
+
+    def bags(self, table: int, rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (bag, id) int64 of each id of a rank's samples, bags counted from its first; None takes all ranks."""
+        lengths = self.lengths[table]
+        first, end = (0, len(lengths)) if rank is None else self.first_sample[rank : rank + 2]
+        begin, stop = int(lengths[:first].sum()), int(lengths[:end].sum())
+        bag = torch.repeat_interleave(torch.arange(end - first, device=lengths.device), lengths[first:end])
+        return bag, self.values[table][begin:stop].long()
+
+
+class Stage:
+    """Tables spread over the ranks, this rank's in FBGEMM's lookups."""
+
+    def __init__(
+        self,
+        place: Place,
+        tables: Sequence[Table],
+        lr: float = 0.0,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+    ) -> None:
+        """Make the tables, not filled yet; `lr` is SGD's."""
+        self.place, self.tables = place, list(tables)
+        self.columns = [0, *accumulate(table.dim for table in tables)]
+        """of the output, where each table's features begin, and D_total"""
+        self.owned: list[list[int]] = []
+        """tables of each rank, in the order in which it is given their ids"""
+        pieces = [piece for rank in range(place.world_size) for piece in self._pieces(rank)]
+        self.layout = Layout(pieces, [f"t{t}" for t in range(len(tables))], place.world_size)
+        self._lookups = [self._lookup(group, lr, bounds_check) for group in self._groups(place.rank)]
+        self.local_tables = LocalTables(self._lookups)
+
+    def _groups(self, rank: int) -> list[list[int]]:
+        """Return the tables of a rank by what one FBGEMM lookup holds."""
+        groups: dict[Any, list[int]] = {}
+        for t, table in enumerate(self.tables):
+            if table.owner == rank:
+                groups.setdefault((table.dtype, table.mean), []).append(t)
+        return list(groups.values())
+
+    def _pieces(self, rank: int) -> list[Piece]:
+        groups = self._groups(rank)
+        self.owned.append([t for group in groups for t in group])
+        return [
+            Piece(
+                name=f"t{t}",
+                owner=rank,
+                source=0,
+                position=self.owned[rank].index(t),
+                group=g,
+                table=index,
+                first_column=0,
+                dim=self.tables[t].dim,
+                mean=self.tables[t].mean,
+                dtype=self.tables[t].dtype,
+            )
+            for g, group in enumerate(groups)
+            for index, t in enumerate(group)
+        ]
+
+    def _lookup(
+        self, group: list[int], lr: float, bounds_check: BoundsCheckMode
+    ) -> SplitTableBatchedEmbeddingBagsCodegen:
+        location, compute = (
+            (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+            if self.place.on_gpu
+            else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        )
+        first = self.tables[group[0]]
+        return SplitTableBatchedEmbeddingBagsCodegen(
+            [(self.tables[t].rows, self.tables[t].dim, location, compute) for t in group],
+            optimizer=EmbOptimType.EXACT_SGD,
+            learning_rate=lr,
+            weights_precision=_PRECISIONS[first.dtype],
+            pooling_mode=PoolingMode.MEAN if first.mean else PoolingMode.SUM,
+            bounds_check_mode=bounds_check,
+            device=self.place.device,
+        )
+
+    def weight(self, t: int) -> torch.Tensor:
+        """Return the rows [rows, D] of a table of this rank."""
+        piece = next(p for p in self.layout.by_owner[self.place.rank] if p.name == f"t{t}")
+        return self.local_tables.weight(piece)
+
+    def fill(self, integers: bool, seed: int = 1) -> list[torch.Tensor]:
+        """Fill this rank's tables, and return the rows of all ranks' tables in float32.
+
+        Integers make every sum exact, whatever its order; else rows are normally distributed.
+        """
+        everyones: list[torch.Tensor] = []
+        for t, table in enumerate(self.tables):
+            shape, generator = (table.rows, table.dim), self.place.generator(seed + t)
+            if integers:
+                rows = torch.randint(-1000, 1000, shape, generator=generator, device=self.place.device).to(table.dtype)
+            else:
+                rows = torch.randn(shape, generator=generator, device=self.place.device).to(table.dtype)
+            if table.owner == self.place.rank:
+                self.weight(t).copy_(rows)
+            everyones.append(rows.float())
+        return everyones
+
+    def exchange(self, options: ExchangeOptions) -> Exchange:
+        """Return a new exchange between the tables and all ranks' samples."""
+        return Exchange(self.layout, self.local_tables, options, self.place.group, self.place.device)
+
+    def inputs(self, batch: Batch) -> list[KeyedJaggedTensor]:
+        """Return the ids that this rank's tables are given."""
+        return [batch.inputs(self.owned[self.place.rank])]
+
+    @torch.no_grad()
+    def baseline(self, batch: Batch, wire: torch.dtype) -> torch.Tensor:
+        """Return [b, D_total] float32 by FBGEMM's lookup, `all_to_all_single`, and unpacking."""
+        place, total = self.place, batch.first_sample[-1]
+        groups = self._groups(place.rank)
+        bags = [batch.inputs(group) for group in groups]
+        pooled = [lookup(ids.values(), ids.offsets()) for lookup, ids in zip(self._lookups, bags, strict=True)]
+        empty = torch.empty(total, 0, device=place.device)
+        send = torch.cat([empty, *pooled], dim=1).to(wire)
+        mine = batch.sizes[place.rank]
+        widths = [sum(self.tables[t].dim for t in owned) for owned in self.owned]
+        received = send.new_empty(mine * sum(widths))
+        sizes = [mine * width for width in widths], [size * widths[place.rank] for size in batch.sizes]
+        dist.all_to_all_single(received, send.flatten(), *sizes, group=place.group)
+        output = received.new_empty(mine, sum(widths))
+        for owned, part in zip(self.owned, received.split(sizes[0]), strict=True):
+            dims = [self.tables[t].dim for t in owned]
+            for t, columns in zip(owned, part.view(mine, sum(dims)).split(dims, dim=1), strict=True):
+                output[:, self.columns[t] : self.columns[t + 1]] = columns
+        return output.float()
+
+
+def pool_exactly(batch: Batch, everyones: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return the sums [b, D_total] float32 of a rank's samples, of tables that hold integers."""
+    parts = []
+    for t, rows in enumerate(everyones):
+        bag, ids = batch.bags(t, rank)
+        parts.append(rows.new_zeros(batch.sizes[rank], rows.shape[1]).index_add_(0, bag, rows[ids]))
+    return torch.cat(parts, dim=1)

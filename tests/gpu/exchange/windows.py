@@ -1,0 +1,167 @@
+"""Windows: several exchanges side by side, outputs that are held too long, memory given back. The kernels' trace."""
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_overlap.embedding.forward import ExchangeOptions
+from dlrm_overlap.embedding.windows import WindowHeldError
+from tests.agreement import assert_same
+from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+
+_BACKENDS = ("pgas", "fused")
+
+
+def _stage(place: Place) -> tuple[Stage, list[torch.Tensor]]:
+    tables = [Table(100, dim, owner) for dim in (64, 12) for owner in range(place.world_size)]
+    stage = Stage(place, tables)
+    return stage, stage.fill(integers=True)
+
+
+@torch.no_grad()
+def _check_side_by_side(place: Place, backend: str) -> None:
+    """Two exchanges, the one begun first waited for last."""
+    stage, everyones = _stage(place)
+    first, second = (stage.exchange(ExchangeOptions(backend, slice_bags=bags)) for bags in (4, 32))
+    for seed in range(20):
+        batches = [Batch(place, stage.tables, [size] * place.world_size, seed) for size in (65, 130)]
+        awaitables = [
+            exchange.start(stage.inputs(batch), batch.sizes)
+            for exchange, batch in zip((first, second), batches, strict=True)
+        ]
+        for awaitable, batch in reversed(list(zip(awaitables, batches, strict=True))):
+            actual = awaitable.wait()
+            assert_same(actual, pool_exactly(batch, everyones, place.rank), f"step {seed}, {batch.sizes}")
+            del actual
+        del awaitables, awaitable
+    place.meet()
+    first.close()
+    second.close()
+
+
+def _check_held(place: Place, backend: str) -> None:
+    """A forward is refused while the output of the one before is held, by a name or by a graph, and then goes on."""
+    stage, everyones = _stage(place)
+    batch = Batch(place, stage.tables, [65] * place.world_size, seed=0)
+    exchange = stage.exchange(ExchangeOptions(backend))
+
+    def start() -> torch.Tensor:
+        return exchange.start(stage.inputs(batch), batch.sizes).wait()
+
+    def assert_refused(by: str) -> None:
+        try:
+            start()
+        except WindowHeldError:
+            return
+        raise AssertionError(f"a forward overwrites what {by} holds")
+
+    expected = pool_exactly(batch, everyones, place.rank)
+    with torch.no_grad():
+        held = start()[:1, :1]
+        assert_refused("a view")
+        del held
+    loss = start().square().sum()
+    assert_refused("a graph")
+    loss.backward()
+    with torch.no_grad():
+        assert_same(start(), expected, "after the backward")
+    loss = start().square().sum()
+    del loss
+    assert_same(start().detach(), expected, "after a forward whose output nobody wanted")
+    place.meet()
+    exchange.close()
+
+
+def _used_bytes(place: Place) -> int:
+    """Return what is in use of the GPU's memory, or what this process maps of shared memory."""
+    gc.collect()
+    if place.on_gpu:
+        torch.cuda.empty_cache()
+        place.synchronize()
+        free, total = torch.cuda.mem_get_info(place.device)
+        return total - free
+    maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "/dlrm_overlap_" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in (addresses.split("-") for addresses in maps))
+
+
+@torch.no_grad()
+def _check_memory(place: Place, backend: str) -> None:
+    """`close` gives windows and staging back, every time; so does making windows anew for a larger batch."""
+    stage, everyones = _stage(place)
+    window_bytes = 1 << (28 if place.on_gpu else 23)
+    small = Batch(place, stage.tables, [65] * place.world_size, seed=0)
+    large = Batch(place, stage.tables, [-(-window_bytes // (4 * stage.columns[-1]))] * place.world_size, seed=0)
+    expected = pool_exactly(small, everyones, place.rank)
+    before = 0
+    for cycle in range(4):
+        if cycle == 1:  # the first has loaded kernels and made what NCCL keeps
+            before = _used_bytes(place)
+            place.meet()
+        exchange = stage.exchange(ExchangeOptions(backend))
+        for batch in (small, large, small):
+            actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
+            if batch is small:
+                assert_same(actual, expected, f"cycle {cycle}")
+            del actual
+        place.meet()
+        used = _used_bytes(place) - before
+        assert used >= 2 * window_bytes, f"{used} bytes in use: the check measures something else"
+        place.meet()
+        exchange.close()
+        del exchange
+        place.meet()
+    lost = _used_bytes(place) - before
+    assert lost < window_bytes // 4, f"{lost} bytes are gone after 3 exchanges of 2 windows of {window_bytes} bytes"
+    place.meet()
+
+
+@torch.no_grad()
+def _check_trace(place: Place) -> None:
+    """Every task is traced once, in a program of the grid and on a multiprocessor that there are."""
+    from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS
+
+    stage, everyones = _stage(place)
+    batch = Batch(place, stage.tables, [333] * place.world_size, seed=0)
+    exchange = stage.exchange(ExchangeOptions("fused", programs_per_sm=2, trace=True))
+    for _ in range(3):
+        actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
+        forward: Any = exchange._forward
+        place.synchronize()
+        assert_same(actual, pool_exactly(batch, everyones, place.rank), "traced")
+        del actual
+        multiprocessors = torch.cuda.get_device_properties(place.device).multi_processor_count
+        assert len(forward.traces) == 2, "a launch a dim"
+        for trace in forward.traces.values():
+            tasks = {name: trace[:, i].cpu() for i, name in enumerate(TRACE_COLUMNS)}
+            assert (tasks["start_ns"] > 0).all(), f"{int((tasks['start_ns'] == 0).sum())} tasks left no trace"
+            assert (tasks["start_ns"] <= tasks["end_ns"]).all()
+            assert ((tasks["sm"] >= 0) & (tasks["sm"] < multiprocessors)).all()
+            assert ((tasks["program"] >= 0) & (tasks["program"] < 2 * multiprocessors)).all()
+            assert (tasks["put_ns"] >= 0).all()
+            assert (tasks["put_ns"] <= tasks["end_ns"] - tasks["start_ns"]).all()
+            assert (tasks["wait_ns"] >= 0).all()
+            _assert_one_at_a_time(tasks["program"], tasks["start_ns"], tasks["end_ns"])
+            trace.zero_()
+    place.meet()
+    exchange.close()
+
+
+def _assert_one_at_a_time(program: torch.Tensor, start_ns: torch.Tensor, end_ns: torch.Tensor) -> None:
+    """Check that no program begins a task before it ends the one before."""
+    order = start_ns.argsort(stable=True)
+    order = order[program[order].argsort(stable=True)]
+    program, start_ns, end_ns = program[order], start_ns[order], end_ns[order]
+    overlap = (program[1:] == program[:-1]) & (start_ns[1:] < end_ns[:-1])
+    assert not overlap.any(), f"program {int(program[1:][overlap][0])} has two tasks at once"
+
+
+CHECKS = (
+    {f"side_by_side_{backend}": Check(partial(_check_side_by_side, backend=backend)) for backend in _BACKENDS}
+    | {f"held_{backend}": Check(partial(_check_held, backend=backend)) for backend in _BACKENDS}
+    | {f"memory_{backend}": Check(partial(_check_memory, backend=backend)) for backend in _BACKENDS}
+    | {"trace": Check(_check_trace, gpu_only=True)}
+)
