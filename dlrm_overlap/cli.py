@@ -141,7 +141,7 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
         parser.add_argument("--iterations", type=PositiveInt, default=100, help="timed steps of each contender")
         text = "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
         parser.add_argument("--tables_per_rank", type=PositiveInt, help=text)
-        parser.add_argument("--check_ids", type=bool, default=False, help="leave the ids' bounds checks on, for all")
+        parser.add_argument("--check_ids", type=bool, default=True, help="bounds checks of ids, for all alike")
         parser.add_argument("--output", default=f"runs/bench/{kind}.csv", help="CSV file to append the rows to")
 
     def request(values: Any) -> Request:
