@@ -4,38 +4,28 @@ Every command that takes a configuration takes its keys as dotted options. A use
 standard error and exit code 2, before a process group is made where that is possible.
 """
 
-import logging
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
-from dlrm_overlap import launcher
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
-from dlrm_overlap.parsing import Parser, parse_config, suggest
-from dlrm_overlap.spawn import spawn
-
-if TYPE_CHECKING:
-    import torch
-
-    from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.parsing import Parser, suggest
+from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
-log = logging.getLogger("dlrm_overlap")
 
 
 def train(argv: list[str]) -> int:
     """Train a DLRM; under torchrun, Slurm or mpirun, or with --nproc, on several processes."""
 
-    def work(ranks: "Ranks") -> int:
+    def work(ranks: Ranks) -> int:
         trainer = ranks.trainer()
         summary = trainer.fit()
         trainer.close()
@@ -47,7 +37,7 @@ def train(argv: list[str]) -> int:
             _print_places(trainer.folder / "summary.json", trainer.folder.parent)
         return 0
 
-    return run_on_ranks(["train"], argv, work)
+    return run_on_ranks(["train"], train.__doc__ or "", argv, work)
 
 
 def compare(argv: list[str]) -> int:
@@ -60,7 +50,7 @@ def compare(argv: list[str]) -> int:
         text = "greatest relative difference of a logged training loss that still agrees"
         parser.add_argument("--rtol", type=NonNegativeFloat, default=1e-4, help=text)
 
-    def work(ranks: "Ranks") -> int:
+    def work(ranks: Ranks) -> int:
         from dlrm_overlap.compare import backend_configs, report, train_backends
         from dlrm_overlap.trainer import check_device
 
@@ -80,7 +70,7 @@ def compare(argv: list[str]) -> int:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
 
-    return run_on_ranks(["compare"], argv, work, add_options, _check_comparison)
+    return run_on_ranks(["compare"], compare.__doc__ or "", argv, work, add_options, _check_comparison)
 
 
 def _check_comparison(config: Config, values: Any) -> None:
@@ -125,7 +115,7 @@ def _bench_input(argv: list[str]) -> int:
         parser.add_argument("--steps", type=PositiveInt, default=200, help="timed steps of each kind")
         parser.add_argument("--output", default="bench_input.csv", help="CSV file to append the row to")
 
-    def work(ranks: "Ranks") -> int:
+    def work(ranks: Ranks) -> int:
         from dlrm_overlap.bench.input import measure
 
         trainer = ranks.trainer()
@@ -133,7 +123,7 @@ def _bench_input(argv: list[str]) -> int:
         trainer.close()
         return 0
 
-    return run_on_ranks(["bench", "input"], argv, work, add_options)
+    return run_on_ranks(["bench", "input"], bench.__doc__ or "", argv, work, add_options)
 
 
 def _bench_stage(kind: str, argv: list[str]) -> int:
@@ -150,7 +140,7 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
     def check(config: Config, values: Any) -> None:
         request(values)
 
-    def work(ranks: "Ranks") -> int:
+    def work(ranks: Ranks) -> int:
         from dlrm_overlap.bench.stage import run
 
         asked = request(ranks.values)
@@ -158,110 +148,7 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
         ranks.connect()
         return run(asked, ranks.config, ranks.launch, ranks.device)
 
-    return run_on_ranks(["bench", kind], argv, work, add_options, check)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This rank's part of a command: what was asked for, and its place among the ranks."""
-
-    config: Config
-    values: Any
-    """all parsed options, the command's own among them"""
-    launch: launcher.Launch
-    device: "torch.device"
-
-    def connect(self) -> None:
-        """Start the log and make the process group, unless that is done."""
-        import torch.distributed as dist
-        from rich.console import Console
-
-        from dlrm_overlap.run_log import start_logging
-
-        if not dist.is_initialized():
-            start_logging(self.launch.rank, Console(stderr=True))
-            log.info("%s", self.launch.describe())
-            launcher.init_process_group(self.launch, self.device)
-
-    def trainer(self, config: Config | None = None) -> "Trainer":
-        """Connect and build the trainer of `config`, by default the command's own.
-
-        All that can be checked before a process group exists is checked before.
-
-        Raises:
-            InputError: if the device, the data or a checkpoint does not fit `config`.
-        """
-        from dlrm_overlap.data.loader import open_datasets
-        from dlrm_overlap.trainer import Trainer, check_device, total_steps
-
-        config = config or self.config
-        check_device(config, self.device)
-        train_data, held_out = open_datasets(config.data)
-        total_steps(config, train_data, self.launch.world_size)
-        self.connect()
-        return Trainer(config, self.launch, self.device, train_data, held_out)
-
-
-def run_on_ranks(
-    command: list[str],
-    argv: list[str],
-    work: Callable[[Ranks], int],
-    add_options: Callable[[Parser], None] = lambda parser: None,
-    check: Callable[[Config, Any], None] = lambda config, values: None,
-) -> int:
-    """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
-
-    With --nproc it starts the ranks and waits for them; otherwise this process is one. `work` makes the process group
-    (`Ranks.connect` or `Ranks.trainer`), after its own checks.
-
-    Args:
-        command: its words, such as ["bench", "input"].
-        argv: the options behind them.
-        work: what a rank does.
-        add_options: adds the command's own options.
-        check: refuses what does not go together, before any rank is started.
-
-    Returns:
-        The exit code.
-    """
-
-    def add_all(parser: Parser) -> None:
-        parser.add_argument("--nproc", type=PositiveInt, help="start this many processes on this machine")
-        add_options(parser)
-
-    description = COMMANDS[command[0]].__doc__ or ""
-    config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
-    check(config, values)
-    if values.nproc:
-        config.train.samples_per_rank(values.nproc)
-        if config.train.device == "cuda":
-            launcher.find_device("cuda", local_rank=values.nproc - 1)
-        return spawn([*command, *_without_nproc(argv)], values.nproc)
-
-    launch = launcher.detect()
-    try:
-        from dlrm_overlap.doctor import check_stack  # torch takes seconds: not before the options are known to be good
-
-        check_stack()
-        device = launcher.find_device(config.train.device, launch.local_rank, launch.source)
-        code = work(Ranks(config, values, launch, device))
-    except InputError:
-        if launch.rank:  # mostly every rank finds it: rank 0 tells, and its end ends the others
-            time.sleep(2)
-        raise
-    launcher.shutdown()
-    return code
-
-
-def _without_nproc(argv: list[str]) -> list[str]:
-    kept = []
-    options = iter(argv)
-    for option in options:
-        if option == "--nproc":
-            next(options)
-        elif not option.startswith("--nproc="):
-            kept.append(option)
-    return kept
+    return run_on_ranks(["bench", kind], bench.__doc__ or "", argv, work, add_options, check)
 
 
 def prepare(argv: list[str]) -> int:

@@ -74,7 +74,7 @@ def test_a_bad_comparison_starts_no_process(options: list[str], monkeypatch: pyt
     def refuse_to_start(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("dlrm_overlap.cli.spawn", refuse_to_start)
+    monkeypatch.setattr("dlrm_overlap.ranks.spawn", refuse_to_start)
     assert main(["compare", "--config", "configs/quickstart.yaml", "--nproc", "2", *options]) == 2
 
 
