@@ -26,7 +26,9 @@ class CollectiveForward(Forward):
         starts = [0, *accumulate(piece.dim for piece in pieces)]
         self._columns = dict(zip(pieces, starts[:-1], strict=True))
         self._width = starts[-1]
-        self._output_columns = [self.layout.owner_columns(rank).to(self.device) for rank in range(self.world_size)]
+        columns = torch.cat([self.layout.owner_columns(rank) for rank in range(self.world_size)])
+        in_order = torch.equal(columns, torch.arange(self.layout.total_dim))
+        self._order = None if in_order else columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
         self._device: Any = None
         if self.device.type == "cuda":
@@ -74,14 +76,11 @@ class CollectiveForward(Forward):
         """Wait for the collective and put each owner's columns where the model reads them."""
         step.work.wait()
         assert step.received is not None
-        mine = step.batch.per_rank[self.rank]
-        pooled = step.received.new_empty(mine, self.layout.total_dim)
-        parts = step.received.split([mine * dim for dim in self.layout.owner_dims])
-        for columns, part in zip(self._output_columns, parts, strict=True):
-            if columns.numel():
-                pooled.index_copy_(1, columns, part.view(mine, columns.numel()))
+        mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
+        parts = step.received.split([mine * dim for dim in dims])
+        pooled = torch.cat([part.view(mine, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
         step.work = step.received = None
-        return pooled
+        return pooled if self._order is None else pooled.index_select(1, self._order)
 
 
 class CollectiveBackward:
