@@ -128,10 +128,12 @@ def _bench_input(argv: list[str]) -> int:
 
 def _bench_stage(kind: str, argv: list[str]) -> int:
     def add_options(parser: Parser) -> None:
-        parser.add_argument("--iterations", type=PositiveInt, default=100, help="timed steps of each contender")
+        parser.add_argument(
+            "--iterations", type=PositiveInt, default=Request.iterations, help="timed steps of each contender"
+        )
         text = "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
         parser.add_argument("--tables_per_rank", type=PositiveInt, help=text)
-        parser.add_argument("--check_ids", type=bool, default=True, help="bounds checks of ids, for all alike")
+        parser.add_argument("--check_ids", type=bool, default=Request.check_ids, help="bounds checks, for all alike")
         parser.add_argument("--output", default=f"runs/bench/{kind}.csv", help="CSV file to append the rows to")
 
     def request(values: Any) -> Request:

@@ -20,7 +20,7 @@ FEATURE_COLUMNS = tl.constexpr(5)
 # Words of a status record [8] int64. The kind is written last.
 KIND = tl.constexpr(0)
 EXPIRED = tl.constexpr(1)  # then: waiting rank, peer, slot, expected epoch, seen epoch
-BAD_ID = tl.constexpr(2)  # then: position of the feature, sample, id, rows
+BAD_ID = tl.constexpr(2)  # then: position of the feature, sample, rows of its table
 
 
 @triton.jit

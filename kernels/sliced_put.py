@@ -8,7 +8,7 @@ is stored in place. Nobody waits before the end, where each program awaits its s
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -220,87 +220,67 @@ def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: An
     return Form(_put_slices, options, constants | constants_of(*shape))
 
 
-def _form(features: FeatureTable, windows: Windows, state: SliceState, launch: Launch, slices: Slices) -> Form:
-    shape = shape_of(features, windows, launch)
-    return _putting(slices.put, slices.bags, slices.end_wait, state.trace is not None, *shape)
+class SlicedPut(NamedTuple):
+    """A launch of the persistent kernel, but for its epoch and its grid."""
 
+    bags: Bags
+    features: FeatureTable
+    windows: Windows
+    flags: Flags
+    state: SliceState
+    launch: Launch
+    slices: Slices
 
-def _put_arguments(
-    bags: Bags,
-    features: FeatureTable,
-    windows: Windows,
-    flags: Flags,
-    state: SliceState,
-    launch: Launch,
-    slices: Slices,
-    epoch: int,
-) -> list[Any]:
-    return [
-        bags.values,
-        bags.offsets,
-        bags.first_sample,
-        features.entries,
-        windows.addresses,
-        flags.status,
-        flags.addresses,
-        flags.local,
-        flags.counts,
-        state.staging,
-        state.done,
-        state.ticket,
-        state.done if state.trace is None else state.trace,
-        launch.rank,
-        windows.addresses.numel(),
-        features.entries.shape[0],
-        -(-bags.samples_per_rank // launch.tuning.task_bags),
-        bags.samples,
-        flags.local.shape[1],
-        slices.first_slot,
-        epoch,
-        flags.timeout,
-    ]
+    def launch_kernel(self, epoch: int, programs: int) -> None:
+        """Pool every bag in one persistent grid; the last finisher of a slice puts it and raises its flag to `epoch`.
 
+        What stays on this rank is stored in place and has no flag: the stream orders it.
 
-def put_slices(
-    bags: Bags,
-    features: FeatureTable,
-    windows: Windows,
-    flags: Flags,
-    state: SliceState,
-    launch: Launch,
-    slices: Slices,
-    epoch: int,
-    programs: int,
-) -> None:
-    """Pool every bag in one persistent grid; the last finisher of a slice puts it and raises its flag to `epoch`.
+        Args:
+            programs: of the grid; with `slices.end_wait` at most what the GPU holds at once, see `resident_programs`.
+        """
+        self._form()(programs, (self.bags.values.dtype, self.bags.offsets.dtype), *self._arguments(epoch))
 
-    What stays on this rank is stored in place and has no flag: the stream orders it.
+    def resident_programs(self) -> int:
+        """Return how many programs of this launch one multiprocessor holds at once."""
+        from cuda.bindings import driver
 
-    Args:
-        programs: of the grid; with `slices.end_wait` at most what the GPU holds at once, see `resident_programs`.
-    """
-    arguments = _put_arguments(bags, features, windows, flags, state, launch, slices, epoch)
-    form = _form(features, windows, state, launch, slices)
-    form(programs, (bags.values.dtype, bags.offsets.dtype), *arguments)
+        compiled = self._form().compile(*self._arguments(epoch=1))
+        threads = 32 * self.launch.tuning.num_warps
+        error, programs = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            driver.CUfunction(compiled.function), threads, compiled.metadata.shared
+        )
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+        return programs
 
+    def _form(self) -> Form:
+        shape = shape_of(self.features, self.windows, self.launch)
+        slices = self.slices
+        return _putting(slices.put, slices.bags, slices.end_wait, self.state.trace is not None, *shape)
 
-def resident_programs(
-    bags: Bags,
-    features: FeatureTable,
-    windows: Windows,
-    flags: Flags,
-    state: SliceState,
-    launch: Launch,
-    slices: Slices,
-) -> int:
-    """Return how many programs of `put_slices` with these arguments one multiprocessor holds at once."""
-    from cuda.bindings import driver
-
-    form = _form(features, windows, state, launch, slices)
-    compiled = form.compile(*_put_arguments(bags, features, windows, flags, state, launch, slices, epoch=1))
-    threads = 32 * launch.tuning.num_warps
-    error, programs = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        driver.CUfunction(compiled.function), threads, compiled.metadata.shared
-    )
-    assert error == driver.CUresult.CUDA_SUCCESS, error
-    return programs
+    def _arguments(self, epoch: int) -> list[Any]:
+        bags, flags, state = self.bags, self.flags, self.state
+        return [
+            bags.values,
+            bags.offsets,
+            bags.first_sample,
+            self.features.entries,
+            self.windows.addresses,
+            flags.status,
+            flags.addresses,
+            flags.local,
+            flags.counts,
+            state.staging,
+            state.done,
+            state.ticket,
+            state.done if state.trace is None else state.trace,
+            self.launch.rank,
+            self.windows.addresses.numel(),
+            self.features.entries.shape[0],
+            -(-bags.samples_per_rank // self.launch.tuning.task_bags),
+            bags.samples,
+            flags.local.shape[1],
+            self.slices.first_slot,
+            epoch,
+            flags.timeout,
+        ]

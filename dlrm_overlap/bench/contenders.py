@@ -89,11 +89,10 @@ def make_workload(
         firsts = [(batch * world_size + rank) * samples for batch in range(BATCHES)]
         batches = list(pool.map(lambda first: data.read(first, samples), firsts))
     layout = build_layout(module._embedding_shardings, [c.name for c in collection.embedding_bag_configs()], world_size)
-    lookups: list[Any] = module._lookups
     return Workload(
         module=module,
         layout=layout,
-        tables=LocalTables([table.emb_module for lookup in lookups for table in lookup._emb_modules]),
+        tables=LocalTables.of(module._lookups),
         group=group,
         device=device,
         batch_sizes=(samples,) * world_size,
@@ -137,8 +136,7 @@ class Baseline(Contender):
     def __init__(self, workload: Workload) -> None:
         super().__init__("baseline", workload)
         layout, rank = workload.layout, workload.rank
-        columns = torch.cat([layout.owner_columns(owner) for owner in range(layout.world_size)])
-        assert torch.equal(columns, torch.arange(layout.total_dim)), "owners hold their tables in the model's order"
+        assert layout.sent_in_order, "owners hold their tables in the model's order"
         (self._lookup,) = workload.tables.lookups
         self._samples = workload.batch_sizes[rank]
         self._send_sizes = [size * layout.owner_dims[rank] for size in workload.batch_sizes]

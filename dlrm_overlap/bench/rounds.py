@@ -3,13 +3,13 @@
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.contenders import Baseline, Contender, Workload
+from dlrm_overlap.bench.contenders import Baseline, Contender, Ids, Workload
 from dlrm_overlap.bench.limits import Limit, count_bytes, measure_ceilings
 from dlrm_overlap.bench.timing import StepTimes, gather, greatest, slowest_rank
 from dlrm_overlap.metrics import StepTimer, quantile
@@ -81,12 +81,7 @@ def time_contenders(contenders: Sequence[Contender], workload: Workload, steps: 
     host_ms: list[list[float]] = [[] for _ in contenders]
     for _ in range(_ROUNDS):
         for i, contender in enumerate(contenders):
-            batches = itertools.cycle(workload.batches)
-            dist.barrier(workload.group)
-            for _ in range(_WARMUP_STEPS):
-                contender.step(next(batches))
-            timer = StepTimer(workload.device)
-            timer.mark()
+            batches, timer = _warm_up(contender, workload)
             for _ in range(per_round):
                 began = time.perf_counter()
                 contender.step(next(batches))
@@ -104,12 +99,7 @@ def time_contenders(contenders: Sequence[Contender], workload: Workload, steps: 
 @torch.no_grad()
 def time_parts(baseline: Baseline, workload: Workload, steps: int) -> tuple[float, float, float]:
     """Return the medians in ms of the baseline's lookup, All-to-All and unpacking, the slowest rank's each."""
-    batches = itertools.cycle(workload.batches)
-    dist.barrier(workload.group)
-    for _ in range(_WARMUP_STEPS):
-        baseline.step(next(batches))
-    timer = StepTimer(workload.device)
-    timer.mark()
+    batches, timer = _warm_up(baseline, workload)
     for _ in range(steps):
         baseline.step(next(batches), timer.mark)
         timer.mark()
@@ -118,6 +108,17 @@ def time_parts(baseline: Baseline, workload: Workload, steps: int) -> tuple[floa
         [quantile(times[part::3], 0.5) for part in range(3)], workload.device, workload.group
     )
     return lookup, all_to_all, unpack
+
+
+def _warm_up(contender: Contender, workload: Workload) -> tuple[Iterator[Ids], StepTimer]:
+    """Take the first steps of a block together with all ranks; return the batches to go on with and a timer begun."""
+    batches = itertools.cycle(workload.batches)
+    dist.barrier(workload.group)
+    for _ in range(_WARMUP_STEPS):
+        contender.step(next(batches))
+    timer = StepTimer(workload.device)
+    timer.mark()
+    return batches, timer
 
 
 def find_limit(workload: Workload) -> Limit:

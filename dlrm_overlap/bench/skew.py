@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.contenders import Workload
 from dlrm_overlap.bench.timing import gather, greatest
-from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward, HostForward, Step
+from dlrm_overlap.embedding.exchange import make_forward
+from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward, Step
 from dlrm_overlap.metrics import StepTimer, quantile
 
 _WARMUP_STEPS = 3
@@ -40,7 +41,9 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
     """
     device, group = workload.device, workload.group
     traced = options.backend == "fused" and device.type == "cuda"
-    forward = _make_forward(workload, replace(options, trace=traced))
+    forward = make_forward(
+        workload.layout, workload.tables, replace(options, trace=traced), group, device, max(workload.batch_sizes)
+    )
     own_ms: list[float] = []
     programs_us: list[tuple[float, float]] = []
     for ids in itertools.islice(itertools.cycle(workload.batches), _WARMUP_STEPS + steps):
@@ -69,16 +72,6 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
         quantile([skew / most for skew, most in zip(skews, longest, strict=True)], 0.5),
         *(greatest(means, device, group) if traced else ()),
     )
-
-
-def _make_forward(workload: Workload, options: ExchangeOptions) -> Forward:
-    arguments = workload.layout, workload.tables, options, workload.group, workload.device
-    samples = max(workload.batch_sizes)
-    if workload.device.type == "cuda":
-        from dlrm_overlap.embedding.device_forward import DeviceForward  # needs Triton, which a CPU does not
-
-        return DeviceForward(*arguments, samples_per_rank=samples)
-    return HostForward(*arguments, samples_per_rank=samples)
 
 
 def _read_trace(forward: Forward) -> tuple[float, float, float]:

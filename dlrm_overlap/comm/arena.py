@@ -5,7 +5,7 @@ allocation of PyTorch's symmetric memory; between processes of one host, a file 
 
 Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
 step's epoch; the consumer waits until the flag has reached it. Flags are never reset. On GPUs kernels raise and await
-them (`kernels.pooled_exchange`); here are the host's twins, which lean on the processor's store order (x86-64).
+them (`kernels.flags`); here are the host's twins, which lean on the processor's store order (x86-64).
 """
 
 import mmap

@@ -26,9 +26,8 @@ class CollectiveForward(Forward):
         starts = [0, *accumulate(piece.dim for piece in pieces)]
         self._columns = dict(zip(pieces, starts[:-1], strict=True))
         self._width = starts[-1]
-        columns = torch.cat([self.layout.owner_columns(rank) for rank in range(self.world_size)])
-        in_order = torch.equal(columns, torch.arange(self.layout.total_dim))
-        self._order = None if in_order else columns.argsort().to(self.device)
+        layout = self.layout
+        self._order = None if layout.sent_in_order else layout.sent_columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
         self._device: Any = None
         if self.device.type == "cuda":
@@ -96,7 +95,8 @@ class CollectiveBackward:
     ) -> None:
         self._layout, self._group, self._wire_dtype = layout, group, wire_dtype
         self._rank, self._world_size = group.rank(), group.size()
-        self._updates = [RowUpdate(lookup) for lookup in tables.lookups]
+        updates = [RowUpdate(lookup) for lookup in tables.lookups]
+        self._updates = list(zip(updates, layout.groups(self._rank), strict=True))
         self._columns = [layout.owner_columns(rank).to(device) for rank in range(self._world_size)]
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
@@ -122,9 +122,8 @@ class CollectiveBackward:
         if get_gradient_division():
             gradient.div_(self._world_size)  # as TorchRec: the loss is a mean over a rank's samples, not over all
         step.work = step.received = None
-        groups = self._layout.groups(self._rank)
         first = 0
-        for update, group in zip(self._updates, groups, strict=True):
+        for update, group in self._updates:
             ids = _bags_of(step.inputs[group.source], group.first_position, group.features)
             update.apply(gradient[:, first : first + group.dim].contiguous(), ids.values(), ids.offsets())
             first += group.dim

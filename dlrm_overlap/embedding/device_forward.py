@@ -11,13 +11,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.forward import BatchSizes, Forward, Step, bad_id_message, ready_counts
+from dlrm_overlap.embedding.forward import BatchSizes, Forward, Step, WindowForward, bad_id_message
 from dlrm_overlap.embedding.layout import Piece
-from dlrm_overlap.embedding.windows import WINDOWS, OutputWindows
+from dlrm_overlap.embedding.windows import WINDOWS
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.pooled_exchange import store_pooled
-from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, Slices, SliceState, put_slices, resident_programs
+from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, SlicedPut, Slices, SliceState
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -114,26 +114,18 @@ def first_samples(batch: BatchSizes, device: torch.device) -> torch.Tensor:
     return torch.tensor(batch.first_sample, dtype=torch.int32, device=device)
 
 
-class DeviceForward(Forward):
+class DeviceForward(WindowForward):
     """Kernels that store into the peers' windows."""
 
     def __init__(self, *args: Any, samples_per_rank: int) -> None:
-        super().__init__(*args)
-        self._fused = self.options.backend == "fused"
+        super().__init__(*args, samples_per_rank=samples_per_rank)
         self.lookup = DeviceLookup(self, {p: self.layout.column(p) for p in self.layout.by_owner[self.rank]})
-        most = max(len(pieces) for pieces in self.layout.by_owner)
-        slots = max(1, most * self._slices(samples_per_rank))
         columns, wire = self.layout.total_dim, self.options.wire_dtype
-        self.windows = OutputWindows(samples_per_rank, columns, wire, slots, self.group, self.device)
         self._peers = [Windows(self.windows.arena.addresses(name), columns, wire) for name in WINDOWS]
         self._flags: dict[int, Flags] = {}
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self.traces: dict[int, torch.Tensor] = {}
-
-    def _slices(self, samples: int) -> int:
-        """Return the flags a piece has for one destination of `samples` samples."""
-        return -(-samples // self.options.slice_bags) if self._fused else 1
 
     def _puts(self, step: Step) -> bool:
         """Return whether this rank has slices to put; with nothing to pool it only raises a flag."""
@@ -143,11 +135,10 @@ class DeviceForward(Forward):
         slices = self._slices(step.batch.most)
         if slices not in self._flags:
             arena = self.windows.arena
-            counts = ready_counts(self.layout, self.rank, slices if self._fused else 0)
             self._flags[slices] = Flags(
                 addresses=arena.addresses("ready"),
                 local=arena.local("ready"),
-                counts=counts.to(self.device),
+                counts=self._awaited(step).to(self.device),
                 timeout=int(self.options.wait_timeout_s * 1e9),
                 status=self.lookup.record.status,
             )
@@ -167,8 +158,8 @@ class DeviceForward(Forward):
             bags = self.lookup.bags(pieces, step)
             launch = self.lookup.launch(self._tuning(table, bags))
             slices = Slices(self.options.slice_bags, first_slot, end_wait=i == last)
-            arguments = bags, table, window, flags, self._state(i, bags, table, launch), launch, slices
-            put_slices(*arguments, epoch=epoch, programs=self._grid((i, launch.tuning), arguments))
+            put = SlicedPut(bags, table, window, flags, self._state(i, bags, table, launch), launch, slices)
+            put.launch_kernel(epoch, self._grid((i, launch.tuning), put))
             first_slot += len(pieces) * self._slices(bags.samples_per_rank)
 
     def collect(self, step: Step) -> torch.Tensor:
@@ -200,14 +191,14 @@ class DeviceForward(Forward):
             self._states[i] = state
         return state
 
-    def _grid(self, key: tuple[int, Tuning], arguments: Any) -> int:
+    def _grid(self, key: tuple[int, Tuning], put: SlicedPut) -> int:
         """Return the programs of a persistent grid, which must all be resident at once.
 
         Raises:
             InputError: if more are asked for than fit.
         """
         if key not in self._programs:
-            fit, asked = resident_programs(*arguments), self.options.programs_per_sm
+            fit, asked = put.resident_programs(), self.options.programs_per_sm
             if asked is not None and asked > fit:
                 raise InputError(
                     f"embedding.programs_per_sm: {asked}, but a multiprocessor holds {fit} of these programs at once; "
@@ -224,4 +215,4 @@ class DeviceForward(Forward):
     def close(self) -> None:
         """Give back the windows and what else is as large; nothing may keep a view of them."""
         self._flags, self._states, self.traces = {}, {}, {}
-        self.windows.close()
+        super().close()

@@ -46,7 +46,7 @@ class Exchange:
 
         Returns:
             What waits for the pooled embeddings [b, D_total] of this rank's samples: the features side by side in the
-            layout's order, of the wire's type.
+            layout's order, in float32.
         """
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
         if torch.is_grad_enabled():
@@ -61,20 +61,10 @@ class Exchange:
         if self._forward is None or step.batch.most > self._capacity:
             self.close()
             self._capacity = max(1, step.batch.most)
-            self._forward = self._make_forward()
+            self._forward = make_forward(*self._arguments, samples_per_rank=self._capacity)
         assert self._forward is not None
         self._forward.launch(step)
         self._pending = step
-
-    def _make_forward(self) -> Forward:
-        options, device = self.options, self._arguments[-1]
-        if options.backend == "nccl":
-            return CollectiveForward(*self._arguments)
-        if device.type == "cuda":
-            from dlrm_overlap.embedding.device_forward import DeviceForward  # needs Triton, which a CPU does not
-
-            return DeviceForward(*self._arguments, samples_per_rank=self._capacity)
-        return HostForward(*self._arguments, samples_per_rank=self._capacity)
 
     def collect(self, step: Step) -> torch.Tensor:
         """Return the pooled embeddings of the step under way."""
@@ -101,6 +91,25 @@ class Exchange:
         if self._forward is not None:
             self._forward.close()
         self._forward, self._capacity = None, 0
+
+
+def make_forward(
+    layout: Layout,
+    tables: LocalTables,
+    options: ExchangeOptions,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    samples_per_rank: int,
+) -> Forward:
+    """Return the way that `options.backend` takes on `device`, for up to `samples_per_rank` samples; a collective."""
+    arguments = layout, tables, options, group, device
+    if options.backend == "nccl":
+        return CollectiveForward(*arguments)
+    if device.type == "cuda":
+        from dlrm_overlap.embedding.device_forward import DeviceForward  # needs Triton, which a CPU does not
+
+        return DeviceForward(*arguments, samples_per_rank=samples_per_rank)
+    return HostForward(*arguments, samples_per_rank=samples_per_rank)
 
 
 class _Launch(torch.autograd.Function):

@@ -13,6 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
+from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import OutputWindows
@@ -30,13 +31,13 @@ class ExchangeOptions:
     """nccl | pgas | fused"""
     schedule: str = "auto"
     """order of the tasks: linear | remote_first | balanced | auto"""
-    slice_bags: int = 32
+    slice_bags: int = EmbeddingConfig.slice_bags
     """fused: bags a slice"""
     programs_per_sm: int | None = None
     """fused: programs a multiprocessor; None takes as many as fit"""
     wire_dtype: torch.dtype = torch.float32
     """of pooled embeddings and their gradients between ranks"""
-    wait_timeout_s: float = 120.0
+    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
     """bound of a wait for a peer"""
     trace: bool = False
     """fused on GPUs: record every task"""
@@ -113,16 +114,6 @@ class Forward(ABC):
         """Release what outlives Python references."""
 
 
-def ready_counts(layout: Layout, rank: int, slots_per_piece: int) -> torch.Tensor:
-    """Return [W] int32: the flags that `rank` awaits of each rank; its own work is ordered by the stream.
-
-    At least one of each, since a peer's flag also tells that the peer is through with the window before.
-    """
-    counts = [max(1, slots_per_piece * len(pieces)) for pieces in layout.by_owner]
-    counts[rank] = 0
-    return torch.tensor(counts, dtype=torch.int32)
-
-
 def pool_on_host(piece: Piece, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
     """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
     ids = step.inputs[piece.source]
@@ -156,17 +147,42 @@ def bad_id_message(name: str, value: int | None, rows: int) -> str:
     return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
 
 
-class HostForward(Forward):
-    """`pgas` and `fused` between processes of one host: the kernels' order and protocol, the reference's maths."""
+class WindowForward(Forward):
+    """`pgas` and `fused`: what stores into the peers' windows, on any device."""
 
     def __init__(self, *args: Any, samples_per_rank: int) -> None:
+        """Make windows for up to `samples_per_rank` samples, a collective."""
         super().__init__(*args)
         self._fused = self.options.backend == "fused"
         most = max(len(pieces) for pieces in self.layout.by_owner)
-        slots = most * -(-samples_per_rank // self.options.slice_bags) if self._fused else 1
-        self.windows = OutputWindows(
-            samples_per_rank, self.layout.total_dim, self.options.wire_dtype, max(1, slots), self.group, self.device
-        )
+        slots = max(1, most * self._slices(samples_per_rank))
+        columns, wire = self.layout.total_dim, self.options.wire_dtype
+        self.windows = OutputWindows(samples_per_rank, columns, wire, slots, self.group, self.device)
+
+    def _slices(self, samples: int) -> int:
+        """Return the slices of a piece for one destination of `samples` samples; `pgas` sends all in one."""
+        return -(-samples // self.options.slice_bags) if self._fused else 1
+
+    def _awaited(self, step: Step) -> torch.Tensor:
+        """Return [W] int32: the flags that this rank awaits of each rank; its own work is ordered by the stream.
+
+        At least one of each, since a peer's flag also tells that the peer is through with the window before.
+        """
+        slices = self._slices(step.batch.most) if self._fused else 0
+        counts = [max(1, slices * len(pieces)) for pieces in self.layout.by_owner]
+        counts[self.rank] = 0
+        return torch.tensor(counts, dtype=torch.int32)
+
+    def close(self) -> None:
+        """Give the windows back."""
+        self.windows.close()
+
+
+class HostForward(WindowForward):
+    """Between processes of one host: the kernels' order and protocol, the reference's maths."""
+
+    def __init__(self, *args: Any, samples_per_rank: int) -> None:
+        super().__init__(*args, samples_per_rank=samples_per_rank)
         assert isinstance(self.windows.arena, HostArena)
         self._arena = self.windows.arena
 
@@ -195,14 +211,8 @@ class HostForward(Forward):
 
     def collect(self, step: Step) -> torch.Tensor:
         """Wait for the flags and lend the window."""
-        slices = -(-step.batch.most // self.options.slice_bags) if self._fused else 0
-        counts = ready_counts(self.layout, self.rank, slices)
-        self._arena.wait("ready", counts, self.windows.epoch, self.options.wait_timeout_s)
+        self._arena.wait("ready", self._awaited(step), self.windows.epoch, self.options.wait_timeout_s)
         return self.windows.lend(step.batch.per_rank[self.rank])
 
     def check(self) -> None:
         """Nothing: the host's waits and checks raise by themselves."""
-
-    def close(self) -> None:
-        """Give the windows back."""
-        self.windows.close()

@@ -77,6 +77,16 @@ class Layout:
         ranges = [torch.arange(self.column(p), self.column(p) + p.dim) for p in self.by_owner[rank]]
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
+    @cached_property
+    def sent_columns(self) -> torch.Tensor:
+        """[D_total] int64: the output's columns as a collective brings them, rank 0's pieces, then rank 1's, .."""
+        return torch.cat([self.owner_columns(rank) for rank in range(self.world_size)])
+
+    @cached_property
+    def sent_in_order(self) -> bool:
+        """Whether the owners, one after the other, hold the columns as the output has them."""
+        return torch.equal(self.sent_columns, torch.arange(self.total_dim))
+
     def groups(self, rank: int) -> list[Group]:
         """Return the rank's fused lookups in order."""
         together: dict[int, list[Piece]] = {}

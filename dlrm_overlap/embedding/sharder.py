@@ -80,8 +80,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         shardings: list[Any] = [self._embedding_shardings[i] for i in self._exchanged]
         others: list[Any] = [s for s, reason in zip(self._embedding_shardings, reasons, strict=True) if reason]
         layout = build_layout(shardings, [config.name for config in self._embedding_bag_configs], group.size())
-        lookups: list[Any] = [self._lookups[i] for i in self._exchanged]
-        tables = LocalTables([module.emb_module for lookup in lookups for module in lookup._emb_modules])
+        tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
         self.exchange = Exchange(layout, tables, self._options, group, device)
         self._output_names = layout.names + [name for sharding in others for name in sharding.embedding_names()]
         self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
@@ -202,10 +201,10 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         *,
         backend: str = "pgas",
         schedule: str = "auto",
-        slice_bags: int = 32,
+        slice_bags: int = EmbeddingConfig.slice_bags,
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
-        wait_timeout_s: float = 120.0,
+        wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
     ) -> None:
         """Take TorchRec's arguments, then the configuration's keys of section `embedding`.
 

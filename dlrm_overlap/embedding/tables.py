@@ -1,6 +1,7 @@
 """This rank's rows, where FBGEMM keeps them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -16,6 +17,11 @@ class LocalTables:
         self.lookups = list(lookups)
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
+
+    @classmethod
+    def of(cls, lookups: Sequence[Any]) -> "LocalTables":
+        """Return the tables of TorchRec's lookup modules, one a sharding."""
+        return cls([module.emb_module for lookup in lookups for module in lookup._emb_modules])
 
     @property
     def bounds_check(self) -> BoundsCheckMode:

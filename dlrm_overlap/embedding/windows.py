@@ -33,7 +33,6 @@ class OutputWindows:
         device: torch.device,
     ) -> None:
         """Make them for up to `samples` samples a rank; a collective over `group`."""
-        self.samples, self.columns, self.dtype, self.slots = samples, columns, dtype, slots
         window = Region((samples, columns), dtype)
         regions = dict.fromkeys(WINDOWS, window) | {"ready": Region((group.size(), slots), torch.int64)}
         self.arena = open_arena(regions, group, device)

@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.launch import INTERPRETED
 from dlrm_overlap.kernels.pooled_exchange import store_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
-from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, Slices, SliceState, put_slices
+from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, SlicedPut, Slices, SliceState
 from tests.agreement import assert_same
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
@@ -239,10 +239,11 @@ class SlicedWorld(World):
         """Run the persistent kernel of one rank; it waits at the end if `counts` tell for what."""
         state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
         slices = Slices(self.slice_bags, self.first_slot, end_wait=counts is not None, **options)
-        put_slices(
+        put = SlicedPut(
             self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
-            self.launch(rank), slices, epoch, programs,
+            self.launch(rank), slices,
         )  # fmt: skip
+        put.launch_kernel(epoch, programs)
 
     def assert_flags(self, epoch: int) -> None:
         """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched."""
