@@ -37,26 +37,30 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
     Returns:
         The exit code: 1 if outputs disagree, in which case no time is told.
     """
-    one_rank: list[float] = []
-    for world_size in request.worlds(launch.world_size):
+    agreed = True
+    measured: list[tuple[list[dict[str, Any]], list[str]]] = []
+    # Fewer and fewer ranks: symmetric memory numbers its collectives by process, so ranks must have met in all of them.
+    for world_size in reversed(request.worlds(launch.world_size)):
         group = dist.group.WORLD if world_size == launch.world_size else dist.new_group(list(range(world_size)))
-        agreed = True
         if launch.rank < world_size:
             assert isinstance(group, dist.ProcessGroup)
             shape = request.shape(config, world_size)
             workload = make_workload(shape, group, device, launch.local_world_size, request.check_ids)
-            rows, faults = _measure(request, shape, workload)
-            agreed = not faults
-            if launch.rank == 0:
-                _add_scaling(request.kind, rows, one_rank)
-                _report(rows, faults, request.output)
+            measured.append(_measure(request, shape, workload))
+            agreed = not measured[-1][1]
             del workload
             gc.collect()  # sharded modules refer to themselves
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        if not _all_agree(agreed, device):  # ranks that had no part wait here
-            return 1
-    return 0
+        agreed = _all_agree(agreed, device)  # ranks that had no part wait here
+        if not agreed:
+            break
+    if launch.rank == 0:
+        measured.reverse()
+        _add_scaling(request.kind, [rows for rows, _ in measured])
+        for rows, faults in measured:
+            _report(rows, faults, request.output)
+    return 0 if agreed else 1
 
 
 def _all_agree(agreed: bool, device: torch.device) -> bool:
@@ -144,14 +148,17 @@ def _extras(request: Request, contender: Contender, workload: Workload) -> dict[
     return asdict(measure_skew(workload, contender.options, request.iterations))
 
 
-def _add_scaling(kind: str, rows: Sequence[dict[str, Any]], one_rank: list[float]) -> None:
-    """Add each contender's time on one rank over its time here; 1 is ideal under weak, the ranks under strong."""
+def _add_scaling(kind: str, measured: Sequence[list[dict[str, Any]]]) -> None:
+    """Add each contender's time on one rank over its time here; 1 is ideal under weak, the ranks under strong.
+
+    Args:
+        measured: the rows of each number of ranks, from one on.
+    """
     if kind not in ("weak", "strong"):
         return
-    medians = [row["median_ms"] for row in rows]
-    one_rank[:] = one_rank or medians
-    for row, alone in zip(rows, one_rank, strict=False):
-        row["scaling_factor"] = alone / row["median_ms"]
+    for rows in measured:
+        for row, alone in zip(rows, measured[0], strict=False):
+            row["scaling_factor"] = alone["median_ms"] / row["median_ms"]
 
 
 def _report(rows: Sequence[dict[str, Any]], faults: Sequence[str], output: Path) -> None:
