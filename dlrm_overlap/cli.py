@@ -133,18 +133,26 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
         )
         text = "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
         parser.add_argument("--tables_per_rank", type=PositiveInt, help=text)
-        parser.add_argument("--check_ids", type=bool, default=Request.check_ids, help="bounds checks, for all alike")
+        if kind == "backward":  # whose ids have been checked by the forward
+            text = "of the rows, one after the other: sgd, rowwise_adagrad, adagrad"
+            parser.add_argument("--optimizers", nargs="+", default=list(Request.optimizers), help=text)
+        else:
+            text = "bounds checks, for all alike"
+            parser.add_argument("--check_ids", type=bool, default=Request.check_ids, help=text)
         parser.add_argument("--output", default=f"runs/bench/{kind}.csv", help="CSV file to append the rows to")
 
     def request(values: Any) -> Request:
-        return Request(kind, Path(values.output), values.iterations, values.tables_per_rank, values.check_ids)
+        backward = kind == "backward"
+        own: Any = {"optimizers": tuple(values.optimizers)} if backward else {"check_ids": values.check_ids}
+        return Request(kind, Path(values.output), values.iterations, values.tables_per_rank, **own)
 
     def check(config: Config, values: Any) -> None:
         request(values)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.bench.stage import run
+        from dlrm_overlap.bench import backward, stage
 
+        run = backward.run if kind == "backward" else stage.run
         asked = request(ranks.values)
         asked.check_ranks(ranks.config, ranks.launch.world_size, ranks.device.type)
         ranks.connect()

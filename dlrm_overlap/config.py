@@ -181,6 +181,9 @@ class EmbeddingConfig:
     """fused: bags of a table in a slice, what one put sends; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
+    backward: Literal["auto", "collective", "push", "atomic"] = "auto"
+    """pgas, fused: the gradients' way. push, which auto is: stored at their owners, each touched row updated once.
+    collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd only, not deterministic"""
     wait_timeout_s: PositiveFloat = 120.0
     """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
@@ -201,6 +204,11 @@ class EmbeddingConfig:
             raise InputError(
                 f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
                 f"whole tasks; take 32"
+            )
+        if self.backward == "atomic" and self.optimizer != "sgd":
+            raise InputError(
+                f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
+                f"{self.optimizer}; take push"
             )
 
 

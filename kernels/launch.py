@@ -20,7 +20,7 @@ class Form:
 
     def __init__(self, kernel: Any, options: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
         """Fix the launch options, as num_warps, and the constants, which end the kernel's parameters in this order."""
-        self._kernel, self._options, self._constants = kernel, options, constants
+        self._kernel, self._options, self.constants = kernel, options, constants
         self._values = tuple(constants.values())
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
@@ -36,7 +36,7 @@ class Form:
         device = arguments[0].device.index
         compiled = self._compiled.get((device, dtypes))
         if compiled is None:
-            compiled = self._kernel[(programs,)](*arguments, **self._constants, **self._options)
+            compiled = self._kernel[(programs,)](*arguments, **self.constants, **self._options)
             if compiled is not None:  # the interpreter compiles nothing
                 self._compiled[device, dtypes] = compiled
             return
@@ -46,6 +46,6 @@ class Form:
 
     def compile(self, *arguments: Any) -> Any:
         """Return the compiled kernel for these arguments without launching it."""
-        compiled = self._kernel.warmup(*arguments, **self._constants, **self._options, grid=(1,))
+        compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         compiled._init_handles()
         return compiled

@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Windows, 
 from dlrm_overlap.kernels.launch import Form
 from dlrm_overlap.kernels.primitives import COLUMN, FEATURE_COLUMNS, pool, task_at
 
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
 GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets"]}
@@ -108,8 +108,8 @@ def constants_of(
         "STRIDE": stride,
         "DIM": dim,
         "BLOCK_DIM": power_of_2(dim),
-        "WEIGHT": _TYPES[weight_dtype],
-        "WIRE": _TYPES[wire_dtype],
+        "WEIGHT": TYPES[weight_dtype],
+        "WIRE": TYPES[wire_dtype],
         "ALIGNMENT": alignments[0],
         "WINDOW_ALIGNMENT": alignments[1],
         "COLUMN_ALIGNMENT": alignments[2],

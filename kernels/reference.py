@@ -41,3 +41,35 @@ def pooled_lookup(weights: Sequence[torch.Tensor], lengths: torch.Tensor, values
     by_table = lengths.view(len(weights), -1)
     ids = values.split(by_table.sum(1).tolist())
     return torch.cat([pool(*table) for table in zip(weights, by_table, ids, strict=True)], dim=1)
+
+
+def update_rows(
+    weight: torch.Tensor,
+    state: torch.Tensor | None,
+    ids: torch.Tensor,
+    gradient: torch.Tensor,
+    optimizer: str,
+    lr: float,
+    eps: float = 0.0,
+) -> None:
+    """Update each row that `ids` name, once, by the sum of its gradients, in place.
+
+    Args:
+        weight: [rows, D], any float type.
+        state: [rows, D] float32 under adagrad, [rows] under rowwise_adagrad.
+        ids: [n] int64, row ids, in any order.
+        gradient: [n, D] float32, of the bag that holds each id.
+        optimizer: sgd | adagrad | rowwise_adagrad.
+    """
+    rows, which = ids.unique(return_inverse=True)
+    total = torch.zeros(rows.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
+    total.index_add_(0, which, gradient)
+    step = lr * total
+    if optimizer != "sgd":
+        assert state is not None
+        squares = total * total if optimizer == "adagrad" else (total * total).mean(1)
+        updated = state[rows] + squares
+        state[rows] = updated
+        factor = lr / (updated.sqrt() + eps)
+        step = total * (factor if optimizer == "adagrad" else factor[:, None])
+    weight[rows] = (weight[rows].float() - step).to(weight.dtype)

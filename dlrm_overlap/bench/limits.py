@@ -3,17 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.bench.timing import gather
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.metrics import StepTimer, quantile
 
 _WARMUP, _REPEATS = 3, 20
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+_RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update is told of a touched row, and of an id
 _LINK_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
 
 
@@ -67,6 +70,84 @@ def count_bytes(
     return hbm_bytes, others * layout.owner_dims[rank] * wire_dtype.itemsize
 
 
+class UpdateCounts(NamedTuple):
+    """What one rank moves in a backward."""
+
+    hbm_bytes: int
+    link_bytes: int
+    compulsory_bytes: int
+    """of memory, if no gradient were read twice: what a cache without bounds would leave of `hbm_bytes`"""
+    ids: int
+    touched_rows: int
+    """distinct rows that the ids name"""
+
+
+def count_update(
+    layout: Layout,
+    rank: int,
+    batch_sizes: Sequence[int],
+    inputs: Sequence[KeyedJaggedTensor],
+    wire_dtype: torch.dtype,
+    optimizer: str,
+) -> UpdateCounts:
+    """Return what `rank`'s memory and its links must carry in one backward.
+
+    Memory: touched rows and their optimizer state, read and written; of each id its bag's gradient, and 4 bytes that
+    say where it lies; 16 bytes that tell a touched row and its ids; the gradient of the rank's own samples, read to be
+    sent, and that of its own columns, written where it arrives. Links: the columns that others own. A bag's gradient
+    counts as often as the bag has ids; where it is read again from the cache, a step can be faster than this allows.
+
+    Args:
+        inputs: the ids of the rank's tables, one a source of the layout.
+        optimizer: sgd | rowwise_adagrad | adagrad.
+
+    Example:
+        Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, SGD. Rank 0 has 6 ids of 5 rows in 3 of its
+        4 bags: 2 * 5 * 16 (rows) + 6 * 16 (gradients) + 6 * 4 (their places) + 5 * 16 (runs) + 2 * 8 * 4 (its samples'
+        gradient) + 4 * 4 * 4 (its columns' gradient) = 488 bytes of memory, 3 * 16 in place of 6 * 16 if no gradient
+        were read twice, 2 * 4 * 4 = 32 over the links.
+    """
+    samples, wire = sum(batch_sizes), wire_dtype.itemsize
+    hbm_bytes = batch_sizes[rank] * layout.total_dim * 4 + samples * layout.owner_dims[rank] * wire
+    named_bytes = once_bytes = ids = touched = 0
+    by_table: dict[tuple[int, int], list[Piece]] = {}
+    for piece in layout.by_owner[rank]:
+        by_table.setdefault((piece.group, piece.table), []).append(piece)
+    for pieces in by_table.values():
+        dim, dtype = pieces[0].dim, pieces[0].dtype
+        bags = [_bags(inputs[piece.source], piece.position, samples) for piece in pieces]
+        rows = torch.cat([values for values, _ in bags]).unique().numel()
+        named = sum(values.numel() for values, _ in bags)
+        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[optimizer]
+        hbm_bytes += rows * (2 * (dim * dtype.itemsize + state_bytes) + _RUN_BYTES) + named * _PLACE_BYTES
+        named_bytes += named * dim * wire
+        once_bytes += sum(int((lengths > 0).sum()) for _, lengths in bags) * dim * wire
+        ids, touched = ids + named, touched + rows
+    link_bytes = batch_sizes[rank] * (layout.total_dim - layout.owner_dims[rank]) * wire
+    return UpdateCounts(hbm_bytes + named_bytes, link_bytes, hbm_bytes + once_bytes, ids, touched)
+
+
+def _bags(ids: KeyedJaggedTensor, position: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of one feature, and its bags' lengths."""
+    first, end = ids.offset_per_key()[position : position + 2]
+    return ids.values()[first:end], ids.lengths()[position * samples : (position + 1) * samples]
+
+
+def find_limit(
+    counts: Sequence[Sequence[int]], ceilings: tuple[float, float], group: dist.ProcessGroup, device: torch.device
+) -> tuple[Limit, list[int]]:
+    """Return the limit of the rank that has the greatest, and the rest of its counts.
+
+    Args:
+        counts: of each batch, this rank's bytes of memory, of links, and whatever else is to be told; means are taken.
+        ceilings: from `measure_ceilings`.
+    """
+    means = [sum(column) / len(counts) for column in zip(*counts, strict=True)]
+    by_rank = [(list(map(round, row[:-2])), row[-2:]) for row in gather([*means, *ceilings], device, group)]
+    limits = [(Limit(hbm, link, *rates), rest) for (hbm, link, *rest), rates in by_rank]
+    return max(limits, key=lambda limit: limit[0].ms)
+
+
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Return GB/s of this rank's memory, read and written, and of its links, out to all peers; 0 without peers.
 
@@ -75,13 +156,13 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
     """
     source = torch.zeros(_HBM_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
-    hbm_gb_per_s = 2 * source.numel() / _median_ms(copy, group, device) / 1e6
+    hbm_gb_per_s = 2 * source.numel() / median_ms(copy, group, device) / 1e6
     if group.size() == 1:
         return hbm_gb_per_s, 0.0
     elements = _LINK_BYTES[device.type] // 4
     send = torch.zeros(group.size(), elements, device=device)
     arena = open_arena({"landing": Region((group.size(), elements), torch.float32)}, group, device)
-    ms = _median_ms(_sender(arena, send), group, device)
+    ms = median_ms(_sender(arena, send), group, device)
     dist.barrier(group)
     arena.close()
     return hbm_gb_per_s, (group.size() - 1) * _LINK_BYTES[device.type] / ms / 1e6
@@ -98,7 +179,8 @@ def _sender(arena: Arena, send: torch.Tensor) -> Callable[[], object]:
     return lambda: [landing.copy_(send[peer]) for peer, landing in landings]
 
 
-def _median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+def median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return this rank's median time of `work`, which all ranks of `group` begin together."""
     timer = StepTimer(device)
     for _ in range(_WARMUP):
         work()

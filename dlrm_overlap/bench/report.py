@@ -1,6 +1,7 @@
 """Rows of measurements, each with what it was measured on."""
 
 import csv
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,22 @@ def _show(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def report(
+    rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, headline: str, columns: Sequence[str]
+) -> None:
+    """Print `faults`, then `headline` and those of `columns` that a row has, and append the rows to `output`.
+
+    Raises:
+        InputError: if the file has other columns.
+    """
+    for fault in faults:
+        print(f"dlrm-overlap: {fault}", file=sys.stderr)
+    if not rows:
+        return
+    print(headline)
+    print(format_rows(rows, [column for column in columns if any(row.get(column) is not None for row in rows)]))
+    for row in rows:
+        append_row(output, dict(row))
+    print(f"rows in {output}")

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
 KINDS = {
     "stage": "all contenders on one shape",
@@ -12,6 +13,7 @@ KINDS = {
     "slice": "fused by slice size, beside pgas",
     "occupancy": "fused by programs a multiprocessor (GPU)",
     "schedule": "pgas and fused by order of the tasks, with the skew between ranks",
+    "backward": "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
 }
 
 
@@ -33,8 +35,16 @@ class Request:
     """tables of each rank, in place of data.tables.count in all"""
     check_ids: bool = True
     """bounds checks of ids, the baseline's and the exchanges' alike: on, as in training, or off"""
+    optimizers: tuple[str, ...] = ("sgd", "rowwise_adagrad")
+    """backward: of the rows, one after the other"""
 
     def __post_init__(self) -> None:
+        known = get_args(get_type_hints(EmbeddingConfig)["optimizer"])
+        for name in self.optimizers:
+            if name not in known:
+                raise InputError(f"--optimizers {name}: not an optimizer of the tables; known: {', '.join(known)}")
+        if len(set(self.optimizers)) < len(self.optimizers):
+            raise InputError(f"--optimizers {' '.join(self.optimizers)}: one is there twice; name each once")
         given = self.tables_per_rank
         if self.kind == "weak" and given is None:
             raise InputError("--tables_per_rank: not given, but weak scaling keeps the tables of a rank; give it")

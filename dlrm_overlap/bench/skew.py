@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.contenders import Workload
 from dlrm_overlap.bench.timing import gather, greatest
-from dlrm_overlap.embedding.exchange import make_forward
+from dlrm_overlap.bench.workload import Workload
+from dlrm_overlap.embedding.exchange import make_ways
 from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward, Step
 from dlrm_overlap.metrics import StepTimer, quantile
 
@@ -41,9 +41,8 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
     """
     device, group = workload.device, workload.group
     traced = options.backend == "fused" and device.type == "cuda"
-    forward = make_forward(
-        workload.layout, workload.tables, replace(options, trace=traced), group, device, max(workload.batch_sizes)
-    )
+    options = replace(options, trace=traced, backward="collective")
+    forward, _ = make_ways(workload.layout, workload.tables, options, group, device, max(workload.batch_sizes))
     own_ms: list[float] = []
     programs_us: list[tuple[float, float]] = []
     for ids in itertools.islice(itertools.cycle(workload.batches), _WARMUP_STEPS + steps):

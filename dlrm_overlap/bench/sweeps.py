@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from dlrm_overlap.bench.contenders import Baseline, Contender, Overlap, TorchRec, Workload, exchange_options
+from dlrm_overlap.bench.contenders import Baseline, Contender, Overlap, TorchRec
+from dlrm_overlap.bench.workload import Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.forward import ExchangeOptions
 from dlrm_overlap.kernels.schedule import SCHEDULES

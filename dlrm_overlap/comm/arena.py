@@ -39,11 +39,11 @@ class Region(NamedTuple):
 class ExchangeTimeoutError(RuntimeError):
     """A peer did not raise its flag in time: it died, stalls, or runs another program."""
 
-    def __init__(self, missing: Sequence[int], timeout_s: float) -> None:
-        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag."""
+    def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
+        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and what a slot is."""
         rank, peer, slot, expected, seen = missing
         super().__init__(
-            f"rank {rank} waited {timeout_s:g} s for slice {slot} of rank {peer}: expected epoch {expected}, seen "
+            f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
             f"{seen}; see that rank's log, or raise embedding.wait_timeout_s if it is only slow"
         )
 
@@ -191,8 +191,8 @@ class HostArena(Arena):
         """Raise this rank's flag `slot` at `peer` to `epoch`; region `name` is [W, slots] int64."""
         self.view(name, peer)[self.rank, slot] = epoch
 
-    def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float) -> None:
-        """Wait until the first counts[w] flags of every rank w have reached `epoch` here.
+    def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
+        """Wait until the first counts[w] flags of every rank w have reached `epoch` here; each stands for a `what`.
 
         Raises:
             ExchangeTimeoutError: if that takes longer than `timeout_s`.
@@ -203,7 +203,7 @@ class HostArena(Arena):
         while (missing := used & (flags < epoch)).any():
             if time.monotonic() > deadline:
                 peer, slot = missing.nonzero()[0].tolist()
-                raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s)
+                raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)
             time.sleep(20e-6)
 
 

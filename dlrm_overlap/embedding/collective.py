@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.backward import Backward
 from dlrm_overlap.embedding.forward import Forward, Step, check_on_host, pool_on_host
-from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.row_update import RowUpdate
-from dlrm_overlap.embedding.tables import LocalTables
 
 
 class CollectiveForward(Forward):
@@ -82,45 +80,36 @@ class CollectiveForward(Forward):
         return pooled if self._order is None else pooled.index_select(1, self._order)
 
 
-class CollectiveBackward:
+class CollectiveBackward(Backward):
     """Gradients to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        tables: LocalTables,
-        wire_dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._layout, self._group, self._wire_dtype = layout, group, wire_dtype
-        self._rank, self._world_size = group.rank(), group.size()
-        updates = [RowUpdate(lookup) for lookup in tables.lookups]
-        self._updates = list(zip(updates, layout.groups(self._rank), strict=True))
-        self._columns = [layout.owner_columns(rank).to(device) for rank in range(self._world_size)]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        updates = [RowUpdate(lookup) for lookup in self.tables.lookups]
+        self._updates = list(zip(updates, self.layout.groups(self.rank), strict=True))
+        self._columns = [self.layout.owner_columns(rank).to(self.device) for rank in range(self.world_size)]
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of this rank's samples to the owners of its columns."""
-        mine, samples = step.batch.per_rank[self._rank], step.batch.total
-        send = gradient.new_empty(mine * self._layout.total_dim, dtype=self._wire_dtype)
-        sizes = [mine * dim for dim in self._layout.owner_dims]
-        gradient = gradient.to(self._wire_dtype)
+        mine, samples = step.batch.per_rank[self.rank], step.batch.total
+        send = gradient.new_empty(mine * self.layout.total_dim, dtype=self.options.wire_dtype)
+        sizes = [mine * dim for dim in self.layout.owner_dims]
+        gradient = gradient.to(self.options.wire_dtype)
         for columns, part in zip(self._columns, send.split(sizes), strict=True):
             if columns.numel():
                 torch.index_select(gradient, 1, columns, out=part.view(mine, columns.numel()))
-        width = self._layout.owner_dims[self._rank]
+        width = self.layout.owner_dims[self.rank]
         step.received = send.new_empty(samples * width)
         step.work = dist.all_to_all_single(
-            step.received, send, [size * width for size in step.batch.per_rank], sizes, self._group, async_op=True
+            step.received, send, [size * width for size in step.batch.per_rank], sizes, self.group, async_op=True
         )
 
     def update(self, step: Step) -> None:
         """Wait for the gradients of this rank's columns and update its rows."""
         step.work.wait()
         assert step.received is not None
-        gradient = step.received.view(step.batch.total, self._layout.owner_dims[self._rank]).float()
-        if get_gradient_division():
-            gradient.div_(self._world_size)  # as TorchRec: the loss is a mean over a rank's samples, not over all
+        gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
+        gradient.mul_(self.scale)
         step.work = step.received = None
         first = 0
         for update, group in self._updates:

@@ -117,8 +117,8 @@ def first_samples(batch: BatchSizes, device: torch.device) -> torch.Tensor:
 class DeviceForward(WindowForward):
     """Kernels that store into the peers' windows."""
 
-    def __init__(self, *args: Any, samples_per_rank: int) -> None:
-        super().__init__(*args, samples_per_rank=samples_per_rank)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.lookup = DeviceLookup(self, {p: self.layout.column(p) for p in self.layout.by_owner[self.rank]})
         columns, wire = self.layout.total_dim, self.options.wire_dtype
         self._peers = [Windows(self.windows.arena.addresses(name), columns, wire) for name in WINDOWS]

@@ -1,15 +1,17 @@
 """The embedding stage of one sharded module on one rank: forward and backward as autograd sees them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.backward import Backward, HostPush
 from dlrm_overlap.embedding.collective import CollectiveBackward, CollectiveForward
 from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward, HostForward, Step
+from dlrm_overlap.embedding.gradients import GradientLayout
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.tables import LocalTables
 
@@ -31,10 +33,9 @@ class Exchange:
     ) -> None:
         self.layout, self.options = layout, options
         self._arguments = layout, tables, options, group, device
-        self._forward: Forward | None = None
+        self._ways: Ways | None = None
         self._capacity = 0
         self._pending: Step | None = None
-        self._backward = CollectiveBackward(layout, tables, options.wire_dtype, group, device)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
@@ -58,58 +59,81 @@ class Exchange:
         """Start to pool and to send."""
         if self._pending is not None:
             self.collect(self._pending)  # nobody wanted it; its flags must still be awaited before the next step
-        if self._forward is None or step.batch.most > self._capacity:
+        if self._ways is None or step.batch.most > self._capacity:
             self.close()
             self._capacity = max(1, step.batch.most)
-            self._forward = make_forward(*self._arguments, samples_per_rank=self._capacity)
-        assert self._forward is not None
-        self._forward.launch(step)
+            self._ways = make_ways(*self._arguments, samples_per_rank=self._capacity)
+        self._ways.forward.launch(step)
         self._pending = step
 
     def collect(self, step: Step) -> torch.Tensor:
         """Return the pooled embeddings of the step under way."""
-        assert self._forward is not None
         assert step is self._pending
         self._pending = None
-        return self._forward.collect(step)
+        return self._made().forward.collect(step)
+
+    def prepare_update(self, step: Step) -> None:
+        """Do what the update of the rows needs to know of the ids; the step's forward is under way."""
+        self._made().backward.prepare(step)
 
     def send_gradient(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of what `collect` returned to the rows' owners."""
-        self._backward.send(step, gradient)
+        self._made().backward.send(step, gradient)
 
     def update(self, step: Step) -> None:
-        """Wait for the gradients of this rank's rows and update them."""
-        self._backward.update(step)
+        """Let what follows see this rank's rows updated by the gradients."""
+        self._made().backward.update(step)
+
+    def _made(self) -> "Ways":
+        assert self._ways is not None, "a step begins with its forward"
+        return self._ways
 
     def check(self) -> None:
         """Raise what a kernel has recorded: an expired wait, an id outside its table. Never waits for the device."""
-        if self._forward is not None:
-            self._forward.check()
+        if self._ways is not None:
+            self._ways.forward.check()
+            self._ways.backward.check()
 
     def close(self) -> None:
         """Give the windows back. Every rank must be through with its steps."""
-        if self._forward is not None:
-            self._forward.close()
-        self._forward, self._capacity = None, 0
+        if self._ways is not None:
+            self._ways.backward.close()
+            self._ways.forward.close()
+        self._ways, self._capacity = None, 0
 
 
-def make_forward(
+class Ways(NamedTuple):
+    """How an exchange runs."""
+
+    forward: Forward
+    backward: Backward
+
+
+def make_ways(
     layout: Layout,
     tables: LocalTables,
     options: ExchangeOptions,
     group: dist.ProcessGroup,
     device: torch.device,
     samples_per_rank: int,
-) -> Forward:
-    """Return the way that `options.backend` takes on `device`, for up to `samples_per_rank` samples; a collective."""
+) -> Ways:
+    """Return the ways that `options` take on `device`, for up to `samples_per_rank` samples; a collective."""
     arguments = layout, tables, options, group, device
     if options.backend == "nccl":
-        return CollectiveForward(*arguments)
-    if device.type == "cuda":
-        from dlrm_overlap.embedding.device_forward import DeviceForward  # needs Triton, which a CPU does not
+        return Ways(CollectiveForward(*arguments), CollectiveBackward(*arguments))
+    pushes = options.backward != "collective"
+    gradients = GradientLayout(layout, samples_per_rank, options.wire_dtype)
+    windows: dict[str, Any] = {"samples_per_rank": samples_per_rank, "beside": gradients.regions() if pushes else {}}
+    if device.type == "cuda":  # these need Triton, which a CPU does not
+        from dlrm_overlap.embedding.device_backward import DevicePush
+        from dlrm_overlap.embedding.device_forward import DeviceForward
 
-        return DeviceForward(*arguments, samples_per_rank=samples_per_rank)
-    return HostForward(*arguments, samples_per_rank=samples_per_rank)
+        forward, push = DeviceForward(*arguments, **windows), DevicePush
+    else:
+        forward, push = HostForward(*arguments, **windows), HostPush
+    if not pushes:
+        return Ways(forward, CollectiveBackward(*arguments))
+    return Ways(forward, push(*arguments, gradients=gradients, arena=forward.windows.arena))
 
 
 class _Launch(torch.autograd.Function):
@@ -123,6 +147,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
         ctx.exchange, ctx.step = exchange, step
         exchange.launch(step)
+        exchange.prepare_update(step)
         return torch.empty_like(anchor)
 
     @staticmethod
@@ -137,7 +162,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
         ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return exchange.collect(step)
+        return exchange.collect(step).float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -160,4 +185,4 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
     def _wait_impl(self) -> torch.Tensor:
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
             return self._exchange.collect(self._step).float()
-        return _Collect.apply(self._token, self._exchange, self._step).float()
+        return _Collect.apply(self._token, self._exchange, self._step)

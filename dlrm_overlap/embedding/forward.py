@@ -1,8 +1,8 @@
 """The forward of the embedding stage: what every way to run it shares, and the ways of a CPU and of the collective."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.arena import HostArena
+from dlrm_overlap.comm.arena import HostArena, Region
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.embedding.tables import LocalTables
@@ -41,6 +41,8 @@ class ExchangeOptions:
     """bound of a wait for a peer"""
     trace: bool = False
     """fused on GPUs: record every task"""
+    backward: str = "push"
+    """collective | push | atomic; nccl has the first alone"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,8 @@ class Step:
     """the collective under way"""
     received: torch.Tensor | None = None
     """what it fills"""
+    runs: list[Any] = field(default_factory=list)
+    """the ids of each input, ready for the update of their rows"""
 
 
 class Forward(ABC):
@@ -150,14 +154,14 @@ def bad_id_message(name: str, value: int | None, rows: int) -> str:
 class WindowForward(Forward):
     """`pgas` and `fused`: what stores into the peers' windows, on any device."""
 
-    def __init__(self, *args: Any, samples_per_rank: int) -> None:
-        """Make windows for up to `samples_per_rank` samples, a collective."""
+    def __init__(self, *args: Any, samples_per_rank: int, beside: Mapping[str, Region] | None = None) -> None:
+        """Make windows for up to `samples_per_rank` samples, and the regions `beside` them; a collective."""
         super().__init__(*args)
         self._fused = self.options.backend == "fused"
         most = max(len(pieces) for pieces in self.layout.by_owner)
         slots = max(1, most * self._slices(samples_per_rank))
         columns, wire = self.layout.total_dim, self.options.wire_dtype
-        self.windows = OutputWindows(samples_per_rank, columns, wire, slots, self.group, self.device)
+        self.windows = OutputWindows(samples_per_rank, columns, wire, slots, self.group, self.device, beside)
 
     def _slices(self, samples: int) -> int:
         """Return the slices of a piece for one destination of `samples` samples; `pgas` sends all in one."""
@@ -181,8 +185,8 @@ class WindowForward(Forward):
 class HostForward(WindowForward):
     """Between processes of one host: the kernels' order and protocol, the reference's maths."""
 
-    def __init__(self, *args: Any, samples_per_rank: int) -> None:
-        super().__init__(*args, samples_per_rank=samples_per_rank)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         assert isinstance(self.windows.arena, HostArena)
         self._arena = self.windows.arena
 

@@ -10,11 +10,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 
-_OPERATORS = {
-    EmbOptimType.EXACT_SGD: "sgd",
-    EmbOptimType.EXACT_ADAGRAD: "adagrad",
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
-}
+from dlrm_overlap.embedding.tables import OPTIMIZERS
+
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
 
@@ -23,7 +20,7 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
     """Return why `RowUpdate` cannot take the place of the backward of a lookup made with these, or None if it can."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
-    if optimizer not in _OPERATORS:
+    if optimizer not in OPTIMIZERS:
         return f"optimizer {optimizer}"
     if fused_params.get("gradient_clipping"):
         return "gradient clipping"
@@ -32,11 +29,22 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
     return None
 
 
+def only_fbgemm(fused_params: Mapping[str, Any], backward: str) -> str | None:
+    """Return why the rows of a lookup made with these can be updated by `RowUpdate` alone, or None if not."""
+    for name in ("weight_decay", "max_norm"):
+        if fused_params.get(name):
+            return f"{name} {fused_params[name]}"
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if backward == "atomic" and optimizer != EmbOptimType.EXACT_SGD:
+        return f"optimizer {OPTIMIZERS[optimizer]} is no sum"
+    return None
+
+
 class RowUpdate:
     """Applies the gradients of pooled embeddings to the rows of one fused lookup, in place, by its own optimizer."""
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        name = f"split_embedding_backward_codegen_{_OPERATORS[tbe.optimizer]}_unweighted_pt2_wrapper"
+        name = f"split_embedding_backward_codegen_{OPTIMIZERS[tbe.optimizer]}_unweighted_pt2_wrapper"
         self._tbe, self._operator = tbe, getattr(torch.ops.fbgemm, name).default
         self._names = [argument.name for argument in self._operator._schema.arguments]
 

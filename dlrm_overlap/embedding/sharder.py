@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.embedding.backward import BACKWARDS
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.forward import BACKENDS, ExchangeOptions
 from dlrm_overlap.embedding.layout import Layout, Piece
-from dlrm_overlap.embedding.row_update import unsupported
+from dlrm_overlap.embedding.row_update import only_fbgemm, unsupported
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -81,9 +83,22 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         others: list[Any] = [s for s, reason in zip(self._embedding_shardings, reasons, strict=True) if reason]
         layout = build_layout(shardings, [config.name for config in self._embedding_bag_configs], group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
-        self.exchange = Exchange(layout, tables, self._options, group, device)
+        self.exchange = Exchange(layout, tables, self._options_for(shardings), group, device)
         self._output_names = layout.names + [name for sharding in others for name in sharding.embedding_names()]
         self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
+
+    def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
+        """Return the options, with the collective's backward where the rows' update is FBGEMM's alone."""
+        options = self._options
+        groups = [
+            g for sharding in shardings for groups in sharding._grouped_embedding_configs_per_rank for g in groups
+        ]
+        reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, options.backward))}
+        if options.backend == "nccl" or options.backward == "collective" or not reasons:
+            return options
+        if self._env.rank == 0:
+            log.warning("backward %s: gradients go by the collective: %s", options.backward, ", ".join(sorted(reasons)))
+        return replace(options, backward="collective")
 
     def _reason_to_fall_back(self, sharding: Any) -> str | None:
         """Return why a sharding cannot be exchanged, alike on all ranks, or None if it can."""
@@ -205,6 +220,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
+        backward: str = "auto",
     ) -> None:
         """Take TorchRec's arguments, then the configuration's keys of section `embedding`.
 
@@ -216,13 +232,20 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ("backend", backend, BACKENDS),
             ("schedule", schedule, ("auto", *SCHEDULES)),
             ("wire_dtype", wire_dtype, tuple(_WIRE_DTYPES)),
+            ("backward", backward, ("auto", *BACKWARDS)),
         ):
             if value not in known:
                 raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
         # The configuration's own checks of the other keys.
         EmbeddingConfig(slice_bags=slice_bags, programs_per_sm=programs_per_sm, wait_timeout_s=wait_timeout_s)
         self.options = ExchangeOptions(
-            backend, schedule, slice_bags, programs_per_sm, _WIRE_DTYPES[wire_dtype], wait_timeout_s
+            backend,
+            schedule,
+            slice_bags,
+            programs_per_sm,
+            _WIRE_DTYPES[wire_dtype],
+            wait_timeout_s,
+            backward="push" if backward == "auto" else backward,
         )
 
     def shard(
@@ -279,6 +302,7 @@ def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
             programs_per_sm=config.programs_per_sm,
             wire_dtype=config.wire_dtype,
             wait_timeout_s=config.wait_timeout_s,
+            backward=config.backward,
         )
     codecs = None
     if config.wire_dtype != "fp32":

@@ -4,10 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.embedding.layout import Piece
+
+OPTIMIZERS = {
+    EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.EXACT_ADAGRAD: "adagrad",
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+}
 
 
 class LocalTables:
@@ -17,6 +24,7 @@ class LocalTables:
         self.lookups = list(lookups)
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
+        self._states: list[list[list[torch.Tensor]]] = []
 
     @classmethod
     def of(cls, lookups: Sequence[Any]) -> "LocalTables":
@@ -32,9 +40,24 @@ class LocalTables:
         """Return where the lookups' rows lie now: it changes when they are moved or replaced."""
         return tuple((tbe.weights_host if tbe.use_cpu else tbe.weights_dev).data_ptr() for tbe in self.lookups)  # type: ignore
 
-    def weight(self, piece: Piece) -> torch.Tensor:
-        """Return the rows [rows, D] of a piece of this rank."""
+    def _split(self) -> None:
         if (storage := self.storage()) != self._storage:
             self._weights = [tbe.split_embedding_weights() for tbe in self.lookups]
+            self._states = [tbe.split_optimizer_states() for tbe in self.lookups]
             self._storage = storage
+
+    def weight(self, piece: Piece) -> torch.Tensor:
+        """Return the rows [rows, D] of a piece of this rank."""
+        self._split()
         return self._weights[piece.group][piece.table]
+
+    def state(self, piece: Piece) -> torch.Tensor | None:
+        """Return the optimizer's state of a piece's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
+        self._split()
+        states = self._states[piece.group]
+        return states[piece.table][0] if states else None
+
+    def optimizer(self, piece: Piece) -> tuple[str, float, float]:
+        """Return the optimizer of a piece's rows, its learning rate now and its eps."""
+        tbe = self.lookups[piece.group]
+        return OPTIMIZERS[tbe.optimizer], tbe.get_learning_rate(), tbe.optimizer_args.eps

@@ -1,6 +1,7 @@
 """Where peers store pooled embeddings: two windows that take turns, their ready flags and epochs."""
 
 import gc
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,13 @@ class OutputWindows:
         slots: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        beside: Mapping[str, Region] | None = None,
     ) -> None:
-        """Make them for up to `samples` samples a rank; a collective over `group`."""
+        """Make them for up to `samples` samples a rank, and other regions beside them; a collective over `group`."""
         window = Region((samples, columns), dtype)
-        regions = dict.fromkeys(WINDOWS, window) | {"ready": Region((group.size(), slots), torch.int64)}
+        regions = (
+            dict.fromkeys(WINDOWS, window) | {"ready": Region((group.size(), slots), torch.int64)} | dict(beside or {})
+        )
         self.arena = open_arena(regions, group, device)
         self._loans = [self.arena.loan(name) for name in WINDOWS]
         self.epoch = 0

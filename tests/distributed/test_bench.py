@@ -58,6 +58,54 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
 
 
+@pytest.mark.parametrize(
+    ("options", "widths"),
+    [
+        ([], (3, 3)),
+        (["--data.tables.count", "5", "--embedding.wire_dtype", "bf16", "--data.tables.zipf_alpha", "1.05"], (3, 2)),
+    ],
+    ids=["equal", "unequal_bf16_zipf"],
+)
+def test_backward_measures_all_contenders_under_each_optimizer(
+    tmp_path: Path, options: list[str], widths: tuple[int, int]
+) -> None:
+    output = tmp_path / "backward.csv"
+    argv = ["bench", "backward", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--optimizers", "sgd", "adagrad", "--iterations", "3", "--output", str(output), *options]
+    result = run_cli(*argv)
+    assert result.returncode == 0, result.stderr
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    contenders = [(row["optimizer"], row["contender"]) for row in rows]
+    exact = [("sgd", "baseline"), ("sgd", "push"), ("sgd", "push_exposed"), ("sgd", "atomic")]
+    assert contenders == exact + [("adagrad", name) for _, name in exact[:3]]
+    wire_bytes = 2 if options else 4
+    for row in rows:
+        shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
+        assert shape == ["2", str(sum(widths)), "16", "128", "4"]
+        assert row["deterministic"] == "True"
+        assert float(row["max_relative_difference"]) <= float(row["tolerance"])
+        assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
+        # A rank sends the gradient of its own 64 samples, of the other's columns.
+        assert int(row["link_bytes"]) in [tables * 16 * wire_bytes * 64 for tables in widths]
+        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_per_s")) and row[key]}
+        link_ms = value["link_bytes"] / value["link_gb_per_s"] / 1e6
+        for name, size in (("limit_ms", "hbm_bytes"), ("compulsory_ms", "compulsory_bytes")):
+            memory_ms = value[size] / value["hbm_gb_per_s"] / 1e6
+            assert value[name] == pytest.approx(max(memory_ms, link_ms), rel=1e-2)
+        assert value["compulsory_bytes"] < value["hbm_bytes"]
+        assert float(row["fraction_of_limit"]) == pytest.approx(value["limit_ms"] / value["median_ms"], rel=1e-2)
+        first = rows[0] if row["optimizer"] == "sgd" else rows[4]
+        assert float(row["speedup"]) == pytest.approx(float(first["median_ms"]) / value["median_ms"], rel=1e-2)
+        assert int(row["touched_rows"]) <= int(row["ids"]) == int(rows[0]["ids"])
+        assert {"pack_ms", "all_to_all_ms", "update_ms"} <= value.keys() or row["contender"] != "baseline"
+        assert ("prepare_ms" in value) == row["contender"].startswith("push")
+        assert (row["packing"] in ("by_owner", "at_once")) == (row["contender"] == "baseline")
+        assert row["schedule"] == ("" if row["contender"] == "baseline" else "balanced")
+    if options:
+        assert rows[0]["packing"] == "by_owner"
+
+
 def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
     output = tmp_path / "strong.csv"
     argv = ["bench", "strong", "--config", "configs/bench/tiny.yaml", "--nproc", "3", "--train.device", "cpu"]

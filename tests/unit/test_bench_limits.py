@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.limits import Limit, count_bytes
+from dlrm_overlap.bench.limits import Limit, count_bytes, count_update
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
 from tests.agreement import assert_same
@@ -25,6 +25,26 @@ def test_bytes_of_a_hand_computed_step() -> None:
     rows, indices, offsets = 5 * 4 * 4 + 2 * 8 * 4, 7 * 8, 7 * 8
     assert hbm == rows + indices + offsets + 2 * (4 + 8 + 4) * 2
     assert link == 1 * (4 + 8) * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_of_4", "state_of_8"), [("sgd", 0, 0), ("rowwise_adagrad", 4, 4), ("adagrad", 16, 32)]
+)
+def test_bytes_of_a_hand_computed_backward(optimizer: str, state_of_4: int, state_of_8: int) -> None:
+    """Rank 0: 2 samples, tables of dim 4 and 8; rank 1: 1 sample, a table of dim 4; wire bf16."""
+    pieces = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
+    layout = Layout(pieces, [piece.name for piece in pieces], world_size=2)
+    # The first table: 5 ids of 3 rows in 2 of 3 bags; the second: 2 ids of one row in 2 of 3.
+    lengths, values = torch.tensor([2, 0, 3, 1, 1, 0]), torch.tensor([7, 3, 7, 7, 9, 7, 7])
+    ids = KeyedJaggedTensor(["t_0_0", "t_0_1"], values, lengths=lengths)
+    counts = count_update(layout, 0, (2, 1), [ids], torch.bfloat16, optimizer)
+    rows = 3 * 2 * (4 * 4 + state_of_4) + 1 * 2 * (8 * 4 + state_of_8)
+    told = 7 * 4 + 4 * 16
+    sent, arrived = 2 * (4 + 8 + 4) * 4, 3 * (4 + 8) * 2
+    assert counts.hbm_bytes == rows + told + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
+    assert counts.compulsory_bytes == rows + told + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
+    assert counts.link_bytes == 2 * 4 * 2
+    assert (counts.ids, counts.touched_rows) == (7, 4)
 
 
 def test_the_slower_of_memory_and_links_is_the_limit() -> None:

@@ -1,5 +1,6 @@
 """The shapes in configs/bench and the options that change them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,14 @@ def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
         config = _config(path.stem)
         Request(kind, OUTPUT, tables_per_rank=own).check_ranks(config, 4, "cuda")
         assert own in (None, config.data.tables.count)
-        assert config.data.tables.zipf_alpha == 0
+        assert config.data.tables.zipf_alpha == (1.05 if path.stem == "mlperf" else 0)
+
+
+def test_mlperf_has_the_tables_of_the_training_configuration() -> None:
+    trained = parse_config("", "", ["--config", "configs/mlperf_dcnv2.yaml"], lambda parser: None)[0]
+    measured = _config("mlperf")
+    assert measured.data.tables == replace(trained.data.tables, max_rows=4_000_000)
+    assert (measured.model.dim, measured.embedding.lr) == (trained.model.dim, trained.embedding.lr)
 
 
 def test_worlds_and_tables() -> None:
@@ -53,3 +61,15 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         Request(kind, OUTPUT, tables_per_rank=per_rank).check_ranks(_config("tiny", *options), 2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (("sgd", "adam"), "--optimizers adam: not an optimizer of the tables; known: sgd, adagrad, rowwise_adagrad"),
+        (("sgd", "adagrad", "sgd"), "--optimizers sgd adagrad sgd: one is there twice"),
+    ],
+)
+def test_optimizers_are_known_and_named_once(optimizers: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Request("backward", OUTPUT, optimizers=optimizers)

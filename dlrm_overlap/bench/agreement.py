@@ -1,0 +1,161 @@
+"""Do the contenders agree with the first of them, the baseline? No time is told of those that do not."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_overlap.bench.contenders import Contender
+from dlrm_overlap.bench.timing import greatest
+from dlrm_overlap.bench.workload import Workload
+
+# Greatest difference from the baseline, relative to its greatest element: sums of a hundred rows in another order, or
+# one unit in the last place of the type, the wire's or the rows'.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+# The same of rows, relative to their table's greatest change: a row of a skewed table sums hundreds of thousands of
+# gradients in another order. Element-wise Adagrad divides by the element's own sum, small where gradients cancel.
+ROW_TOLERANCE = {"sgd": 1e-4, "rowwise_adagrad": 1e-4, "adagrad": 1e-3}
+
+_ROW_STEPS = 2  # so that the second meets what the first has left behind
+_CHUNK_ELEMENTS = 1 << 26  # bounds the scratch of a comparison of large tables
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A contender's outputs against the baseline's, over all batches and ranks."""
+
+    equal: bool
+    """bit for bit"""
+    max_abs_difference: float
+    tolerance: float
+    """greatest difference that agrees"""
+
+    @property
+    def agrees(self) -> bool:
+        """False where a difference exceeds the tolerance, or is not finite."""
+        return self.max_abs_difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class RowAgreement:
+    """A contender's rows and their state against the baseline's, after the same steps, over all ranks."""
+
+    equal: bool
+    """bit for bit"""
+    deterministic: bool
+    """the same steps once more gave the same bits"""
+    max_relative_difference: float
+    """of rows, relative to their table's greatest change; of state, to its own value"""
+    tolerance: float
+    """greatest difference that agrees"""
+
+    @property
+    def agrees(self) -> bool:
+        """False where a difference exceeds the tolerance, or is not finite."""
+        return self.max_relative_difference <= self.tolerance
+
+
+@torch.no_grad()
+def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
+    """Compare every contender's outputs with those of the first, on every batch and rank."""
+    differences = [0.0] * len(contenders)
+    unequal = [0.0] * len(contenders)
+    scale = 0.0
+    for ids in workload.batches:
+        expected = contenders[0].step(ids).clone()
+        scale = max(scale, expected.abs().max().item())
+        for i, contender in enumerate(contenders):
+            output = contender.step(ids)
+            difference = (output - expected).abs().max().item()
+            differences[i] = max(differences[i], difference if math.isfinite(difference) else math.inf)
+            unequal[i] = max(unequal[i], float(not torch.equal(output, expected)))
+            del output  # its window must be free before the next step
+    device, group = workload.device, workload.group
+    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], device, group)[0]
+    return [
+        Agreement(not differs, difference, tolerance)
+        for differs, difference in zip(
+            greatest(unequal, device, group), greatest(differences, device, group), strict=True
+        )
+    ]
+
+
+@torch.no_grad()
+def check_rows(
+    contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
+) -> list[RowAgreement]:
+    """Let every contender update the same rows, twice from the same beginning, and compare with the first.
+
+    The optimizer's state begins anywhere between 0.5 and 1.5, so that a state of another row is found, and no sum of
+    gradients that cancel is divided by itself. At the end all is as it was before the first step.
+    """
+    weights, states = rows_of(workload)
+    _begin(states, workload)
+    live = weights + states
+    start, reference = [tensor.clone() for tensor in live], []
+    found: list[list[float]] = []
+    for contender in contenders:
+        prints = []
+        for _ in range(2):
+            _restore(live, start)
+            for batch in batches[:_ROW_STEPS]:
+                contender.step(batch)
+            prints.append(fingerprint(live))
+        reference = reference or [tensor.clone() for tensor in live]
+        by_table = [_row_difference(*rows) for rows in zip(weights, reference, start, strict=False)]
+        by_table += [_state_difference(*state) for state in zip(states, reference[len(weights) :], strict=True)]
+        equal = all(torch.equal(*pair) for pair in zip(live, reference, strict=True))
+        worst = max(d if math.isfinite(d) else math.inf for d in by_table)
+        found.append([float(not equal), float(prints[0] != prints[1]), worst])
+    _restore(live, start)
+    tolerance = ROW_TOLERANCE[optimizer]
+    for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
+        tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
+    by_contender = [greatest(values, workload.device, workload.group) for values in found]
+    return [RowAgreement(not unequal, not differs, worst, tolerance) for unequal, differs, worst in by_contender]
+
+
+def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's rows [rows, D], a tensor a table, and the optimizer's state of each; none under SGD."""
+    pieces, tables = workload.layout.by_owner[workload.rank], workload.tables
+    states = [tables.state(piece) for piece in pieces]
+    return [tables.weight(piece) for piece in pieces], [state for state in states if state is not None]
+
+
+def _begin(states: Sequence[torch.Tensor], workload: Workload) -> None:
+    generator = torch.Generator(workload.device).manual_seed(workload.rank)
+    for state in states:
+        state.uniform_(0.5, 1.5, generator=generator)
+
+
+def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
+    for tensor, copy in zip(live, start, strict=True):
+        tensor.copy_(copy)
+
+
+def _row_difference(rows: torch.Tensor, expected: torch.Tensor, start: torch.Tensor) -> float:
+    difference = _greatest(lambda a, b: (a - b).abs(), rows, expected)
+    change = _greatest(lambda a, b: (a - b).abs(), expected, start)
+    return difference / change if change else math.inf if difference else 0.0
+
+
+def _state_difference(state: torch.Tensor, expected: torch.Tensor) -> float:
+    return _greatest(lambda a, b: ((a - b) / b).abs(), state, expected)
+
+
+def _greatest(measure: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
+    """Return the greatest element of `measure`, NaN if one is NaN."""
+    chunks = zip(*(tensor.view(-1).split(_CHUNK_ELEMENTS) for tensor in tensors), strict=True)
+    return torch.stack([measure(*(part.float() for part in parts)).max() for parts in chunks]).max().item()
+
+
+def fingerprint(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a number made of all bits of `tensors`: it tells two contents apart, all but for a chance of 2^-60."""
+    number = 0
+    for tensor in tensors:
+        bits = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
+        for chunk in tensor.view(-1).view(bits).split(_CHUNK_ELEMENTS):
+            odd = torch.arange(1, 2 * chunk.numel(), 2, device=chunk.device)
+            number = hash((number, (chunk * odd).sum().item()))
+    return number

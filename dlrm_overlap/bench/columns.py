@@ -1,0 +1,49 @@
+"""Columns that the rows of the forward and the backward share."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dlrm_overlap.bench.limits import Limit
+from dlrm_overlap.bench.rounds import Timing
+from dlrm_overlap.bench.workload import BATCHES, Workload
+from dlrm_overlap.config import Config, TablesConfig
+
+
+def describe(config: Config, workload: Workload) -> dict[str, Any]:
+    """Return the columns that tell the shape; a list of the configuration's is written as one value."""
+    tables = config.data.tables
+    return {
+        "world_size": workload.group.size(),
+        "tables": len(workload.layout.names),
+        "rows": str(_capped_rows(tables)),
+        "dim": config.model.dim,
+        "multi_hot": str(tables.multi_hot),
+        "zipf_alpha": str(tables.zipf_alpha),
+        "global_batch": sum(workload.batch_sizes),
+        "batches": BATCHES,
+        "id_dtype": "int64",
+        "weight_dtype": config.embedding.weight_dtype,
+        "wire_dtype": config.embedding.wire_dtype,
+    }
+
+
+def _capped_rows(tables: TablesConfig) -> int | Sequence[int] | None:
+    if tables.max_rows is None or tables.rows is None:
+        return tables.rows
+    most = tables.max_rows
+    return [min(rows, most) for rows in tables.rows] if isinstance(tables.rows, list) else min(tables.rows, most)
+
+
+def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
+    """Return the columns of a contender's times, beside the limit and the baseline."""
+    median = timing.times.median_ms
+    return {
+        "steps": timing.steps,
+        **asdict(timing.times),
+        "host_ms": timing.host_ms,
+        **asdict(limit),
+        "limit_ms": limit.ms,
+        "fraction_of_limit": limit.ms / median,
+        "speedup": baseline.times.median_ms / median,
+    }

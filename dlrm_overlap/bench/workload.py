@@ -1,0 +1,130 @@
+"""What is measured on: tables sharded over the ranks, and batches of ids for them."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.embedding.forward import ExchangeOptions
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_layout, build_sharder
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.model import build_model
+
+BATCHES = 4  # take turns, so that no step finds the rows of the one before in a cache
+
+
+class Ids(NamedTuple):
+    """A batch's ids, on the ranks that hold their rows."""
+
+    context: Any
+    """TorchRec's, from its input_dist"""
+    inputs: Any
+    """KJTList of one KeyedJaggedTensor: B bags a table of this rank, values and lengths int64"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tables sharded over the ranks of a group, and batches of ids for them."""
+
+    module: ShardedEmbeddingBagCollection
+    layout: Layout
+    tables: LocalTables
+    group: dist.ProcessGroup
+    device: torch.device
+    batch_sizes: tuple[int, ...]
+    """samples of each rank"""
+    wire_dtype: torch.dtype
+    batches: list[Ids]
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.group.rank()
+
+
+def read_ids(config: Config, group: dist.ProcessGroup) -> list[KeyedJaggedTensor]:
+    """Return the ids of this rank's samples in `BATCHES` batches, as the data set has them."""
+    data, _ = open_datasets(config.data)
+    samples = config.train.samples_per_rank(group.size())
+    firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
+    with ThreadPoolExecutor(BATCHES) as pool:
+        return [batch.sparse for batch in pool.map(lambda first: data.read(first, samples), firsts)]
+
+
+def make_workload(
+    config: Config,
+    sparse: Sequence[KeyedJaggedTensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+    check_ids: bool = True,
+    optimizer: str = "sgd",
+) -> Workload:
+    """Shard the tables of `config` over `group` and bring the ids `sparse`, see `read_ids`, to their owners.
+
+    Tables lie whole on one rank, the first T / W on rank 0 and so on, so that the baseline's unpacking is one
+    concatenation, without a permutation. TorchRec shards them; every contender uses the same FBGEMM storage. Rows below
+    float32 are rounded to the nearest, not by chance, so that two updates can be compared. Ids are int64, FBGEMM's own
+    type, so that nobody has to cast them.
+
+    Args:
+        optimizer: of the rows; the default keeps no state.
+    """
+    rank, world_size = group.rank(), group.size()
+    data, _ = open_datasets(config.data)
+    tables = len(data.rows)
+    collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
+    sharder: Any = build_sharder(
+        replace(config.embedding, backend="torchrec", backward="auto", optimizer=optimizer)  # type: ignore[arg-type]
+    )
+    sharder.fused_params["stochastic_rounding"] = False
+    if not check_ids:
+        sharder.fused_params["bounds_check_mode"] = BoundsCheckMode.NONE
+    places = {
+        table.name: table_wise(rank=t * world_size // tables, compute_kernel="fused")
+        for t, table in enumerate(collection.embedding_bag_configs())
+    }
+    local_size = min(local_world_size, world_size)
+    plan = construct_module_sharding_plan(collection, places, sharder, local_size, world_size, device.type)
+    environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` waits for ranks outside the group
+    environment.process_group = group
+    module = sharder.shard(collection, plan, environment, device)
+    initialise_tables(module, config.train.seed)
+    layout = build_layout(module._embedding_shardings, [c.name for c in collection.embedding_bag_configs()], world_size)
+    return Workload(
+        module=module,
+        layout=layout,
+        tables=LocalTables.of(module._lookups),
+        group=group,
+        device=device,
+        batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
+        wire_dtype=exchange_options(config.embedding, "pgas").wire_dtype,
+        batches=[_bring_ids(module, ids, device) for ids in sparse],
+    )
+
+
+def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor, device: torch.device) -> Ids:
+    values, lengths = (part.to(device, torch.int64) for part in (sparse.values(), sparse.lengths()))
+    context = module.create_context()
+    inputs = module.input_dist(context, KeyedJaggedTensor(sparse.keys(), values, lengths=lengths)).wait().wait()
+    inputs[0].offsets()  # computes and keeps them, for all contenders
+    return Ids(context, inputs)
+
+
+def exchange_options(config: EmbeddingConfig, backend: str) -> ExchangeOptions:
+    """Return the options that `config` stands for under `backend`, an exchange's."""
+    sharder = build_sharder(replace(config, backend=backend))
+    assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
+    return sharder.options

@@ -1,0 +1,267 @@
+"""The backward on GPUs: gradients stored into the owners' windows, rows updated by ids that were sorted long before.
+
+Everything runs beside the main stream. Ids are sorted when the forward has looked them up, while the dense part
+computes. Gradients travel on one stream, part by part; rows are updated on another, part by part as they arrive, while
+the main stream goes on with the bottom MLP's backward and the dense all-reduce; it waits at the end of the backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
+from typing import Any
+
+import torch
+
+from dlrm_overlap.comm.arena import Arena, ExchangeTimeoutError, Record
+from dlrm_overlap.embedding.backward import Backward
+from dlrm_overlap.embedding.forward import Step
+from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.embedding.layout import Piece
+from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.kernels.gradient_exchange import PieceTable, push_gradients
+from dlrm_overlap.kernels.row_atomics import add_to_rows
+from dlrm_overlap.kernels.row_runs import Positions, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.row_update import RowRange, Rule, update_rows
+from dlrm_overlap.kernels.schedule import resolve_schedule
+
+_PUSHES_PER_SM = 2  # programs: they fill the links, and leave the rest of the GPU to the updates
+_SEED = 0x5EED
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Rows of one part that are updated alike: positions [first, end) of an input."""
+
+    part: int
+    first: int
+    end: int
+    rows: RowRange
+    piece: Piece
+    """one of them: whose optimizer and learning rate hold for all"""
+
+
+class _Input:
+    """The rows that one input of this rank names, and how they are updated."""
+
+    def __init__(self, pieces: Sequence[Piece], backward: "DevicePush") -> None:
+        """Take the pieces of one source in the order of their positions."""
+        tables, starts = backward.tables, backward.gradients.starts
+        self.source = pieces[0].source
+        first_keys: list[int] = []
+        key = 0
+        for before, piece in zip([None, *pieces[:-1]], pieces, strict=True):
+            if before is None or (before.group, before.table) != (piece.group, piece.table):
+                first, key = key, key + tables.weight(piece).shape[0]
+            first_keys.append(first)
+        device = backward.device
+        self.first_keys = torch.tensor([*first_keys, key], dtype=torch.int64, device=device)
+        self.key_bits = key.bit_length()
+        self.features = len(pieces)
+
+        self.ranges: list[_Range] = []
+        boundaries: list[int] = []
+        entries = [
+            [starts[p] // 4, p.dim // 4, int(p.mean), first] for p, first in zip(pieces, first_keys, strict=True)
+        ]
+        alike = [self._alike(piece, first, backward) for piece, first in zip(pieces, first_keys, strict=True)]
+        for index, (_, group) in enumerate(groupby(range(len(pieces)), key=lambda i: alike[i])):
+            members = list(group)
+            piece = pieces[members[0]]
+            part, _, weight_at, state_at = alike[members[0]]
+            tbe = tables.lookups[piece.group]
+            weights = tbe.weights_dev.detach()  # type: ignore[union-attr]
+            optimizer, _, _ = tables.optimizer(piece)
+            rows = RowRange(
+                index=index,
+                weights=weights,
+                states=weights if optimizer == "sgd" else tbe.momentum1_dev.detach(),  # type: ignore[union-attr]
+                weight_at=weight_at,
+                state_at=state_at,
+                dim=piece.dim,
+                any_mean=any(pieces[i].mean for i in members),
+                optimizer=optimizer,
+                stochastic_rounding=bool(tbe.stochastic_rounding),
+            )
+            self.ranges.append(_Range(part, members[0], members[-1] + 1, rows, piece))
+            boundaries.append(first_keys[members[0]])
+        self.positions = Positions(
+            entries=torch.tensor(entries, dtype=torch.int64, device=device),
+            any_mean=any(piece.mean for piece in pieces),
+            boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
+        )
+
+    @staticmethod
+    def _alike(piece: Piece, first_key: int, backward: "DevicePush") -> tuple[int, int, int, int]:
+        """Return what neighbours must share to be one range: part, lookup, where key 0 would lie, and its state."""
+        tables = backward.tables
+        tbe, weight, state = tables.lookups[piece.group], tables.weight(piece), tables.state(piece)
+        units = piece.dim // 4
+        base: Any = tbe.weights_dev
+        weight_at = (weight.data_ptr() - base.data_ptr()) // (4 * weight.itemsize) - first_key * units
+        if state is None:
+            return backward.gradients.part_of[piece], piece.group, weight_at, 0
+        base = tbe.momentum1_dev
+        state_at = (state.data_ptr() - base.data_ptr()) // state.itemsize
+        state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
+        return backward.gradients.part_of[piece], piece.group, weight_at, state_at
+
+    def sort(self, step: Step) -> PreparedRuns | None:
+        """Sort the ids by row, by FBGEMM's own radix sort, and prepare their update; None if there are none."""
+        ids = step.inputs[self.source]
+        values, offsets, samples = ids.values(), ids.offsets(), step.batch.total
+        if values.numel() == 0:
+            return None
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, self.features)
+        _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
+            self.first_keys,
+            self.key_bits,
+            values.long(),
+            offsets.long(),
+            info_B_num_bits=bits,
+            info_B_mask=mask,
+        )
+        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.positions)
+
+
+class DevicePush(Backward):
+    """Gradients by stores into the owners' windows, then one update of each touched row, or atomic additions."""
+
+    def __init__(self, *args: Any, gradients: GradientLayout, arena: Arena) -> None:
+        """Take the layout and the arena of the windows."""
+        super().__init__(*args)
+        self.gradients = gradients
+        self._arena, self._epoch = arena, 0
+        self._atomic = self.options.backward == "atomic"
+        # Gradients first: peers wait for them, and where programs of both could start, theirs do.
+        self._push_stream = torch.cuda.Stream(self.device, priority=-1)
+        self._update_stream = torch.cuda.Stream(self.device)
+        self._issued = torch.cuda.Event()
+        self._record = Record(self.device)
+        self._windows = [Windows(arena.addresses(name), 0, self.options.wire_dtype, 16) for name in GRADIENT_WINDOWS]
+        self._local = [arena.local(name) for name in GRADIENT_WINDOWS]
+        self._flags = [self._flags_of(part) for part in range(gradients.parts)]
+        self._pushed = [self._piece_tables(owned) for owned in gradients.pieces]
+        self._schedule = resolve_schedule(self.options.schedule, load_store_peers=True)
+        self._programs = _PUSHES_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._storage: tuple[int, ...] | None = None
+        self._inputs: list[_Input] = []
+        self._seed = torch.initial_seed()
+
+    def _flags_of(self, part: int) -> Flags:
+        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device=self.device)
+        return Flags(
+            addresses=self._arena.addresses(GRADIENT_FLAGS),
+            local=self._arena.local(GRADIENT_FLAGS),
+            counts=counts,
+            timeout=int(self.options.wait_timeout_s * 1e9),
+            status=self._record.status,
+        )
+
+    def _piece_tables(self, owned: Sequence[Sequence[Piece]]) -> list[PieceTable]:
+        """Return what travels with a part, which has the pieces `owned` by each rank, a table a dim."""
+        return [
+            self._piece_table([[piece for piece in pieces if piece.dim == dim] for pieces in owned], dim)
+            for dim in sorted({piece.dim for pieces in owned for piece in pieces})
+        ]
+
+    def _piece_table(self, owned: Sequence[Sequence[Piece]], dim: int) -> PieceTable:
+        most, starts = max(map(len, owned)), self.gradients.starts
+        places = [[[self.layout.column(piece), starts[piece], 1] for piece in pieces] for pieces in owned]
+        every = [place for pieces in places for place in pieces]
+        padded = [[*pieces, *[[0, 0, 0]] * (most - len(pieces))] for pieces in places]
+        return PieceTable(
+            entries=torch.tensor(padded, dtype=torch.int64, device=self.device),
+            dim=dim,
+            source_alignment=gcd(16, *(column for column, _, _ in every)),
+            start_alignment=gcd(16, *(start for _, start, _ in every)),
+        )
+
+    def _sources(self) -> list[_Input]:
+        """Return this rank's inputs, made anew when the rows have moved."""
+        if (storage := self.tables.storage()) != self._storage:
+            pieces = self.layout.by_owner[self.rank]
+            self._inputs = [_Input(list(group), self) for _, group in groupby(pieces, key=lambda piece: piece.source)]
+            self._storage = storage
+        return self._inputs
+
+    def prepare(self, step: Step) -> None:
+        """Sort the ids beside the main stream, once the forward has looked them up, and so has checked them."""
+        if self._atomic:
+            return
+        self._update_stream.wait_stream(torch.cuda.current_stream(self.device))
+        for ids in step.inputs:
+            ids.values().record_stream(self._update_stream)
+            ids.offsets().record_stream(self._update_stream)
+        with torch.cuda.stream(self._update_stream):
+            step.runs = [source.sort(step) for source in self._sources()]
+
+    def send(self, step: Step, gradient: torch.Tensor) -> None:
+        """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
+        self.check()
+        self._epoch += 1
+        gradient = gradient.float()
+        if gradient.stride(1) != 1 or gradient.data_ptr() % 16:
+            gradient = gradient.contiguous()
+        self._issued.record(torch.cuda.current_stream(self.device))
+        for stream in (self._push_stream, self._update_stream):
+            stream.wait_event(self._issued)
+        gradient.record_stream(self._push_stream)
+        with torch.cuda.stream(self._push_stream):
+            for part in range(self.gradients.parts):
+                self._push(part, step, gradient)
+        with torch.cuda.stream(self._update_stream):
+            sources = self._sources()
+            for part, flags in enumerate(self._flags):
+                wait_flags(flags, self.rank, self._epoch)
+                for index, source in enumerate(sources):
+                    for rows in (r for r in source.ranges if r.part == part):
+                        self._update(step, index, source, rows)
+
+    def _push(self, part: int, step: Step, gradient: torch.Tensor) -> None:
+        batch = step.batch
+        for table in self._pushed[part]:
+            push_gradients(
+                gradient,
+                table,
+                self._windows[self._epoch % 2],
+                rank=self.rank,
+                schedule=self._schedule,
+                first_sample=batch.first_sample[self.rank],
+                batch=batch.total,
+                most_samples=batch.most,
+                scale=self.scale,
+                programs=self._programs,
+            )
+        raise_flags(self._flags[part], self.rank, part, self._epoch)
+
+    def _update(self, step: Step, index: int, source: _Input, rows: _Range) -> None:
+        window = self._local[self._epoch % 2]
+        _, lr, eps = self.tables.optimizer(rows.piece)
+        if self._atomic:
+            ids = step.inputs[source.source]
+            ids.values().record_stream(self._update_stream)
+            ids.offsets().record_stream(self._update_stream)
+            places = source.positions, rows.first, rows.end
+            add_to_rows(ids.values(), ids.offsets(), step.batch.total, *places, rows.rows, window, Rule(lr))
+        elif (runs := step.runs[index]) is not None:
+            update_rows(runs, rows.rows, window, Rule(lr, eps, (self._seed + _SEED * self._epoch) % 2**31))
+
+    def update(self, step: Step) -> None:
+        """Let the main stream wait for the rows."""
+        torch.cuda.current_stream(self.device).wait_stream(self._update_stream)
+        step.runs = []
+
+    def check(self) -> None:
+        """Raise what a wait has recorded.
+
+        Raises:
+            ExchangeTimeoutError: if it has expired.
+        """
+        if not self._record.empty and (expired := self._record.expired()):
+            raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "gradients")
+
+    def close(self) -> None:
+        """Forget the windows: nothing may keep a view of them."""
+        self._windows, self._local, self._flags = [], [], []

@@ -1,0 +1,66 @@
+"""Where gradients lie at the owners of their rows: every rank's gradient window, alike known to all."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+
+import torch
+
+from dlrm_overlap.comm.arena import Region
+from dlrm_overlap.embedding.layout import Layout, Piece
+
+GRADIENT_WINDOWS = ("gradients0", "gradients1")
+GRADIENT_FLAGS = "gradients_ready"
+
+_PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs
+_MOST_PARTS = 4  # from here on the host's launches cost more than they hide
+
+
+class GradientLayout:
+    """The gradient windows [D_local * B], piece after piece, and their parts.
+
+    A piece whose columns begin at `start` of D_local holds [B, D] from element start * B on. Parts are ranges of a
+    rank's pieces: the rows of one are updated while the next travels. Two windows take turns: a rank that has seen all
+    flags of exchange e - 1 may write e, since its peers raise those after their updates of e - 2.
+    """
+
+    def __init__(self, layout: Layout, samples_per_rank: int, wire_dtype: torch.dtype) -> None:
+        """Lay out the gradients of up to `samples_per_rank` samples a rank."""
+        self._layout, self._wire_dtype = layout, wire_dtype
+        self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
+        self.parts = max(1, min(_MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES))
+
+    def regions(self) -> Mapping[str, Region]:
+        """Return what an arena must have."""
+        flags = Region((self._layout.world_size, self.parts), torch.int64)
+        return dict.fromkeys(GRADIENT_WINDOWS, Region((self._elements,), self._wire_dtype)) | {GRADIENT_FLAGS: flags}
+
+    @cached_property
+    def starts(self) -> Mapping[Piece, int]:
+        """The first column of each piece in its owner's D_local."""
+        starts: dict[Piece, int] = {}
+        for pieces in self._layout.by_owner:
+            column = 0
+            for piece in pieces:
+                starts[piece] = column
+                column += piece.dim
+        return starts
+
+    @cached_property
+    def part_of(self) -> Mapping[Piece, int]:
+        """The part of each piece: by the columns before its table, whose rows are all updated at once."""
+        parts: dict[Piece, int] = {}
+        for pieces, columns in zip(self._layout.by_owner, self._layout.owner_dims, strict=True):
+            for _, table in groupby(pieces, key=lambda piece: (piece.group, piece.table)):
+                first, *others = table
+                parts[first] = self.starts[first] * self.parts // columns
+                parts |= dict.fromkeys(others, parts[first])
+        return parts
+
+    @cached_property
+    def pieces(self) -> Sequence[Sequence[Sequence[Piece]]]:
+        """The pieces by part, then by owner, in order."""
+        return [
+            [[piece for piece in pieces if self.part_of[piece] == part] for pieces in self._layout.by_owner]
+            for part in range(self.parts)
+        ]

@@ -1,0 +1,149 @@
+"""Gradients to their owners: each rank's part of the pooled embeddings' gradient, stored from where autograd left it
+straight into the gradient windows of the ranks that hold the rows. No packing, no unpacking.
+
+A window is [D_local * B] of the wire's type at the rows' owner, piece after piece: the piece whose columns begin at
+`start` of D_local holds row sample of its [B, D] from element (start * B + sample * D) on. A table's gradients lie
+together, which keeps them in the cache while its rows are updated.
+
+Example: two ranks of two samples; rank 1 owns a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
+elements 0 .. 7 of rank 1's window, rank 1 its own to 8 .. 15.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.arguments import Windows, power_of_2
+from dlrm_overlap.kernels.launch import Form
+from dlrm_overlap.kernels.pooled_exchange import TYPES
+from dlrm_overlap.kernels.primitives import task_at
+
+# Columns of the piece table [W, most, 3] int64.
+SOURCE = tl.constexpr(0)  # column of the output's gradient where the piece begins
+START = tl.constexpr(1)  # column of D_local, at its owner
+PRESENT = tl.constexpr(2)  # 0: this rank has fewer pieces than the fullest
+PIECE_COLUMNS = tl.constexpr(3)
+
+_TASK_ELEMENTS = 2048
+_NUM_WARPS = 4
+_INTEGERS = ["rank", "world_size", "most", "blocks", "samples", "batch", "first_sample", "scale"]
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """What of the gradient goes where: pieces of one dim, by owner."""
+
+    entries: torch.Tensor
+    """[W, most, 3] int64: column of the gradient, column of D_local at the owner, 1 (0 where the rank has none)"""
+    dim: int
+    """D, a multiple of 4, at most 1024"""
+    source_alignment: int
+    """elements, a power of two up to 16, that divide every column of the gradient"""
+    start_alignment: int
+    """the same of every column of D_local"""
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _push_gradients(
+    gradient,
+    pieces,
+    windows,
+    rank,
+    world_size,
+    most,
+    blocks,
+    samples,
+    batch: tl.int64,
+    first_sample: tl.int64,
+    scale,
+    SCHEDULE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    WIRE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WINDOW_ALIGNMENT: tl.constexpr,
+    SOURCE_ALIGNMENT: tl.constexpr,
+    START_ALIGNMENT: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK_DIM)
+    for position in range(tl.program_id(0), world_size * most * blocks, tl.num_programs(0)):
+        destination, which, block = task_at(position, rank, world_size, most, blocks, SCHEDULE)
+        piece = pieces + (destination * most + which) * PIECE_COLUMNS
+        if tl.load(piece + PRESENT) != 0:
+            source = tl.multiple_of(tl.load(piece + SOURCE), SOURCE_ALIGNMENT)
+            start = tl.multiple_of(tl.load(piece + START), START_ALIGNMENT)
+            window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
+            sample = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            mask = (sample < samples)[:, None] & (at < DIM)[None, :]
+            rows = tl.load(gradient + sample[:, None] * STRIDE + (source + at)[None, :], mask=mask, other=0.0)
+            rows = rows.to(tl.float32) * scale
+            into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
+            tl.store(window + into, rows.to(WIRE), mask=mask)
+
+
+@lru_cache
+def _pushing(schedule: str, dim: int, wire: torch.dtype, stride: int, *alignments: int) -> Form:
+    block = power_of_2(dim)
+    constants: dict[str, Any] = {
+        "SCHEDULE": schedule,
+        "ROWS": max(1, _TASK_ELEMENTS // block),
+        "DIM": dim,
+        "BLOCK_DIM": block,
+        "WIRE": TYPES[wire],
+        "STRIDE": stride,
+    }
+    names = ("WINDOW_ALIGNMENT", "SOURCE_ALIGNMENT", "START_ALIGNMENT")
+    return Form(_push_gradients, {"num_warps": _NUM_WARPS}, constants | dict(zip(names, alignments, strict=True)))
+
+
+def push_gradients(
+    gradient: torch.Tensor,
+    pieces: PieceTable,
+    windows: Windows,
+    rank: int,
+    schedule: str,
+    first_sample: int,
+    batch: int,
+    most_samples: int,
+    scale: float,
+    programs: int,
+) -> None:
+    """Store this rank's part of the gradient into the windows of its owners; raises no flag, see `raise_flags`.
+
+    Args:
+        gradient: [b, at least D_total] float32, rows `stride(0)` apart, at a multiple of 16 bytes.
+        windows: each rank's, [D_local * B]; their stride is not used.
+        first_sample: of this rank in the global batch.
+        batch: samples of all ranks, B.
+        most_samples: of a rank: all ranks walk the same tasks.
+        scale: factor of every element.
+        programs: at most so many, each of 4 warps; links need few, and the rest of the GPU stays free.
+    """
+    assert gradient.stride(1) == 1
+    assert gradient.data_ptr() % 16 == 0
+    world_size, most, _ = pieces.entries.shape
+    form = _pushing(
+        schedule, pieces.dim, windows.dtype, gradient.stride(0),
+        windows.alignment, pieces.source_alignment, pieces.start_alignment,
+    )  # fmt: skip
+    blocks = -(-most_samples // form.constants["ROWS"])
+    form(
+        min(programs, world_size * most * blocks) if gradient.shape[0] else 0,
+        (gradient.dtype,),
+        gradient,
+        pieces.entries,
+        windows.addresses,
+        rank,
+        world_size,
+        most,
+        blocks,
+        gradient.shape[0],
+        batch,
+        first_sample,
+        scale,
+    )

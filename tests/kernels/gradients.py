@@ -1,0 +1,241 @@
+"""Rows to update in one process: tables, ids and gradients are CPU tensors, what is to come of them is float64."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dlrm_overlap.kernels.row_atomics import add_to_rows
+from dlrm_overlap.kernels.row_runs import Positions, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.row_update import RowRange, Rule, update_rows
+from tests.agreement import assert_same
+from tests.kernels.emulation import GUARD
+
+# Float32 against float64, relative and absolute: weights and states are near 1, a step rounds some ten times.
+TOLERANCE = 1e-6
+# A gradient, an accumulated square and eps of like size: a step that takes any of them wrongly is far off.
+RULE = Rule(lr=0.5, eps=0.25, seed=3)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tables that are updated alike."""
+
+    tables: tuple[tuple[int, ...], ...]
+    """of each row of each table, how many ids name it. The first table has two features, the others one"""
+    dim: int = 12
+    optimizer: str = "sgd"
+    means: bool = False
+    """the first table's second feature is a mean, all others are sums"""
+    weights: torch.dtype = torch.float32
+    stochastic: bool = False
+
+
+MIXED = Rows(((5, 1, 0, 23, 4, 2), (0, 1, 3)))  # 23 ids over 9 bags: duplicates within bags and across them
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is updated, and by what gradients."""
+
+    ranges: tuple[Rows, ...] = (MIXED,)
+    samples: int = 9
+    """of all ranks"""
+    piece_ids: int = 4
+    wire: torch.dtype = torch.float32
+    ids: torch.dtype = torch.int64
+    offsets: torch.dtype = torch.int64
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check float32 weights or states against float64."""
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Feature(NamedTuple):
+    """One position of an input."""
+
+    range: int
+    first_key: int
+    mean: bool
+
+
+class Model:
+    """The tables of a case, the ids of one input and their bags' gradients. Every fifth bag is empty.
+
+    Gradients are eighths below 16, so that sums of them are exact in any order, and on any wire.
+    """
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        self._generator = torch.Generator().manual_seed(seed)
+        self.features: list[Feature] = []
+        self.first_keys = [0]
+        bags: list[torch.Tensor] = []
+        keys: list[torch.Tensor] = []
+        key = 0
+        for index, rows in enumerate(case.ranges):
+            for table, counts in enumerate(rows.tables):
+                twice = table == 0
+                bags.append(self._bags(len(self.features), 1 + twice, sum(counts)))
+                named = key + torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+                keys.append(named[torch.randperm(named.numel(), generator=self._generator)])
+                means = [False, rows.means] if twice else [False]
+                self.features += [Feature(index, key, mean) for mean in means]
+                key += len(counts)
+            self.first_keys.append(key)
+        # Bits of the sample in an id's info: so many that with three features or more a position reaches the sign.
+        self.bits = 32 - max(2, (len(self.features) - 1).bit_length())
+        self.bags, order = torch.cat(bags).sort(stable=True)
+        self.keys = torch.cat(keys)[order]
+        self.lengths = self.bags.bincount(minlength=len(self.features) * case.samples)
+        self.offsets = torch.cat((torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0))).to(case.offsets)
+        first_keys = torch.tensor([feature.first_key for feature in self.features])
+        self.values = (self.keys - first_keys[self.bags // case.samples]).to(case.ids)
+        self._make_rows()
+        self._make_gradients()
+
+    def _bags(self, first_position: int, features: int, ids: int) -> torch.Tensor:
+        """Return a bag for each of a table's ids, none a multiple of five."""
+        samples = self.case.samples
+        candidates = torch.arange(first_position * samples, (first_position + features) * samples)
+        candidates = candidates[candidates % 5 != 0]
+        return candidates[torch.randint(candidates.numel(), (ids,), generator=self._generator)]
+
+    def _make_rows(self) -> None:
+        """Make the rows of each range and their states, with guards at both ends."""
+        self.weights: list[torch.Tensor] = []
+        self.states: list[torch.Tensor] = []
+        for index, rows in enumerate(self.case.ranges):
+            count = self.first_keys[index + 1] - self.first_keys[index]
+            weights = torch.full((count * rows.dim + 8,), GUARD, dtype=rows.weights)
+            weights[4:-4] = torch.randn(count * rows.dim, generator=self._generator)
+            each, guard = {"sgd": (0, 0), "adagrad": (rows.dim, 4), "rowwise_adagrad": (1, 1)}[rows.optimizer]
+            states = torch.full((count * each + 2 * guard,), GUARD)
+            states[guard : guard + count * each] = torch.rand(count * each, generator=self._generator)
+            self.weights.append(weights)
+            self.states.append(states)
+
+    def _make_gradients(self) -> None:
+        """Make the window, of NaN where no bag's gradient lies: between the pieces, and those of empty bags."""
+        samples = self.case.samples
+        dims = [self.case.ranges[feature.range].dim for feature in self.features]
+        # The other way round than the features, which must not matter.
+        self.starts = [4 + sum(dim + 4 for dim in dims[position + 1 :]) for position in range(len(dims))]
+        columns = 4 + sum(dim + 4 for dim in dims)
+        self.window = torch.full((columns * samples,), torch.nan, dtype=self.case.wire)
+        self.gradients = [
+            self.window[start * samples : (start + dim) * samples].view(samples, dim)
+            for start, dim in zip(self.starts, dims, strict=True)
+        ]
+        self.draw_gradients()
+
+    def draw_gradients(self) -> None:
+        """Draw other gradients."""
+        for gradient, lengths in zip(self.gradients, self.lengths.view(-1, self.case.samples), strict=True):
+            drawn = torch.randint(-127, 128, gradient.shape, generator=self._generator) / 8
+            gradient.copy_(drawn.masked_fill((lengths == 0)[:, None], torch.nan))
+
+    def rows(self, index: int) -> torch.Tensor:
+        """Return the rows of a range without their guards, [rows, D]."""
+        return self.weights[index][4:-4].view(-1, self.case.ranges[index].dim)
+
+    def touched(self, index: int) -> torch.Tensor:
+        """Return whether ids name each row of a range, [rows] bool."""
+        first, end = self.first_keys[index : index + 2]
+        return self.keys.bincount(minlength=end)[first:end] > 0
+
+    def sorted_ids(self) -> SortedIds:
+        """Return what FBGEMM's sort gives, and garbage behind the last run."""
+        case, count = self.case, self.keys.numel()
+        keys, order = self.keys.sort(stable=True)
+        infos = (self.bags // case.samples << self.bits | self.bags % case.samples).int()[order]
+        unique, counts = keys.unique_consecutive(return_counts=True)
+        run_keys = torch.full((count,), -5, dtype=case.ids)
+        run_keys[: unique.numel()] = unique
+        run_starts = torch.full((count + 1,), 10**9, dtype=torch.int32)
+        run_starts[0] = 0
+        run_starts[1 : unique.numel() + 1] = counts.cumsum(0)
+        run_count = torch.tensor([unique.numel()], dtype=torch.int32)
+        return SortedIds(run_keys, run_starts, run_count, infos, self.bits, self.offsets, case.samples)
+
+    def positions(self) -> Positions:
+        entries = [
+            [start // 4, self.case.ranges[feature.range].dim // 4, int(feature.mean), feature.first_key]
+            for start, feature in zip(self.starts, self.features, strict=True)
+        ]
+        any_mean = any(feature.mean for feature in self.features)
+        return Positions(torch.tensor(entries), any_mean, torch.tensor(self.first_keys))
+
+    def prepare(self) -> PreparedRuns:
+        return prepare(self.sorted_ids(), self.positions(), self.case.piece_ids)
+
+    def row_range(self, index: int) -> RowRange:
+        rows, first = self.case.ranges[index], self.first_keys[index]
+        units = rows.dim // 4
+        return RowRange(
+            index=index,
+            weights=self.weights[index],
+            states=self.states[index],
+            weight_at=1 - first * units,
+            state_at=1 - first * (1 if rows.optimizer == "rowwise_adagrad" else units),
+            dim=rows.dim,
+            any_mean=rows.means,
+            optimizer=rows.optimizer,
+            stochastic_rounding=rows.stochastic,
+        )
+
+    def update(self, runs: PreparedRuns, index: int = 0, rule: Rule = RULE) -> None:
+        """Run the kernel that updates the rows of a range."""
+        update_rows(runs, self.row_range(index), self.window, rule, self.case.piece_ids)
+
+    def add(self, index: int = 0, rule: Rule = RULE) -> None:
+        """Run the kernel of atomic additions for a range."""
+        here = [position for position, feature in enumerate(self.features) if feature.range == index]
+        add_to_rows(
+            self.values, self.offsets, self.case.samples, self.positions(), here[0], here[-1] + 1,
+            self.row_range(index), self.window, rule,
+        )  # fmt: skip
+
+    def totals(self, index: int) -> torch.Tensor:
+        """Return the sum of the gradients of each row of a range, [rows, D] float64."""
+        totals = torch.zeros(self.rows(index).shape, dtype=torch.float64)
+        for position, feature in enumerate(self.features):
+            if feature.range == index:
+                here = self.bags // self.case.samples == position
+                gradient = self.gradients[position].double()[self.bags[here] % self.case.samples]
+                if feature.mean:
+                    gradient /= self.lengths[self.bags[here], None]
+                totals.index_add_(0, self.keys[here] - self.first_keys[index], gradient)
+        return totals
+
+    def expected(self, index: int = 0, rule: Rule = RULE) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and the states of a range as an update of those at hand is to leave them, float64."""
+        dim, optimizer, total = self.case.ranges[index].dim, self.case.ranges[index].optimizer, self.totals(index)
+        weights, states = self.weights[index].double(), self.states[index].double()
+        step = rule.lr * total
+        if optimizer == "adagrad":
+            states[4:-4] += total.flatten() ** 2
+            step = step / (states[4:-4].view(-1, dim).sqrt() + rule.eps)
+        elif optimizer == "rowwise_adagrad":
+            states[1:-1] += (total**2).mean(1)
+            step = step / (states[1:-1, None].sqrt() + rule.eps)
+        weights[4:-4] -= step.flatten()
+        return weights, states
+
+    def check_update(self, runs: PreparedRuns, index: int = 0, rule: Rule = RULE) -> None:
+        """Update a range, and check it, guards and untouched rows included, and that `runs` serve another update.
+
+        SGD on sums is exact but for the last rounding, so that it must be right to the last bit.
+        """
+        rows, touched = self.case.ranges[index], self.touched(index)
+        weights, states = self.expected(index, rule)
+        before = self.rows(index).clone()
+        self.update(runs, index, rule)
+        assert_same(self.rows(index)[~touched], before[~touched], "rows that no id names")
+        if rows.optimizer == "sgd" and not rows.means:
+            assert_same(self.weights[index], weights.float(), "weights")
+        assert_near(self.weights[index], weights)
+        assert_near(self.states[index], states)
+        assert_same(runs.shared[1:], torch.zeros_like(runs.shared[1:]), "finished pieces")

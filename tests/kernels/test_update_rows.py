@@ -1,0 +1,221 @@
+"""Rows updated by sorted ids and by atomic additions, under Triton's interpreter, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dlrm_overlap.kernels.row_update import update_rows
+from tests.agreement import assert_same
+from tests.kernels.emulation import interpreted, to_wire
+from tests.kernels.gradients import MIXED, RULE, Case, Model, Rows, assert_near
+
+pytestmark = interpreted
+
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+# Ranges of unlike dims, optimizers and rows; no id names a row of the second.
+RANGES = (
+    replace(MIXED, means=True),
+    Rows(((0, 0),), dim=4),
+    replace(MIXED, dim=4, optimizer="adagrad"),
+    Rows(((2, 0, 60),), dim=8, optimizer="rowwise_adagrad"),
+)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("means", [False, True], ids=["sums", "means"])
+@pytest.mark.parametrize("dim", [4, 12, 128, 1024])
+def test_rows_are_updated_once_by_the_sum_of_their_gradients(optimizer: str, means: bool, dim: int) -> None:
+    model = Model(Case((replace(MIXED, dim=dim, optimizer=optimizer, means=means),)))
+    bags_by_key = list(zip(model.keys.tolist(), model.bags.tolist(), strict=True))
+    assert len(set(bags_by_key)) < len(bags_by_key), "a bag names a row twice"
+    assert (model.lengths == 0).any(), "a bag is empty"
+    model.check_update(model.prepare())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_row_in_every_bag(optimizer: str) -> None:
+    model = Model(Case((Rows(((2, 200, 3),), dim=128, optimizer=optimizer),), samples=20))
+    assert model.bags[model.keys == 1].unique().numel() == 32, "of 40 bags, 8 are empty"
+    runs = model.prepare()
+    assert runs.shared[0] == 13, "more pieces than their sums are added at once, 8"
+    model.check_update(runs)
+
+
+# Runs of more than 4 ids are cut, of more than 16 into pieces of 16, of more than 256 of 64, of more than 4096 of 256.
+@pytest.mark.parametrize(
+    ("counts", "pieces"),
+    [
+        ((4, 1, 4), 0),
+        ((5,), 2),
+        ((4, 5, 4, 0, 8, 9), 2 + 2 + 3),
+        ((16, 17), 4 + 2),
+        ((1, 256, 2, 257), 16 + 5),
+        ((1, 4097), 17),
+        ((5,) * 20, 40),
+    ],
+)
+def test_runs_are_cut_into_pieces(counts: tuple[int, ...], pieces: int) -> None:
+    model = Model(Case((Rows((counts,), dim=4),)))
+    runs = model.prepare()
+    assert runs.shared[0] == pieces <= runs.piece_run.numel()
+    model.check_update(runs)
+
+
+def test_runs_can_be_cut_anywhere() -> None:
+    for piece_ids in (1, 2, 8, 128):
+        model = Model(Case(piece_ids=piece_ids))
+        model.check_update(model.prepare())
+
+
+def test_more_runs_than_a_program_cuts() -> None:
+    counts = torch.ones(2200, dtype=torch.int64)
+    counts[[3, 1023, 1024, 2199]] = torch.tensor([7, 20, 5, 300])
+    model = Model(Case((Rows((tuple(counts.tolist()),), dim=4),), samples=200))
+    runs = model.prepare()
+    assert runs.shared[0] == 2 + 2 + 2 + 5
+    model.check_update(runs)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+def test_types(ids: torch.dtype, offsets: torch.dtype, wire: torch.dtype) -> None:
+    model = Model(Case((replace(MIXED, means=True),), ids=ids, offsets=offsets, wire=wire))
+    model.check_update(model.prepare())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])
+def test_ranges_are_updated_one_by_one(order: tuple[int, ...]) -> None:
+    model = Model(Case(RANGES))
+    runs = model.prepare()
+    for index in order:
+        others = [other for other in range(len(RANGES)) if other != index]
+        before = [(model.weights[other].clone(), model.states[other].clone()) for other in others]
+        model.check_update(runs, index)
+        for other, (weights, states) in zip(others, before, strict=True):
+            assert_same(model.weights[other], weights, f"weights of range {other}, after an update of {index}")
+            assert_same(model.states[other], states, f"states of range {other}, after an update of {index}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_prepared_runs_serve_again(optimizer: str) -> None:
+    model = Model(Case((replace(MIXED, optimizer=optimizer),)))
+    runs = model.prepare()
+    for lr in (0.5, 0.25, 2.0):
+        model.draw_gradients()
+        model.check_update(runs, rule=RULE._replace(lr=lr))
+
+
+def test_equal_beginnings_end_in_the_same_bits() -> None:
+    models = [Model(Case((replace(MIXED, optimizer="adagrad", means=True),))) for _ in range(2)]
+    for model in models:
+        model.window.copy_(torch.randn(model.window.shape, generator=torch.Generator().manual_seed(1)))
+        model.update(model.prepare())
+    assert_same(models[0].weights[0], models[1].weights[0], "weights")
+    assert_same(models[0].states[0], models[1].states[0], "states")
+
+
+def test_no_ids() -> None:
+    model = Model(Case((Rows(((0, 0),), optimizer="adagrad", means=True),)))
+    runs = model.prepare()
+    assert runs.places.numel() == 0
+    model.check_update(runs)
+
+
+def test_places_scales_and_bounds() -> None:
+    model = Model(Case(RANGES))
+    keys, order = model.keys.sort(stable=True)
+    bags = model.bags[order]
+    runs = model.prepare()
+    for i, (bag, place) in enumerate(zip(bags.tolist(), runs.places.tolist(), strict=True)):
+        position, sample = divmod(bag, model.case.samples)
+        gradient = model.gradients[position][sample]
+        assert_same(model.window[4 * place :][: gradient.numel()], gradient, f"gradient of id {i}")
+        assert not model.features[position].mean or runs.scales[i] == 1 / model.lengths[bag]
+    first_keys = torch.tensor(model.first_keys)
+    assert_same(runs.bounds, torch.searchsorted(keys.unique(), first_keys), "bounds")
+
+
+def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Model, Model]:
+    """Return two models of equal rows, the first's of half precision and stochastically rounded, the second's not."""
+    rows = replace(MIXED, dim=1024, optimizer=optimizer)
+    half = Model(Case((replace(rows, weights=weights, stochastic=True),)))
+    half.rows(0).mul_(scale)
+    full = Model(Case((rows,)))
+    full.weights[0].copy_(half.weights[0])
+    return half, full
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
+def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
+    half, full = _twins(optimizer, weights)
+    rows = half.row_range(0)._replace(stochastic_rounding=False)
+    update_rows(half.prepare(), rows, half.window, RULE, half.case.piece_ids)
+    full.update(full.prepare())
+    assert_same(half.weights[0], to_wire(full.weights[0], weights), "weights")
+    assert_same(half.states[0], full.states[0], "states")
+
+
+def _neighbours(exact: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of a half precision next to float64 `exact`, below and above, or twice itself."""
+    nearest, far = exact.to(dtype), torch.tensor(torch.inf, dtype=dtype)
+    below = torch.where(nearest.double() <= exact, nearest, nearest.nextafter(-far))
+    above = torch.where(nearest.double() >= exact, nearest, nearest.nextafter(far))
+    return below.double(), above.double()
+
+
+# Most numbers near 2^-15 are subnormal in float16.
+@pytest.mark.parametrize(("weights", "scale"), [(torch.float16, 1), (torch.float16, 2**-15), (torch.bfloat16, 1)])
+def test_stochastic_rounding_is_to_a_neighbour_and_fair(weights: torch.dtype, scale: float) -> None:
+    half, full = _twins("adagrad", weights, scale)
+    rule = RULE._replace(lr=RULE.lr * scale)
+    full.update(full.prepare(), rule=rule)
+    half.update(half.prepare(), rule=rule)
+    touched = half.touched(0)
+    rounded, exact = half.rows(0)[touched].double(), full.rows(0)[touched].double()
+    below, above = _neighbours(exact, weights)
+    assert ((rounded == below) | (rounded == above)).all()
+    chance = torch.where(above > below, (exact - below) / (above - below), 0.0)
+    up = (rounded == above) & (above > below)
+    for some in (chance < 0.5, chance >= 0.5):  # rounding to the nearest is fair to all elements together, not to these
+        expected, variance = chance[some].sum(), (chance * (1 - chance))[some].sum()
+        assert variance > 400
+        assert (up[some].sum() - expected).abs() < 4 * variance.sqrt()
+
+
+@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
+def test_the_seed_tells_how_to_round(weights: torch.dtype) -> None:
+    rows = []
+    for seed in (3, 3, 4, 2**31 - 1):
+        model, _ = _twins("adagrad", weights)
+        before = model.rows(0).clone()
+        model.update(model.prepare(), rule=RULE._replace(seed=seed))
+        assert_same(model.rows(0)[~model.touched(0)], before[~model.touched(0)], "rows that no id names")
+        rows.append(model.rows(0)[model.touched(0)])
+    assert_same(rows[1], rows[0], "rows by the same seed")
+    for other in rows[2:]:
+        assert 0.25 < (other != rows[0]).double().mean() < 0.4, "a third of all pairs of fair roundings differ"
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dim", [4, 12, 128, 1024])
+def test_atomic_additions_of_sums(ids: torch.dtype, dim: int) -> None:
+    model = Model(Case((MIXED, replace(MIXED, dim=dim)), ids=ids, offsets=ids))
+    for index in (1, 0):
+        # Eighths, as the gradients are: all sums are exact, and their order does not matter.
+        model.rows(index).mul_(8).round_().div_(8)
+        other = model.weights[1 - index].clone()
+        weights, _ = model.expected(index)
+        model.add(index)
+        assert_same(model.weights[index], weights.float(), f"weights of range {index}")
+        assert_same(model.weights[1 - index], other, f"weights of range {1 - index}")
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_atomic_additions_of_means(wire: torch.dtype) -> None:
+    model = Model(Case((replace(MIXED, means=True),), wire=wire))
+    weights, _ = model.expected()
+    model.add()
+    assert_near(model.weights[0], weights)

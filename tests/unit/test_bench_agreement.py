@@ -1,0 +1,69 @@
+"""No time is told where outputs disagree."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench import stage
+from dlrm_overlap.bench.agreement import TOLERANCE, check_outputs
+from dlrm_overlap.bench.contenders import Baseline
+from dlrm_overlap.bench.request import Request
+from dlrm_overlap.bench.workload import Ids, Workload, make_workload, read_ids
+from dlrm_overlap.config import Config
+from dlrm_overlap.launcher import Launch, init_process_group
+from dlrm_overlap.parsing import parse_config
+
+LAUNCH, CPU = Launch(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
+
+
+class Wrong(Baseline):
+    """The baseline, one element of one batch of which is off."""
+
+    def __init__(self, workload: Workload, error: float) -> None:
+        super().__init__(workload)
+        self.name, self.error = "wrong", error
+
+    def step(self, batch: Ids, *_: object) -> torch.Tensor:
+        pooled = super().step(batch)
+        if batch is self.workload.batches[-1]:
+            pooled[-1, -1] += self.error
+        return pooled
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return parse_config("", "", ["--config", "configs/bench/tiny.yaml"], lambda parser: None)[0]
+
+
+@pytest.fixture(scope="module")
+def workload(config: Config) -> Iterator[Workload]:
+    init_process_group(LAUNCH, CPU)
+    assert dist.group.WORLD is not None
+    yield make_workload(config, read_ids(config, dist.group.WORLD), dist.group.WORLD, CPU, 1, check_ids=False)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-8, 0.1, math.nan, math.inf])
+def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> None:
+    right, wrong = check_outputs([Baseline(workload), Wrong(workload, error)], workload)
+    assert (right.equal, right.agrees, right.max_abs_difference) == (True, True, 0)
+    assert 0 < right.tolerance < TOLERANCE[torch.float32]  # rows of a thousand lie in +-1000**-0.5, bags hold up to 4
+    assert wrong.agrees == (error < right.tolerance)
+    assert wrong.equal == (error == 0)
+
+
+def test_a_disagreement_tells_no_time(
+    workload: Workload, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(stage, "make_workload", lambda *_: workload)
+    monkeypatch.setattr(stage, "make_contenders", lambda *_: [Baseline(workload), Wrong(workload, 0.1)])
+    request = Request("stage", tmp_path / "rows.csv", iterations=1)
+    assert stage.run(request, config, LAUNCH, CPU) == 1
+    out, err = capsys.readouterr()
+    assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
+    assert out == ""
+    assert not request.output.exists()

@@ -1,0 +1,180 @@
+"""The backward's benchmark: its packings, and that no time is told where rows or state disagree."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench import backward
+from dlrm_overlap.bench.agreement import check_rows, fingerprint, rows_of
+from dlrm_overlap.bench.backward_contenders import (
+    CollectiveBaseline,
+    GradientBatch,
+    Push,
+    make_backward_contenders,
+    make_batches,
+    pack_at_once,
+    pack_by_owner,
+)
+from dlrm_overlap.bench.contenders import Contender
+from dlrm_overlap.bench.request import Request
+from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
+from dlrm_overlap.config import Config
+from dlrm_overlap.launcher import Launch
+from dlrm_overlap.parsing import parse_config
+from tests.agreement import assert_same
+
+LAUNCH, CPU = Launch(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
+
+
+class Off(CollectiveBaseline):
+    """The baseline, but for an element of its rows or their state, which `error` is added to in every step."""
+
+    def __init__(self, workload: Workload, gradient: torch.Tensor, what: str, error: float) -> None:
+        super().__init__(workload, gradient)
+        self.name, self.error = "off", error
+        self.tensor = rows_of(workload)[what == "state"][-1]
+
+    def step(self, batch: GradientBatch, *_: object) -> None:
+        super().step(batch)
+        self.tensor.view(-1)[-1] += self.error
+
+
+class Moody(CollectiveBaseline):
+    """The baseline, whose last bits differ from step to step."""
+
+    steps = 0
+
+    def step(self, batch: GradientBatch, *_: object) -> None:
+        super().step(batch)
+        self.steps += 1
+        rows_of(self.workload)[0][0][0] += 1e-8 * self.steps
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return parse_config("", "", ["--config", "configs/bench/tiny.yaml"], lambda parser: None)[0]
+
+
+@pytest.fixture(params=["sgd", "rowwise_adagrad", "adagrad"])
+def optimizer(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def workload(config: Config, world_of_one: dist.ProcessGroup, optimizer: str) -> Workload:
+    return make_workload(config, read_ids(config, world_of_one), world_of_one, CPU, 1, optimizer=optimizer)
+
+
+@pytest.fixture
+def batches(workload: Workload) -> list[GradientBatch]:
+    torch.manual_seed(0)
+    shape = workload.batch_sizes[0], workload.layout.total_dim
+    return make_batches(workload, [torch.randn(shape) for _ in workload.batches])
+
+
+@pytest.fixture
+def contenders(
+    config: Config, workload: Workload, optimizer: str, batches: list[GradientBatch]
+) -> Iterator[list[Contender]]:
+    made = make_backward_contenders(config.embedding, workload, optimizer, batches)
+    yield made
+    for contender in made:
+        contender.close()
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+def test_packings_send_each_owner_its_columns(wire_dtype: torch.dtype) -> None:
+    gradient = torch.randn(5, 12)
+    owned = gradient[:, :4], gradient[:, 4:8], gradient[:, 8:]
+    expected = torch.cat([(part * 0.25).to(wire_dtype).flatten() for part in owned])
+    assert_same(pack_by_owner(gradient, (4, 4, 4), 0.25, wire_dtype), expected, "by owner")
+    assert_same(pack_at_once(gradient, (4, 4, 4), 0.25, wire_dtype), expected, "at once")
+    unequal = torch.cat([(part * 0.5).to(wire_dtype).flatten() for part in (gradient[:, :8], gradient[:, 8:])])
+    assert_same(pack_by_owner(gradient, (8, 4), 0.5, wire_dtype), unequal, "by owner, unequal")
+
+
+def test_all_contenders_agree_and_leave_the_rows_as_they_were(
+    contenders: list[Contender], workload: Workload, optimizer: str, batches: list[GradientBatch]
+) -> None:
+    before = [rows.clone() for rows in rows_of(workload)[0]]
+    agreements = check_rows(contenders, workload, batches, optimizer)
+    names = ["baseline", "push", "push_exposed", *(["atomic"] if optimizer == "sgd" else [])]
+    assert [contender.name for contender in contenders] == names
+    assert all(found.agrees and found.deterministic for found in agreements)
+    assert (agreements[0].equal, agreements[0].max_relative_difference) == (True, 0)
+    for rows, expected in zip(rows_of(workload)[0], before, strict=True):
+        assert_same(rows, expected, "rows")
+    contenders[0].step(batches[0])
+    assert not all(torch.equal(rows, was) for rows, was in zip(rows_of(workload)[0], before, strict=True))
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-6, 0.01, math.nan])
+@pytest.mark.parametrize(
+    ("optimizer", "what"), [("sgd", "rows"), ("rowwise_adagrad", "state"), ("adagrad", "state")], indirect=["optimizer"]
+)
+def test_a_single_wrong_element_is_found(
+    workload: Workload, batches: list[GradientBatch], optimizer: str, what: str, error: float
+) -> None:
+    gradient = batches[0].gradient
+    contenders = [CollectiveBaseline(workload, gradient), Off(workload, gradient, what, error)]
+    right, wrong = check_rows(contenders, workload, batches, optimizer)
+    assert (right.equal, right.agrees) == (True, True)
+    assert wrong.agrees == (error < right.tolerance)
+    assert wrong.equal == (error == 0)
+
+
+def test_what_differs_from_run_to_run_is_told(workload: Workload, batches: list[GradientBatch], optimizer: str) -> None:
+    contenders = [kind(workload, batches[0].gradient) for kind in (CollectiveBaseline, Moody)]
+    steady, moody = check_rows(contenders, workload, batches, optimizer)
+    assert steady.deterministic
+    assert (moody.deterministic, moody.equal, moody.agrees) == (False, False, True)
+
+
+def test_fingerprints_tell_bits_and_places_apart() -> None:
+    rows = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+    others = [-rows, rows.flip(0), rows.nextafter(torch.tensor(9.0)), rows.to(torch.float16)]
+    prints = {fingerprint([other]) for other in (rows, *others)}
+    assert len(prints) == 5
+    assert fingerprint([rows.clone()]) in prints
+    assert fingerprint([rows, others[1]]) != fingerprint([others[1], rows])
+
+
+def test_a_push_prepared_once_serves_every_step(
+    contenders: list[Contender], workload: Workload, batches: list[GradientBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a backward made of a batch's ids is handed to every step on that batch; exposed, it is made in each."""
+    _, push, exposed, *_ = contenders
+    assert isinstance(push, Push)
+    assert isinstance(exposed, Push)
+    prepared: list[str] = []
+    for contender in (push, exposed):
+        monkeypatch.setattr(
+            contender._ways.backward, "prepare", lambda step, name=contender.name: prepared.append(name)
+        )
+        for batch in (*batches, *batches):
+            contender.step(batch)
+    assert prepared == ["push_exposed"] * 2 * len(batches)
+
+
+def test_a_disagreement_tells_no_time(
+    config: Config, world_of_one: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def make(_: object, workload: Workload, optimizer: str, batches: list[GradientBatch]) -> list[Contender]:
+        gradient = batches[0].gradient
+        error = 0.1 if optimizer == "rowwise_adagrad" else 0.0
+        return [CollectiveBaseline(workload, gradient), Off(workload, gradient, "rows", error)]
+
+    monkeypatch.setattr(backward, "make_backward_contenders", make)
+    request = Request("backward", tmp_path / "rows.csv", iterations=1)
+    assert backward.run(request, config, LAUNCH, CPU) == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("dlrm-overlap: off, rowwise_adagrad: rows or state differ from the baseline's by ")
+    assert line.endswith("no time is told")
+    assert out == ""
+    assert not request.output.exists()
