@@ -10,6 +10,12 @@ LOSS_TOLERANCE = {
     "bf16_wire": 2e-5,  # both sides round to bfloat16, which by itself changes losses by 8e-5 in 20 steps
 }
 EVAL_TOLERANCE = 1e-5
+# Tolerance of weights and optimizer states, see `assert_near`, where gradients are summed in another order.
+WEIGHT_TOLERANCE = {
+    "fp32": 5e-6,
+    "fp16_rows": 2e-3,  # what lies between two float16 may be rounded to the other one
+    "bf16_wire": 2e-4,  # the same of bfloat16, for some of a row's gradients
+}
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
@@ -21,3 +27,21 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None
         found, wanted = actual[place].item(), expected[place].item()
         count = f"{int(different.sum())} of {actual.numel()} elements differ"
         raise AssertionError(f"{name} at {place}: {found!r} in place of {wanted!r}; {count}")
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str) -> None:
+    """Check that no element is off by more than `tolerance` of its size and the mean's, and name the worst.
+
+    Rounding is relative to what was summed, so an element near zero may be off by more of itself.
+    """
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
+    if tolerance == 0 or actual.numel() == 0:
+        assert_same(actual, expected, name)
+        return
+    actual, expected = actual.double(), expected.double()
+    error = (actual - expected).abs() / (expected.abs() + expected.abs().mean()).clamp(min=1e-30)
+    worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    assert error[worst] <= tolerance, (
+        f"{name} at {worst}: {actual[worst].item()!r} in place of {expected[worst].item()!r}, "
+        f"relative error {error[worst].item():.1e}"
+    )

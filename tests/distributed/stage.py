@@ -24,6 +24,8 @@ from dlrm_overlap.kernels import reference
 CPU = torch.device("cpu")
 ROWS = 20
 """of every table"""
+LEARNING_RATE = 0.5
+"""of SGD"""
 
 
 class Stage:
@@ -60,6 +62,7 @@ class Stage:
             [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in dims],
             pooling_mode=pooling,
             optimizer=EmbOptimType.EXACT_SGD,
+            learning_rate=LEARNING_RATE,
             bounds_check_mode=mode,
         )
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchrec.distributed import comm_ops
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.embedding.forward import BACKENDS
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
@@ -24,13 +27,37 @@ VARIANTS = {
     "remote_first": ("fused", ["--embedding.schedule", "remote_first"]),
     "small_slices": ("fused", ["--embedding.slice_bags", "4"]),
     "one_slice": ("fused", ["--embedding.slice_bags", "1024"]),
+    "collective": ("fused", ["--embedding.backward", "collective"]),
+    "atomic": ("pgas", ["--embedding.backward", "atomic"]),
 }
-RESUMED = [("torchrec", "pgas"), ("torchrec", "fused"), ("pgas", "torchrec")]
+RESUMED = [
+    ("adagrad", "torchrec", "pgas"),
+    ("adagrad", "torchrec", "fused"),
+    ("adagrad", "pgas", "torchrec"),
+    ("rowwise_adagrad", "torchrec", "pgas"),
+    ("rowwise_adagrad", "fused", "torchrec"),
+]
 
 
 def _run(folder: Path, name: str, backend: str, optimizer: str, *options: str) -> None:
     tables = ["--embedding.optimizer", optimizer, "--embedding.lr", LEARNING_RATE[optimizer]]
     train(quickstart(folder, name, *COMMON, "--embedding.backend", backend, *tables, *options))
+
+
+def _resume(folder: Path, name: str, optimizer: str, writer: str, reader: str) -> None:
+    start = folder / f"{optimizer}_{writer}" / "checkpoints" / "step_10"
+    _run(folder, name, reader, optimizer, "--checkpoint.resume", str(start))
+
+
+def _load_without_states(load: Callable[..., int]) -> Callable[..., int]:
+    def load_and_forget(self: Checkpointer, path: Path, model: DistributedModelParallel, *others: Any) -> int:
+        step = load(self, path, model, *others)
+        for states in model.fused_optimizer.state_dict()["state"].values():
+            for shard in (shard for state in states.values() for shard in state.local_shards()):
+                shard.tensor.zero_()
+        return step
+
+    return load_and_forget
 
 
 def _train_with_all_optimizers(folder: Path) -> None:
@@ -46,9 +73,11 @@ def _train_on_two_ranks(folder: Path) -> None:
         _run(folder, f"bf16_{backend}", backend, "sgd", *BF16)
     for name, (backend, options) in VARIANTS.items():
         _run(folder, name, backend, "sgd", *options)
-    for writer, reader in RESUMED:
-        start = ["--checkpoint.resume", str(folder / f"adagrad_{writer}" / "checkpoints" / "step_10")]
-        _run(folder, f"{writer}_then_{reader}", reader, "adagrad", *start)
+    for resumed in RESUMED:
+        _resume(folder, "_then_".join(resumed), *resumed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "load", _load_without_states(Checkpointer.load))
+        _resume(folder, "forgotten", "rowwise_adagrad", "torchrec", "pgas")
     comm_ops.set_gradient_division(False)
     _run(folder, "undivided", "pgas", "sgd")
 
@@ -122,9 +151,18 @@ def test_bf16_wire(two_ranks: Path, backend: str) -> None:
     assert read_metrics(run, "train/loss") != read_metrics(two_ranks / "sgd_torchrec", "train/loss")
 
 
-@pytest.mark.parametrize(("writer", "reader"), RESUMED)
-def test_checkpoints_interchange(two_ranks: Path, writer: str, reader: str) -> None:
-    losses = read_metrics(two_ranks / f"{writer}_then_{reader}", "train/loss")
-    expected = read_metrics(two_ranks / "adagrad_torchrec", "train/loss")
+def _assert_continues(folder: Path, name: str, optimizer: str) -> None:
+    losses = read_metrics(folder / name, "train/loss")
+    expected = read_metrics(folder / f"{optimizer}_torchrec", "train/loss")
     after = {step: loss for step, loss in expected.items() if step > 10}
-    assert losses == pytest.approx(after, rel=LOSS_TOLERANCE["adagrad"], abs=0)
+    assert losses == pytest.approx(after, rel=LOSS_TOLERANCE[optimizer], abs=0)
+
+
+@pytest.mark.parametrize(("optimizer", "writer", "reader"), RESUMED)
+def test_checkpoints_interchange(two_ranks: Path, optimizer: str, writer: str, reader: str) -> None:
+    _assert_continues(two_ranks, f"{optimizer}_then_{writer}_then_{reader}", optimizer)
+
+
+def test_a_state_that_does_not_cross_is_caught(two_ranks: Path) -> None:
+    with pytest.raises(AssertionError, match="comparison failed"):
+        _assert_continues(two_ranks, "forgotten", "rowwise_adagrad")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
 from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
 from dlrm_overlap.kernels.launch import INTERPRETED
-from tests.agreement import assert_same
-from tests.distributed.stage import CPU, Stage, interpreted_forward
+from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.distributed.stage import CPU, LEARNING_RATE, Stage, interpreted_forward
 from tests.distributed.workers import run_ranks
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
@@ -159,6 +160,28 @@ def check_a_slow_reader_is_not_overtaken(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
+def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
+    # Without a forward nothing but the gradients' own flags keeps the others from running ahead.
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
+    exchange = stage.exchange(_group(), "pgas")
+    step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
+    exchange.launch(step)
+    exchange.collect(step)
+    for number in range(6):
+        exchange.send_gradient(step, torch.full((4, stage.layout.total_dim), float(number)))
+        if rank == 2:
+            time.sleep(0.1)
+        exchange.update(step)
+    for piece in stage.layout.by_owner[rank]:
+        ids, weight = step.inputs[0][piece.name], stage.weights[piece.name].clone().requires_grad_()
+        bags = ids.values(), weight, ids.offsets()[:-1]
+        nn.functional.embedding_bag(*bags, mode="mean" if piece.mean else "sum").sum().backward()
+        assert weight.grad is not None
+        expected = weight.detach() - LEARNING_RATE / world_size * sum(range(6)) * weight.grad
+        assert_near(stage.tables.weight(piece), expected, WEIGHT_TOLERANCE["fp32"], piece.name)
+    exchange.close()
+
+
 def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     for backend in ("pgas", "fused"):
@@ -243,16 +266,21 @@ def _lose_a_rank(folder: Path) -> None:
     stage, sizes = Stage([([8], []), ([4], [])], dist.get_rank()), (3, 3)
     exchanges = {backend: stage.exchange(_group(), backend, wait_timeout_s=0.5) for backend in ("pgas", "fused")}
     inputs, _ = stage.inputs(0, sizes)
-    for exchange in exchanges.values():
-        exchange.start(inputs, sizes).wait()
+    pooled = {backend: exchange.start(inputs, sizes).wait() for backend, exchange in exchanges.items()}
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(0)
     for backend, exchange in exchanges.items():
+        began = time.monotonic()
+        with pytest.raises(
+            ExchangeTimeoutError, match=r"rank 0 waited 0.5 s for part 0 of rank 1: expected epoch 1, seen 0;"
+        ):
+            pooled.pop(backend).sum().backward()
         with pytest.raises(
             ExchangeTimeoutError, match=r"rank 0 waited 0.5 s for slice \d of rank 1: expected epoch 2, seen"
         ):
             exchange.start(inputs, sizes).wait()
+        assert time.monotonic() - began < 5
         (folder / backend).touch()
     os._exit(0)  # the group is broken
 

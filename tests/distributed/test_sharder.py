@@ -1,8 +1,11 @@
-"""Any TorchRec model under the drop-in sharder: outputs, by name, and weights are stock TorchRec's to the last bit."""
+"""Any TorchRec model under the drop-in sharder trains as under stock TorchRec: outputs by name, weights, states.
+
+To the last bit where gradients go by the collective; up to the order of sums where they are pushed.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +14,41 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
-    column_wise,
     construct_module_sharding_plan,
-    data_parallel,
     row_wise,
     table_wise,
 )
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.forward import BACKENDS
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, exchanges
-from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.pipeline import build_pipeline
-from tests.agreement import assert_same
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from tests.agreement import WEIGHT_TOLERANCE
+from tests.distributed.models import (
+    CPU,
+    MEAN,
+    SUM,
+    Model,
+    Tables,
+    assert_all_near,
+    make_plan,
+    table_configs,
+    train,
+    world,
+)
 from tests.distributed.workers import run_ranks
 
-CPU = torch.device("cpu")
 STEPS = 3
-SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
-# Table -> rows, dim, features, pooling. Two tables share a feature, and one of them has another of its own.
-TABLES: dict[str, tuple[int, int, list[str], PoolingType]] = {
+# Two tables share a feature, and one of them has another of its own.
+TABLES: Tables = {
     "narrow": (30, 4, ["f0"], SUM),
     "mean": (20, 8, ["shared"], MEAN),
     "two_features": (50, 64, ["shared", "f2"], SUM),
@@ -63,7 +66,6 @@ ROWS = {
     "shared": 20,
 }  # in another order than the tables'
 
-# Table -> ranks of its shards: one is table-wise, several are column-wise, none is data-parallel.
 TABLE_WISE = {"narrow": [0], "mean": [1], "two_features": [0], "small": [1], "wide_mean": [1]}
 PLANS = {
     "table_wise": TABLE_WISE,
@@ -81,13 +83,14 @@ class Case:
 
     plan: str = "columns"
     """of PLANS, or the planner's"""
-    backend: str = "pgas"
     batch_sizes: tuple[int, int] = (5, 5)
     ids: torch.dtype = torch.int32
     fused_params: dict[str, Any] = field(default_factory=dict)
     pipeline: str = "none"
     weighted: bool = False
     rows: DataType = DataType.FP32
+    only_fbgemm: str | None = None
+    """why gradients that should be pushed go by the collective"""
 
 
 ADAGRAD, ROWWISE_ADAGRAD = EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -97,86 +100,35 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "uneven_batches": Case("columns_and_data_parallel", batch_sizes=(2, 9)),
     "an_empty_batch": Case(batch_sizes=(4, 0)),
     "empty_batches": Case(batch_sizes=(0, 0)),
-    "adagrad": Case(fused_params={"optimizer": ADAGRAD}),
+    "adagrad": Case(fused_params={"optimizer": ADAGRAD, "eps": 1e-3}),  # so large that no gradient is divided by itself
     "rowwise_adagrad": Case(fused_params={"optimizer": ROWWISE_ADAGRAD}),
-    "weight_decay": Case(fused_params=DECAY),
+    "weight_decay": Case(fused_params=DECAY, only_fbgemm="weight_decay 0.1"),
+    "max_norm": Case(fused_params={"optimizer": ROWWISE_ADAGRAD, "max_norm": 0.3}, only_fbgemm="max_norm 0.3"),
     "train_pipeline": Case("columns_and_data_parallel", pipeline="sparse_dist"),
     "fp16_rows": Case(rows=DataType.FP16),
     "weighted": Case(weighted=True),
 }
-ALL_CASES = {
-    f"{name}_{backend}": replace(case, backend=backend) for name, case in CASES.items() for backend in BACKENDS
+WAYS: dict[str, dict[str, Any]] = {
+    "nccl": {"backend": "nccl"},
+    "pgas": {"backend": "pgas"},
+    "fused": {"backend": "fused"},
+    "pgas_collective": {"backend": "pgas", "backward": "collective"},
+    "fused_collective": {"backend": "fused", "backward": "collective"},
 }
-
-
-def _tables(tables: dict[str, tuple[int, int, list[str], PoolingType]], rows: DataType) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=count, embedding_dim=dim, feature_names=features, pooling=pooling, data_type=rows
-        )
-        for name, (count, dim, features, pooling) in tables.items()
-    ]
-
-
-class Model(nn.Module):
-    """Two embedding modules, and a loss whose gradient differs in every element."""
-
-    def __init__(self, weighted: bool = False, rows: DataType = DataType.FP32) -> None:
-        super().__init__()
-        tables, meta = _tables(TABLES, rows), torch.device("meta")
-        self.embedding = EmbeddingBagCollection(tables, is_weighted=weighted, device=meta)
-        self.other = EmbeddingBagCollection(_tables(OTHER_TABLES, rows), is_weighted=weighted, device=meta)
-        self.names = [name for names in get_embedding_names_by_table(tables) for name in names]
-        self.dense = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(self.dense.weight)
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        pooled, other = self.embedding(batch.sparse), self.other(batch.sparse)
-        scale = self.dense(batch.dense)
-        by_name = other.to_dict()  # waits for the later one first
-        outputs = {"f5": by_name["f5"]}
-        by_name = pooled.to_dict()
-        outputs.update({name: by_name[name] for name in self.names})
-        losses = [(output.square() * scale).sum() for output in outputs.values()]
-        return torch.stack(losses).sum() * 0.01, {name: output.detach().clone() for name, output in outputs.items()}
-
-
-def _sharding(ranks: list[int]) -> ParameterShardingGenerator:
-    if not ranks:
-        return data_parallel()
-    return (
-        table_wise(ranks[0], compute_kernel="fused") if len(ranks) == 1 else column_wise(ranks, compute_kernel="fused")
-    )
+PUSHING = ("pgas", "fused")
 
 
 def _make_plan(name: str, model: Model, sharder: ModuleSharder) -> ShardingPlan:
-    if name == "planner":
-        allowed = ParameterConstraints(
-            sharding_types=["table_wise", "column_wise"], compute_kernels=["fused"], min_partition=32
-        )
-        constraints = dict.fromkeys([*TABLES, *OTHER_TABLES], allowed)
-        topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
-        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-        return planner.collective_plan(model, [sharder], _world())
-    ranks = {"embedding": PLANS[name], "other": {"other": [0]}}
-    return ShardingPlan(
-        {
-            module: construct_module_sharding_plan(
-                model.get_submodule(module),
-                {table: _sharding(shards) for table, shards in tables.items()},
-                sharder,
-                local_size=2,
-                world_size=2,
-                device_type="cpu",
-            )
-            for module, tables in ranks.items()
-        }
+    if name != "planner":
+        return make_plan(model, PLANS[name], {"other": [0]}, sharder)
+    allowed = ParameterConstraints(
+        sharding_types=["table_wise", "column_wise"], compute_kernels=["fused"], min_partition=32
     )
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+    constraints = dict.fromkeys([*TABLES, *OTHER_TABLES], allowed)
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    return EmbeddingShardingPlanner(topology=topology, constraints=constraints).collective_plan(
+        model, [sharder], world()
+    )
 
 
 def _batches(case: Case) -> Iterator[Batch]:
@@ -195,89 +147,76 @@ def _batches(case: Case) -> Iterator[Batch]:
 
 
 def _train(case: Case, sharder: ModuleSharder) -> dict[str, Any]:
-    """Return what STEPS steps give on this rank: outputs, weights, and which backends exchanged."""
-    model = Model(case.weighted, case.rows)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(_world()),
-        device=CPU,
-        plan=_make_plan(case.plan, model, sharder),
-        sharders=[sharder],
-    )
-    initialise_tables(sharded, seed=0)
-    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    for parameter in dense.values():  # the data-parallel tables among them
-        nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
-    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", dense_optimizer)])
-    pipeline, batches = build_pipeline(case.pipeline, sharded, optimizer, CPU), _batches(case)
-    outputs = [pipeline.progress(batches) for _ in range(STEPS)]
-    weights = {
-        f"{name}, shard {i}": tensor.clone()
-        for name, weight in sharded.state_dict().items()
-        for i, tensor in enumerate(
-            [shard.tensor for shard in weight.local_shards()] if isinstance(weight, ShardedTensor) else [weight]
-        )
-    }
-    used = [exchange.options.backend for exchange in exchanges(sharded)]
-    for exchange in exchanges(sharded):
-        exchange.close()
-    return {"outputs": outputs, "weights": weights, "exchanged": used}
+    model = Model(TABLES, OTHER_TABLES, case.weighted, case.rows)
+    return train(model, _make_plan(case.plan, model, sharder), sharder, list(_batches(case)), case.pipeline)
 
 
-def _train_both(folder: Path) -> None:
-    """Train every case with stock TorchRec and with the drop-in, and save what both gave."""
+def _train_all(folder: Path) -> None:
+    """Train every case with stock TorchRec and with the drop-in in every way, and save what all gave."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("dlrm_overlap").addHandler(handler)
-    for name, case in ALL_CASES.items():
+    for name, case in CASES.items():
         params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, **case.fused_params}
-        stock = _train(case, EmbeddingBagCollectionSharder(dict(params)))
-        messages.clear()
-        ours = _train(case, OverlapEmbeddingBagCollectionSharder(dict(params), backend=case.backend, slice_bags=4))
-        torch.save({"stock": stock, "ours": ours, "log": list(messages)}, folder / f"{name}_{dist.get_rank()}.pt")
+        saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params)))}
+        for way, options in WAYS.items():
+            messages.clear()
+            ours = _train(case, OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **options))
+            saved[way] = ours | {"log": list(messages)}
+        torch.save(saved, folder / f"{name}_{dist.get_rank()}.pt")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharder")
-    run_ranks(_train_both, 2, folder)
+    run_ranks(_train_all, 2, folder)
     return folder
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
-def test_outputs_and_weights(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
+    case = CASES[name]
+    pushed = way in PUSHING and not case.only_fbgemm
+    tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"] if pushed else 0.0
     for rank in range(2):
         saved = torch.load(folder / f"{name}_{rank}.pt")
-        stock, ours = saved["stock"], saved["ours"]
+        ours, stock = saved[way], saved["stock"]
         for step, (outputs, expected) in enumerate(zip(ours["outputs"], stock["outputs"], strict=True)):
-            assert list(outputs) == list(expected)
-            for key in expected:
-                assert_same(outputs[key], expected[key], f"rank {rank}, step {step}, output {key}")
-        assert list(ours["weights"]) == list(stock["weights"])
-        for key, weight in stock["weights"].items():
-            assert_same(ours["weights"][key], weight, f"rank {rank}, {key}")
+            assert_all_near(outputs, expected, tolerance if step else 0.0, f"rank {rank}, step {step}, output")
+        assert_all_near(ours["weights"], stock["weights"], tolerance, f"rank {rank}, weight")
+        assert_all_near(ours["states"], stock["states"], tolerance, f"rank {rank}, state")
+        used = WAYS[way]["backend"], *(("HostPush", 1) if pushed else ("CollectiveBackward", 0))
+        assert ours["exchanged"] == ([] if case.weighted else [used] * 2)
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
-def test_what_falls_back_is_logged_once(folder: Path, name: str) -> None:
-    case = ALL_CASES[name]
-    reasons = []
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
+    case, backend = CASES[name], WAYS[way]["backend"]
+    lines = []
     if case.weighted:
-        reasons = ["table_wise tables stay with TorchRec: bags have weights"] * 2
-        reasons += ["column_wise tables stay with TorchRec: bags have weights"]
+        lines = [f"backend {backend}: table_wise tables stay with TorchRec: bags have weights"] * 2
+        lines += [f"backend {backend}: column_wise tables stay with TorchRec: bags have weights"]
     elif not all(PLANS.get(case.plan, TABLE_WISE).values()):
-        reasons = ["data_parallel tables stay with TorchRec: only table-wise and column-wise shards are exchanged"]
+        reason = "only table-wise and column-wise shards are exchanged"
+        lines = [f"backend {backend}: data_parallel tables stay with TorchRec: {reason}"]
+    if case.only_fbgemm and way in PUSHING:  # of each of the two modules
+        lines += [f"backward push: gradients go by the collective: {case.only_fbgemm}"] * 2
     for rank in range(2):
         saved = torch.load(folder / f"{name}_{rank}.pt")
-        lines = [f"backend {case.backend}: {reason}" for reason in reasons] if rank == 0 else []
-        assert sorted(saved["log"]) == sorted(lines)
-        assert saved["ours"]["exchanged"] == ([] if case.weighted else [case.backend] * 2)
+        assert sorted(saved[way]["log"]) == (sorted(lines) if rank == 0 else [])
 
 
 def _bf16_codecs() -> dict[str, QuantizedCommCodecs] | None:
     return get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16))
+
+
+def _shard_alone(sharder: Any, way: ParameterShardingGenerator, group: dist.ProcessGroup) -> Any:
+    module = EmbeddingBagCollection(table_configs(OTHER_TABLES), device=torch.device("meta"))
+    plan = construct_module_sharding_plan(module, {"other": way}, sharder, 1, 1, "cpu")
+    return sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
 
 
 FUSED = table_wise(0, compute_kernel="fused")
@@ -303,17 +242,43 @@ def test_reasons_to_fall_back(
     reason: str,
 ) -> None:
     sharder: Any = OverlapEmbeddingBagCollectionSharder(params, codecs and codecs())
-    module = EmbeddingBagCollection(_tables(OTHER_TABLES, DataType.FP32), device=torch.device("meta"))
-    plan = construct_module_sharding_plan(module, {"other": way}, sharder, 1, 1, "cpu")
-    sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
-    assert sharded.exchange is None
+    assert _shard_alone(sharder, way, world_of_one).exchange is None
     lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
     assert len(lines) == 1
     assert lines[0].endswith(f" tables stay with TorchRec: {reason}")
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("backend", "x"), ("schedule", "x"), ("wire_dtype", "x"), ("slice_bags", 3)]
+    ("backward", "params", "reason"),
+    [
+        ("auto", {"weight_decay": 0.1}, "weight_decay 0.1"),
+        ("push", {"weight_decay": 0.1, "max_norm": 2.0}, "weight_decay 0.1"),
+        ("atomic", {"max_norm": 2.0}, "max_norm 2.0"),
+        ("atomic", {"optimizer": ADAGRAD}, "optimizer adagrad is no sum"),
+        ("atomic", {"weight_decay": 0.0, "max_norm": 0.0}, None),
+        ("auto", {"optimizer": ADAGRAD}, None),
+        ("collective", {"weight_decay": 0.1}, None),
+    ],
+)
+def test_reasons_for_the_collective(
+    world_of_one: dist.ProcessGroup,
+    caplog: pytest.LogCaptureFixture,
+    backward: str,
+    params: dict[str, Any],
+    reason: str | None,
+) -> None:
+    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(params, backward=backward), FUSED, world_of_one)
+    assert sharded.exchange is not None
+    taken = "collective" if reason else {"auto": "push"}.get(backward, backward)
+    assert sharded.exchange.options.backward == taken
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    start = f"backward {'push' if backward == 'auto' else backward}: gradients go by the collective: "
+    assert lines == ([start + reason] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("backend", "x"), ("schedule", "x"), ("wire_dtype", "x"), ("backward", "x"), ("slice_bags", 3)],
 )
 def test_wrong_arguments_are_told_in_one_line(option: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{option}.*{value}") as raised:

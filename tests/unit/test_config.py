@@ -3,6 +3,7 @@ import pytest
 from dlrm_overlap.config import (
     Config,
     DataConfig,
+    EmbeddingConfig,
     InputError,
     ModelConfig,
     TablesConfig,
@@ -75,6 +76,20 @@ def test_endless_data_needs_steps() -> None:
 def test_model_refuses(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ModelConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"slice_bags": 6}, "6 must be a power of two from 4 on"),
+        ({"backward": "atomic", "optimizer": "adagrad"}, r"embedding\.optimizer is adagrad; take push"),
+        ({"backward": "atomic"}, r"embedding\.optimizer is rowwise_adagrad; take push"),
+    ],
+)
+def test_embedding_refuses(arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EmbeddingConfig(**arguments)
+    assert EmbeddingConfig(backward="atomic", optimizer="sgd").backward == "atomic"
 
 
 def test_ranks_share_the_global_batch() -> None:

@@ -1,0 +1,156 @@
+"""A TorchRec model to train under any sharder: its tables, its plan, and what some steps make of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    table_wise,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.backward import HostPush
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.sharder import exchanges
+from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.pipeline import build_pipeline
+from tests.agreement import assert_near
+
+CPU = torch.device("cpu")
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+Tables = Mapping[str, tuple[int, int, list[str], PoolingType]]
+"""table -> rows, dim, features, pooling"""
+Shards = Mapping[str, Sequence[int]]
+"""table -> ranks of its shards: one is table-wise, several are column-wise, none is data-parallel"""
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def table_configs(tables: Tables, rows: DataType = DataType.FP32) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=count, embedding_dim=dim, feature_names=features, pooling=pooling, data_type=rows
+        )
+        for name, (count, dim, features, pooling) in tables.items()
+    ]
+
+
+class Model(nn.Module):
+    """Two embedding modules, and a loss whose gradient differs in every element."""
+
+    def __init__(self, tables: Tables, others: Tables, weighted: bool = False, rows: DataType = DataType.FP32) -> None:
+        super().__init__()
+        modules = []
+        self.names: list[list[str]] = []
+        for module in (tables, others):
+            configs = table_configs(module, rows)
+            modules.append(EmbeddingBagCollection(configs, is_weighted=weighted, device=torch.device("meta")))
+            self.names.append([name for names in get_embedding_names_by_table(configs) for name in names])
+        self.embedding, self.other = modules
+        self.dense = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.dense.weight)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        pooled, other = self.embedding(batch.sparse), self.other(batch.sparse)
+        scale = self.dense(batch.dense)
+        by_name = other.to_dict()  # waits for the later one first
+        outputs = {name: by_name[name] for name in self.names[1]}
+        by_name = pooled.to_dict()
+        outputs.update({name: by_name[name] for name in self.names[0]})
+        losses = [(output.square() * scale).sum() for output in outputs.values()]
+        return torch.stack(losses).sum() * 0.01, {name: output.detach().clone() for name, output in outputs.items()}
+
+
+def _sharding(ranks: Sequence[int]) -> ParameterShardingGenerator:
+    if not ranks:
+        return data_parallel()
+    if len(ranks) == 1:
+        return table_wise(ranks[0], compute_kernel="fused")
+    return column_wise(list(ranks), compute_kernel="fused")
+
+
+def make_plan(model: Model, tables: Shards, others: Shards, sharder: ModuleSharder) -> ShardingPlan:
+    return ShardingPlan(
+        {
+            name: construct_module_sharding_plan(
+                model.get_submodule(name),
+                {table: _sharding(ranks) for table, ranks in shards.items()},
+                sharder,
+                local_size=world().size(),
+                world_size=world().size(),
+                device_type="cpu",
+            )
+            for name, shards in {"embedding": tables, "other": others}.items()
+        }
+    )
+
+
+def train(
+    model: Model, plan: ShardingPlan, sharder: ModuleSharder, batches: Sequence[Batch], pipeline: str = "none"
+) -> dict[str, Any]:
+    """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged."""
+    sharded = DistributedModelParallel(
+        model, env=ShardingEnv.from_process_group(world()), device=CPU, plan=plan, sharders=[sharder]
+    )
+    initialise_tables(sharded, seed=0)
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    for parameter in dense.values():  # the data-parallel tables among them
+        nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", dense_optimizer)])
+    steps, remaining = build_pipeline(pipeline, sharded, optimizer, CPU), iter(batches)
+    outputs = [steps.progress(remaining) for _ in batches]
+    states = {
+        f"{name}, {key}": state
+        for name, states in sharded.fused_optimizer.state_dict()["state"].items()
+        for key, state in states.items()
+    }
+    result = {
+        "outputs": outputs,
+        "weights": dict(_local(sharded.state_dict())),
+        "states": dict(_local(states)),
+        "exchanged": [_way(exchange) for exchange in exchanges(sharded)],
+    }
+    for exchange in exchanges(sharded):
+        exchange.close()
+    return result
+
+
+def _way(exchange: Exchange) -> tuple[str, str, int]:
+    """Return backend, backward and the parts of the gradient windows, 0 without any."""
+    backward = exchange._made().backward
+    parts = backward._gradients.parts if isinstance(backward, HostPush) else 0
+    return exchange.options.backend, type(backward).__name__, parts
+
+
+def _local(tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield copies of what this rank holds of each tensor."""
+    for name, tensor in tensors.items():
+        shards = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
+        for i, shard in enumerate(shards):
+            yield f"{name}, shard {i}", shard.clone()
+
+
+def assert_all_near(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float, what: str
+) -> None:
+    """Check tensors by name, see `assert_near`; exactly, where `tolerance` is 0."""
+    assert list(actual) == list(expected), what
+    for name, tensor in expected.items():
+        assert_near(actual[name], tensor, tolerance, f"{what} {name}")

@@ -1,0 +1,80 @@
+"""Where gradients lie at their owners, and in which parts they travel: worked on a layout with every irregularity."""
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.arena import Region
+from dlrm_overlap.embedding import gradients
+from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.embedding.layout import Layout, Piece
+
+
+def _piece(name: str, owner: int, dim: int, **where: int) -> Piece:
+    where = {"source": 0, "position": 0, "group": 0, "table": 0, "first_column": 0} | where
+    return Piece(name=name, owner=owner, dim=dim, mean=False, dtype=torch.float32, **where)
+
+
+# Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
+# the first makes up nearly all columns.
+PIECES = [
+    _piece("a", 0, 8),
+    _piece("b", 0, 8, position=1),
+    _piece("c", 0, 12, position=2, table=1),
+    _piece("d", 0, 4, source=1, group=1),
+    _piece("e", 0, 4, source=1, position=1, group=1),
+    _piece("f", 0, 16, source=1, position=2, group=1, table=1, first_column=16),
+    _piece("f", 2, 16),
+    _piece("g", 2, 64, position=1, table=1),
+]
+LAYOUT = Layout(PIECES, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
+
+
+def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) -> GradientLayout:
+    window_bytes = max(layout.owner_dims) * 5 * layout.world_size * 4
+    patch.setattr(gradients, "_MOST_PARTS", parts)
+    patch.setattr(gradients, "_PART_BYTES", window_bytes // parts)
+    made = GradientLayout(layout, 5, torch.float32)
+    assert made.parts == parts
+    return made
+
+
+def test_pieces_lie_side_by_side() -> None:
+    starts = GradientLayout(LAYOUT, 5, torch.float32).starts
+    assert [starts[piece] for piece in PIECES] == [0, 8, 16, 28, 32, 36, 0, 16]
+
+
+@pytest.mark.parametrize("parts", range(1, 9))
+def test_every_piece_travels_once_in_order_and_no_table_is_split(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    made = _in_parts(monkeypatch, parts)
+    assert len(made.pieces) == parts
+    for owner, pieces in enumerate(LAYOUT.by_owner):
+        assert [piece for by_owner in made.pieces for piece in by_owner[owner]] == pieces
+        tables = [{(piece.group, piece.table) for piece in by_owner[owner]} for by_owner in made.pieces]
+        assert sum(map(len, tables)) == len(set().union(*tables)), f"rank {owner} has a table in two parts"
+    assert [made.part_of[piece] for piece in PIECES] == [
+        part for piece in PIECES for part in range(parts) if piece in made.pieces[part][piece.owner]
+    ]
+
+
+def test_parts_go_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    even = Layout([_piece(f"{i}", 0, 4, position=i, table=i) for i in range(6)], list("012345"), world_size=1)
+    assert [len(pieces) for (pieces,) in _in_parts(monkeypatch, 3, even).pieces] == [2, 2, 2]
+    by_part = _in_parts(monkeypatch, 4).pieces
+    assert by_part[0] == [PIECES[:2], [], PIECES[6:]]
+    assert [part[0] for part in by_part[1:]] == [PIECES[2:3], PIECES[3:6], []]
+    assert [part[2] for part in by_part[1:]] == [[], [], []], "fewer tables than parts, and a narrow one first"
+
+
+def test_only_large_windows_are_cut() -> None:
+    assert GradientLayout(LAYOUT, 5, torch.float32).parts == 1
+    columns, enough = max(LAYOUT.owner_dims) * 3, 2 * gradients._PART_BYTES
+    samples = -(-enough // (4 * columns))
+    assert GradientLayout(LAYOUT, samples, torch.float32).parts == 2
+    assert GradientLayout(LAYOUT, samples, torch.bfloat16).parts == 1, "half the bytes"
+    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == gradients._MOST_PARTS
+
+
+def test_an_arena_has_windows_for_the_most_columns_and_a_flag_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Region((80 * 5 * 3,), torch.float32)
+    flags = {GRADIENT_FLAGS: Region((3, 2), torch.int64)}
+    assert _in_parts(monkeypatch, 2).regions() == dict.fromkeys(GRADIENT_WINDOWS, window) | flags
