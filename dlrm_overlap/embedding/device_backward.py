@@ -260,7 +260,7 @@ class DevicePush(Backward):
             ExchangeTimeoutError: if it has expired.
         """
         if not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "gradients")
+            raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "part")
 
     def close(self) -> None:
         """Forget the windows: nothing may keep a view of them."""

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="an exchange needs a second GPU"),
 ]
-_BUDGET_S = 420
+_BUDGET_S = 540
 
 
 @pytest.fixture(scope="module")

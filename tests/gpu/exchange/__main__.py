@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -26,10 +27,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of names: run only the checks that hold one")
     parser.add_argument("--nproc", type=int, default=default_world(), help="ranks, a GPU each where there are any")
     parser.add_argument("--output", type=Path, help="JSON file to write: name -> ok, or what went wrong")
-    parser.add_argument("--budget_s", type=float, default=420.0, help="time for all")
+    parser.add_argument("--folder", type=Path, help="new folder that keeps logs and traces; else they are removed")
+    parser.add_argument("--budget_s", type=float, default=540.0, help="time for all")
     options = parser.parse_args()
     at_once = 3 if torch.cuda.is_available() else 1
-    with tempfile.TemporaryDirectory() as folder:
+    with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as folder:
         checks = runnable(CHECKS, options.names)
         outcomes = run_all(checks, options.nproc, Path(folder), options.budget_s, at_once, _tell)
     if options.output:

@@ -1,5 +1,15 @@
 """All checks, in the order in which they run."""
 
-from tests.gpu.exchange import faults, lookups, stress, training, windows
+from tests.gpu.exchange import backward, backward_steps, faults, lookups, stress, training, windows
 
-CHECKS = lookups.CHECKS | windows.CHECKS | stress.CHECKS | faults.CHECKS | training.CHECKS | faults.LOST_PEERS
+CHECKS = (
+    lookups.CHECKS
+    | windows.CHECKS
+    | stress.CHECKS
+    | backward.CHECKS
+    | backward_steps.CHECKS
+    | faults.CHECKS
+    | training.CHECKS
+    | faults.LOST_PEERS
+    | backward_steps.LOST_PEERS
+)

@@ -99,7 +99,7 @@ def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool) -> Non
         _step(stage, exchange, batch, train)
         place.synchronize()
     except RuntimeError as error:
-        told = _what_is_told(exchange, error)
+        told = what_is_told(exchange, error)
     else:
         raise AssertionError("no wait expired")
     elapsed = time.monotonic() - began
@@ -119,7 +119,7 @@ def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
             output.sum().backward()
 
 
-def _what_is_told(exchange: Exchange, error: RuntimeError) -> ExchangeTimeoutError:
+def what_is_told(exchange: Exchange, error: RuntimeError) -> ExchangeTimeoutError:
     """Return the error that the user sees: the GPU's own gives way to the record's, as in `Trainer.step`."""
     if isinstance(error, ExchangeTimeoutError):
         return error

@@ -139,12 +139,11 @@ def _check_large_tables(place: Place, backend: str) -> None:
     sizes = [_SAMPLES] * place.world_size
     rows_of_interest: list[torch.Tensor] = []
     for t, table in enumerate(tables):
-        borders = [0, table.rows, *((elements >> shift) // table.dim for shift in range(5))]
-        around = {row for border in borders for row in range(border - 20, border + 20) if 0 <= row < table.rows}
-        rows_of_interest.append(torch.tensor(sorted(around), device=place.device))
+        around = rows_at_borders(table, elements)
+        rows_of_interest.append(torch.tensor(around, device=place.device))
         if table.owner == place.rank:
             rows = _integers(place, len(around), table.dim, seed=t).to(table.dtype)
-            for row, new in zip(sorted(around), rows, strict=True):
+            for row, new in zip(around, rows, strict=True):
                 stage.weight(t)[row].copy_(new)
     few = [Table(len(rows), table.dim, table.owner) for rows, table in zip(rows_of_interest, tables, strict=True)]
     exchange = stage.exchange(ExchangeOptions(backend))
@@ -158,6 +157,12 @@ def _check_large_tables(place: Place, backend: str) -> None:
         del actual
     place.meet()
     exchange.close()
+
+
+def rows_at_borders(table: Table, elements: int) -> list[int]:
+    """Return, ascending, the rows around the table's ends and where `elements`, its half, .. of its elements end."""
+    borders = [0, table.rows, *((elements >> shift) // table.dim for shift in range(5))]
+    return sorted({row for border in borders for row in range(border - 20, border + 20) if 0 <= row < table.rows})
 
 
 def _integers(place: Place, rows: int, dim: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     BoundsCheckMode,
     ComputeDevice,
@@ -23,15 +23,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.forward import ExchangeOptions
 from dlrm_overlap.embedding.layout import Layout, Piece
-from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from tests.gpu.exchange.place import Place
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+_EPS = 0.05  # large enough to be missed where it is left out
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of one feature."""
+    """A table of one feature; or another feature of a table, or other columns of a feature."""
 
     rows: int
     dim: int
@@ -40,6 +41,12 @@ class Table:
     mean: bool = False
     longest: int = 4
     """ids of its longest bag"""
+    hot: bool = False
+    """whether row 0 is in every bag that is not empty"""
+    rows_of: int | None = None
+    """the table just before, if this is another feature of it"""
+    ids_of: int | None = None
+    """the table just before, if this one's columns come behind its, of the same feature and so for the same ids"""
 
 
 class Batch:
@@ -69,6 +76,12 @@ class Batch:
             torch.randint(0, table.rows, (n,), **random).to(ids) for table, n in zip(tables, counts, strict=True)
         ]
         """ids of each table, sample by sample"""
+        for t, table in enumerate(tables):
+            if table.hot:
+                starts = self.lengths[t].cumsum(0) - self.lengths[t]
+                self.values[t][starts[self.lengths[t] > 0]] = 0
+            if table.ids_of is not None:
+                self.lengths[t], self.values[t] = self.lengths[table.ids_of], self.values[table.ids_of]
         self._ids = ids
 
     def inputs(self, tables: Sequence[int]) -> KeyedJaggedTensor:
@@ -96,16 +109,20 @@ class Stage:
         tables: Sequence[Table],
         lr: float = 0.0,
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        optimizer: str = "sgd",
     ) -> None:
-        """Make the tables, not filled yet; `lr` is SGD's."""
+        """Make the tables, not filled yet."""
         self.place, self.tables = place, list(tables)
         self.columns = [0, *accumulate(table.dim for table in tables)]
         """of the output, where each table's features begin, and D_total"""
         self.owned: list[list[int]] = []
         """tables of each rank, in the order in which it is given their ids"""
-        pieces = [piece for rank in range(place.world_size) for piece in self._pieces(rank)]
-        self.layout = Layout(pieces, [f"t{t}" for t in range(len(tables))], place.world_size)
-        self._lookups = [self._lookup(group, lr, bounds_check) for group in self._groups(place.rank)]
+        self._piece_of: dict[int, Piece] = {}
+        for rank in range(place.world_size):
+            self._add_pieces(rank)
+        names = [f"t{t}" for t, table in enumerate(tables) if table.ids_of is None]
+        self.layout = Layout(list(self._piece_of.values()), names, place.world_size)
+        self._lookups = [self._lookup(group, lr, bounds_check, optimizer) for group in self._groups(place.rank)]
         self.local_tables = LocalTables(self._lookups)
 
     def _groups(self, rank: int) -> list[list[int]]:
@@ -116,28 +133,36 @@ class Stage:
                 groups.setdefault((table.dtype, table.mean), []).append(t)
         return list(groups.values())
 
-    def _pieces(self, rank: int) -> list[Piece]:
+    def _add_pieces(self, rank: int) -> None:
         groups = self._groups(rank)
         self.owned.append([t for group in groups for t in group])
-        return [
-            Piece(
-                name=f"t{t}",
-                owner=rank,
-                source=0,
-                position=self.owned[rank].index(t),
-                group=g,
-                table=index,
-                first_column=0,
-                dim=self.tables[t].dim,
-                mean=self.tables[t].mean,
-                dtype=self.tables[t].dtype,
-            )
-            for g, group in enumerate(groups)
-            for index, t in enumerate(group)
-        ]
+        for g, group in enumerate(groups):
+            for t, index in zip(group, self._rows_of(group), strict=True):
+                table, first = self.tables[t], self._first_of(t)
+                self._piece_of[t] = Piece(
+                    name=f"t{first}",
+                    owner=rank,
+                    source=0,
+                    position=self.owned[rank].index(t),
+                    group=g,
+                    table=index,
+                    first_column=self.columns[t] - self.columns[first],
+                    dim=table.dim,
+                    mean=table.mean,
+                    dtype=table.dtype,
+                )
+
+    def _first_of(self, t: int) -> int:
+        """Return the table whose columns are the first of the feature's."""
+        other = self.tables[t].ids_of
+        return t if other is None else self._first_of(other)
+
+    def _rows_of(self, group: Sequence[int]) -> list[int]:
+        """Return which of a lookup's tables each of its features names rows of."""
+        return [index - 1 for index in accumulate(int(self.tables[t].rows_of is None) for t in group)]
 
     def _lookup(
-        self, group: list[int], lr: float, bounds_check: BoundsCheckMode
+        self, group: list[int], lr: float, bounds_check: BoundsCheckMode, optimizer: str
     ) -> SplitTableBatchedEmbeddingBagsCodegen:
         location, compute = (
             (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
@@ -145,10 +170,13 @@ class Stage:
             else (EmbeddingLocation.HOST, ComputeDevice.CPU)
         )
         first = self.tables[group[0]]
+        owning = [self.tables[t] for t in group if self.tables[t].rows_of is None]
         return SplitTableBatchedEmbeddingBagsCodegen(
-            [(self.tables[t].rows, self.tables[t].dim, location, compute) for t in group],
-            optimizer=EmbOptimType.EXACT_SGD,
+            [(table.rows, table.dim, location, compute) for table in owning],
+            feature_table_map=self._rows_of(group),
+            optimizer=next(kind for kind, name in OPTIMIZERS.items() if name == optimizer),
             learning_rate=lr,
+            eps=_EPS,
             weights_precision=_PRECISIONS[first.dtype],
             pooling_mode=PoolingMode.MEAN if first.mean else PoolingMode.SUM,
             bounds_check_mode=bounds_check,
@@ -157,8 +185,11 @@ class Stage:
 
     def weight(self, t: int) -> torch.Tensor:
         """Return the rows [rows, D] of a table of this rank."""
-        piece = next(p for p in self.layout.by_owner[self.place.rank] if p.name == f"t{t}")
-        return self.local_tables.weight(piece)
+        return self.local_tables.weight(self._piece_of[t])
+
+    def state(self, t: int) -> torch.Tensor | None:
+        """Return the optimizer's state of a table of this rank, [rows, D] or [rows] float32; None under SGD."""
+        return self.local_tables.state(self._piece_of[t])
 
     def fill(self, integers: bool, seed: int = 1) -> list[torch.Tensor]:
         """Fill this rank's tables, and return the rows of all ranks' tables in float32.
@@ -167,6 +198,9 @@ class Stage:
         """
         everyones: list[torch.Tensor] = []
         for t, table in enumerate(self.tables):
+            if table.rows_of is not None:
+                everyones.append(everyones[table.rows_of])
+                continue
             shape, generator = (table.rows, table.dim), self.place.generator(seed + t)
             if integers:
                 rows = torch.randint(-1000, 1000, shape, generator=generator, device=self.place.device).to(table.dtype)

@@ -52,13 +52,17 @@ class _Known:
             table.index_add_(0, ids, step[:, columns][bag])
 
 
-def _dawdle(place: Place, chance: random.Random) -> None:
-    """Keep the GPU or the host of this rank busy for a while, now and then: up to a millisecond, rarely more."""
+def dawdle(place: Place, chance: random.Random, stream: torch.cuda.Stream | None = None) -> None:
+    """Keep the GPU or the host of this rank busy for a while, now and then: up to a millisecond, rarely more.
+
+    `stream` is what waits on the GPU, the current one if none is given.
+    """
     if chance.random() < 0.2:
         longest = 1e-2 if chance.random() < 0.02 else 1e-3
         seconds = longest * chance.random()
         if place.on_gpu and chance.random() < 0.7:
-            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
         else:
             time.sleep(seconds)
 
@@ -70,7 +74,7 @@ def _poison(exchange: Exchange) -> None:
     step. So the window is this rank's until its next launch, which the stream orders behind the poison. The other
     window is not: a peer that has this rank's flags of the step just consumed may write to it already.
     """
-    forward: Any = exchange._forward
+    forward: Any = exchange._made().forward
     forward.windows.arena.local(forward.windows.name).fill_(torch.nan)
     for state in getattr(forward, "_states", {}).values():
         state.staging.fill_(torch.nan)
@@ -78,7 +82,7 @@ def _poison(exchange: Exchange) -> None:
 
 def _assert_idle(exchange: Exchange) -> None:
     """Check that the persistent kernel has left its counters as it found them."""
-    for state in getattr(exchange._forward, "_states", {}).values():
+    for state in getattr(exchange._made().forward, "_states", {}).values():
         assert not state.done.any(), "tasks of slices stay counted"
         assert not state.ticket.any(), "tickets stay drawn"
 
@@ -101,14 +105,14 @@ def _stress(place: Place, options: ExchangeOptions) -> None:
         this = agreed.choice(known)
         train = step // _STRETCH % 2 == 0 and agreed.random() < 0.6
         expected = this.pooled(rows, trained)
-        _dawdle(place, own)
+        dawdle(place, own)
         with torch.set_grad_enabled(train):
             awaitable = exchange.start(this.inputs, this.batch.sizes)
-            _dawdle(place, own)
+            dawdle(place, own)
             output = awaitable.wait()
             wrong[step] = (output != expected).sum()
             if train:
-                _dawdle(place, own)
+                dawdle(place, own)
                 output.backward(this.own_gradient)
                 this.update(rows, place.world_size)
                 trained += 1

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -39,9 +40,13 @@ from tests.agreement import LOSS_TOLERANCE, assert_same
 from tests.gpu.exchange.place import Check, Place
 
 _BACKENDS = ("nccl", "pgas", "fused")
-_LEARNING_RATE = {"sgd": 20.0, "rowwise_adagrad": 0.1}
+_LEARNING_RATE = {"sgd": 20.0, "adagrad": 0.1, "rowwise_adagrad": 0.1}
+_ROWS_TOLERANCE = 1e-3  # norm of a shard's error, relative to that of its change in a run, which amplifies rounding
 _STEPS = 20
 _SAMPLES = 256  # a rank
+
+_Rows = dict[tuple[str, int], torch.Tensor]
+"""shards of a rank, by table and first column"""
 
 
 def _config(place: Place, backend: str, optimizer: str, plan: str = "auto") -> Config:
@@ -80,15 +85,25 @@ def _train(place: Place, trainer: Trainer, first: int, end: int) -> list[float]:
     return (losses / place.world_size).tolist()
 
 
-def _losses(place: Place, backend: str, optimizer: str, plan: str = "auto") -> list[float]:
-    """Return the losses of a run; its backend must be what exchanges, but for row-wise plans."""
+def _rows(trainer: Trainer) -> _Rows:
+    """Return copies of this rank's shards."""
+    tables = {name: table for name, table in trainer.model.state_dict().items() if isinstance(table, ShardedTensor)}
+    shards = [(name, shard) for name, table in tables.items() for shard in table.local_shards()]
+    return {(name, shard.metadata.shard_offsets[1]): shard.tensor.clone() for name, shard in shards}
+
+
+def _run(place: Place, backend: str, optimizer: str, plan: str = "auto") -> tuple[list[float], _Rows, _Rows]:
+    """Return a run's losses, and its rows before and after; its backend must be what exchanges, but row-wise."""
     trainer = _trainer(place, _config(place, backend, optimizer, plan))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" or plan == "row_wise" else [backend]), f"exchanged by {used}"
+    assert all(exchange.options.backward == "push" for exchange in exchanges(trainer.model))
+    before = _rows(trainer)
     losses = _train(place, trainer, 0, _STEPS)
+    after = _rows(trainer)
     place.meet()
     trainer.close()
-    return losses
+    return losses, before, after
 
 
 def _assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance: float, name: str) -> None:
@@ -100,10 +115,17 @@ def _assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance:
 
 
 def _check_losses(place: Place, optimizer: str, plan: str) -> None:
-    expected = _losses(place, "torchrec", optimizer, plan)
+    expected, before, expected_rows = _run(place, "torchrec", optimizer, plan)
     assert min(expected) < 0.95 * expected[0], "a run that learns nothing agrees with anything"
     for backend in _BACKENDS:
-        _assert_agree(_losses(place, backend, optimizer, plan), expected, LOSS_TOLERANCE[optimizer], backend)
+        losses, _, rows = _run(place, backend, optimizer, plan)
+        _assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], backend)
+        assert rows.keys() == expected_rows.keys()
+        for (name, column), shard in expected_rows.items():
+            change = (shard - before[name, column]).norm()
+            error = (rows[name, column] - shard).norm() / change
+            assert change > 0
+            assert error <= _ROWS_TOLERANCE, f"{backend}, {name} from column {column}: relative error {error:.1e}"
 
 
 def _check_checkpoint(place: Place, writer: str, reader: str) -> None:

@@ -76,7 +76,7 @@ def _check_held(place: Place, backend: str) -> None:
     exchange.close()
 
 
-def _used_bytes(place: Place) -> int:
+def used_bytes(place: Place) -> int:
     """Return what is in use of the GPU's memory, or what this process maps of shared memory."""
     gc.collect()
     if place.on_gpu:
@@ -99,7 +99,7 @@ def _check_memory(place: Place, backend: str) -> None:
     before = 0
     for cycle in range(4):
         if cycle == 1:  # the first has loaded kernels and made what NCCL keeps
-            before = _used_bytes(place)
+            before = used_bytes(place)
             place.meet()
         exchange = stage.exchange(ExchangeOptions(backend))
         for batch in (small, large, small):
@@ -108,13 +108,13 @@ def _check_memory(place: Place, backend: str) -> None:
                 assert_same(actual, expected, f"cycle {cycle}")
             del actual
         place.meet()
-        used = _used_bytes(place) - before
+        used = used_bytes(place) - before
         assert used >= 2 * window_bytes, f"{used} bytes in use: the check measures something else"
         place.meet()
         exchange.close()
         del exchange
         place.meet()
-    lost = _used_bytes(place) - before
+    lost = used_bytes(place) - before
     assert lost < window_bytes // 4, f"{lost} bytes are gone after 3 exchanges of 2 windows of {window_bytes} bytes"
     place.meet()
 
@@ -129,7 +129,7 @@ def _check_trace(place: Place) -> None:
     exchange = stage.exchange(ExchangeOptions("fused", programs_per_sm=2, trace=True))
     for _ in range(3):
         actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
-        forward: Any = exchange._forward
+        forward: Any = exchange._made().forward
         place.synchronize()
         assert_same(actual, pool_exactly(batch, everyones, place.rank), "traced")
         del actual

@@ -1,0 +1,288 @@
+"""Updates of the rows step after step: the same bits however ranks dawdle, peers that fall silent, memory, overlap."""
+
+import contextlib
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from dlrm_overlap.comm.arena import HostArena
+from dlrm_overlap.embedding import gradients
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.forward import ExchangeOptions
+from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS
+from tests.agreement import assert_same
+from tests.gpu.exchange.backward import Training, tables_of_all_kinds, uneven_batches
+from tests.gpu.exchange.faults import what_is_told
+from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.stage import Batch, Stage, Table
+from tests.gpu.exchange.stress import dawdle
+from tests.gpu.exchange.windows import used_bytes
+
+_OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
+_PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be
+_TIMEOUT_S = 3.0
+_CULPRIT = 1
+_GOOD_STEPS = 3
+_TOLD = re.compile(
+    rf"rank (\d+) waited {_TIMEOUT_S:g} s for \w+ (\d+) of rank (\d+): expected epoch (\d+), seen (\d+);"
+)
+_LEAST_OVERLAP = 0.3
+
+
+def _pause(training: Training, chance: random.Random) -> None:
+    """Delay each of the streams that a step runs on, or the host, now and then."""
+    backward: Any = training.exchange._ways and training.exchange._ways.backward
+    for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
+        dawdle(training.place, chance, stream)
+
+
+def _assert_same_rows(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert expected[name].isfinite().all(), name
+        assert_same(actual[name], expected[name], f"{what}: {name}")
+
+
+def _check_deterministic(place: Place) -> None:
+    """Three runs from one beginning, each delayed elsewhere, end in the same bits."""
+    tables = tables_of_all_kinds(range(place.world_size))
+    batches = uneven_batches(place, tables)
+    ends = []
+    for run in range(3):
+        training = Training(place, tables, "adagrad", _OPTIONS)
+        pause = partial(_pause, training, random.Random(100 * run + place.rank))
+        for step in range(10):
+            training.step(batches[step % len(batches)], step, feedback=True, pause=pause)
+        ends.append(training.rows())
+        training.close()
+    for run in (1, 2):
+        _assert_same_rows(ends[run], ends[0], f"run {run}")
+
+
+def _poison(exchange: Exchange) -> None:
+    """Fill the window of the last update with NaN: where a peer has yet to store, nothing else may be read.
+
+    A peer stores there again two exchanges on, and begins to once it has this rank's flags of the next. Those are
+    raised behind all that is on the main stream now, the poison included. The other window is not this rank's: who has
+    its flags of the last exchange may store the next.
+    """
+    backward: Any = exchange._made().backward
+    backward._arena.local(GRADIENT_WINDOWS[backward._epoch % 2]).fill_(torch.nan)
+
+
+def _stress(place: Place, disturbed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return a sum of each evaluation's output and the rows and states at the end."""
+    owners = range(place.world_size)
+    kinds = ((300, 64, torch.float32), (5, 12, torch.float32), (50, 64, torch.float16))
+    tables = [Table(rows, dim, owner, dtype) for rows, dim, dtype in kinds for owner in owners]
+    agreed, own = random.Random(0), random.Random(1 + place.rank)
+    sizes = [[agreed.choice((0, 1, 3, 64, 150, 333)) for _ in owners] for _ in range(8)]
+    batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
+    training = Training(place, tables, "rowwise_adagrad", _OPTIONS)
+    pause: Callable[[], None] = partial(_pause, training, own) if disturbed else lambda: None
+    steps = 300 if place.on_gpu else 100
+    sums = torch.zeros(steps, dtype=torch.float64, device=place.device)
+    for step in range(steps):
+        batch, kind = agreed.choice(batches), agreed.random()
+        if kind < 0.6:
+            training.step(batch, step, feedback=True, pause=pause)
+        elif kind < 0.9:
+            with torch.no_grad():
+                sums[step] = training.look_up(batch, pause).double().sum()
+        else:
+            training.look_up(batch, pause)  # the ids are sorted for a backward that does not come
+        if disturbed:
+            _poison(training.exchange)
+    rows = training.rows()
+    training.close()
+    return sums, rows
+
+
+def _check_stress(place: Place) -> None:
+    """Steps that train, evaluate or break off, back to back, end in the bits of a run that nothing disturbs."""
+    (sums, rows), (expected_sums, expected_rows) = _stress(place, disturbed=True), _stress(place, disturbed=False)
+    assert_same(sums, expected_sums, "sums of evaluations")
+    assert sums.count_nonzero() > len(sums) // 10
+    _assert_same_rows(rows, expected_rows, "disturbed")
+
+
+def _flags_raised_by(place: Place, raise_by: Callable[[Callable[[], None], int], None]) -> Any:
+    """Return what hands `raise_by`, while entered, each flag of a gradient that this rank raises, and its part."""
+    owner, name = HostArena, "raise_flag"
+    if place.on_gpu:
+        from dlrm_overlap.embedding import device_backward as owner  # needs Triton, which a CPU does not
+
+        name = "raise_flags"
+    raise_flag = getattr(owner, name)
+    return patch.object(owner, name, lambda *arguments: raise_by(partial(raise_flag, *arguments), arguments[-2]))
+
+
+def _check_parts(place: Place) -> None:
+    """Gradients in parts far apart, more than a rank has tables, end in the bits of those in one.
+
+    The last rank has no tables.
+    """
+    chance = random.Random(place.rank)
+
+    def slowly(raise_flag: Callable[[], None], _: int) -> None:
+        raise_flag()
+        dawdle(place, chance)
+
+    tables: list[Table] = []
+    for owner in range(place.world_size - 1):
+        tables += [Table(100, 64, owner), Table(60, 12, owner), Table(60, 12, owner, rows_of=len(tables) + 1)]
+        tables += [Table(100, 64, owner, mean=True), Table(40, 128, owner, hot=True)]
+    batches = [Batch(place, tables, [205 + rank for rank in range(place.world_size)], seed) for seed in range(8)]
+    ends = []
+    for parts in (1, 8):
+        training = Training(place, tables, "adagrad", _OPTIONS)
+        with patch.multiple(gradients, _PART_BYTES=_PART_BYTES, _MOST_PARTS=parts), _flags_raised_by(place, slowly):
+            for seed, batch in enumerate(batches):
+                training.step(batch, seed)
+                _poison(training.exchange)
+        backward: Any = training.exchange._made().backward
+        assert backward._arena.local(GRADIENT_FLAGS).shape == (place.world_size, parts)
+        ends.append(training.rows())
+        training.close()
+    _assert_same_rows(ends[1], ends[0], "8 parts")
+
+
+def _check_memory(place: Place) -> None:
+    """Gradient windows are given back by `close`, and where they are made anew for a larger batch."""
+    tables = [Table(100, dim, owner) for dim in (64, 12) for owner in range(place.world_size)]
+    stage = Stage(place, tables)
+    stage.fill(integers=True)
+    window_bytes = 1 << (28 if place.on_gpu else 23)
+    samples = window_bytes // (4 * stage.columns[-1])
+    batches = [Batch(place, tables, [size] * place.world_size, seed=0) for size in (samples // 2, samples)]
+    windows = 4 * (1 if place.on_gpu else place.world_size)  # a CPU rank maps its peers', too
+    before = 0
+    for cycle in range(3):
+        if cycle == 1:  # the first has loaded kernels
+            before = used_bytes(place)
+            place.meet()
+        exchange = stage.exchange(ExchangeOptions())
+        for batch in batches:
+            exchange.start(stage.inputs(batch), batch.sizes).wait().sum().backward()
+        place.meet()
+        used = (used_bytes(place) - before) / window_bytes
+        assert cycle == 0 or windows - 0.5 < used < windows + 0.5, f"{used:.1f} windows in use in place of {windows}"
+        place.meet()
+        exchange.close()
+        del exchange
+        place.meet()
+    lost = used_bytes(place) - before
+    assert lost < window_bytes // 4, f"{lost} bytes are gone after 2 exchanges of 4 windows of {window_bytes} bytes"
+    place.meet()
+
+
+def _check_silent_peer(place: Place, parts_sent: int) -> None:
+    """Who waits in vain for a part of a peer's gradient is told which, in time, whatever the GPU says."""
+
+    def first_parts_alone(raise_flag: Callable[[], None], part: int) -> None:
+        if part < parts_sent:
+            raise_flag()
+
+    tables = [Table(50, 64, owner) for _ in range(3) for owner in range(place.world_size)]
+    stage = Stage(place, tables, lr=1.0)
+    stage.fill(integers=True)
+    batch = Batch(place, tables, [40] * place.world_size, seed=0)
+    exchange = stage.exchange(ExchangeOptions(wait_timeout_s=_TIMEOUT_S))
+    with patch.object(gradients, "_PART_BYTES", _PART_BYTES):
+        for _ in range(_GOOD_STEPS):
+            exchange.start(stage.inputs(batch), batch.sizes).wait().sum().backward()
+    place.meet()
+    output = exchange.start(stage.inputs(batch), batch.sizes).wait()
+    if place.rank == _CULPRIT:
+        place.synchronize()
+        if parts_sent:
+            with _flags_raised_by(place, first_parts_alone), contextlib.suppress(RuntimeError):
+                output.sum().backward()
+                place.synchronize()  # it waits for its own other parts, too
+        place.leave()
+    began = time.monotonic()
+    try:
+        output.sum().backward()
+        place.synchronize()
+    except RuntimeError as error:
+        told = what_is_told(exchange, error)
+    else:
+        raise AssertionError("no wait expired")
+    elapsed = time.monotonic() - began
+    match = _TOLD.match(str(told))
+    assert match, told
+    wanted = place.rank, parts_sent, _CULPRIT, _GOOD_STEPS + 1, _GOOD_STEPS
+    assert tuple(map(int, match.groups())) == wanted, told
+    assert 0.9 * _TIMEOUT_S < elapsed < 3 * _TIMEOUT_S, f"told after {elapsed:.1f} s"
+    place.leave()
+
+
+def _check_overlaps(place: Place) -> None:
+    """The bottom MLP's backward runs while gradients travel and rows are updated."""
+    tables = [Table(20_000, 128, owner, longest=2) for _ in range(8) for owner in range(place.world_size)]
+    stage = Stage(place, tables, lr=0.1)
+    stage.fill(integers=False)
+    samples = 16384
+    batch = Batch(place, tables, [samples] * place.world_size, seed=0)
+    exchange, inputs = stage.exchange(_OPTIONS), stage.inputs(batch)
+    widths = (1024, 2048, 2048, 2048)
+    layers = [nn.Linear(*pair, device=place.device) for pair in pairwise(widths)]
+    bottom_mlp, top_mlp = nn.Sequential(*layers), nn.Linear(stage.columns[-1], 512, device=place.device)
+    dense = torch.randn(samples, widths[0], device=place.device)
+
+    def step() -> None:
+        awaitable = exchange.start(inputs, batch.sizes)
+        bottom = bottom_mlp(dense)
+        (top_mlp(awaitable.wait()).mean() + bottom.mean()).backward()
+
+    for _ in range(3):
+        step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        place.meet()
+        step()
+        place.synchronize()
+    path = place.folder / f"{place.name}_trace_{place.rank}.json"
+    profiler.export_chrome_trace(str(path))
+    _assert_overlap([event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"])
+    place.meet()
+    exchange.close()
+
+
+def _assert_overlap(kernels: Sequence[Mapping[str, Any]]) -> None:
+    """Check how much of a step's exchange of gradients, or of what the main stream has to do then, overlaps."""
+
+    def spans(name: str) -> list[tuple[float, float]]:
+        found = [(k["ts"], k["ts"] + k["dur"]) for k in kernels if name in k["name"]]
+        assert found, f"no kernel {name} among {sorted({k['name'] for k in kernels})}"
+        return found
+
+    begin, end = min(spans("_push_gradients"))[0], max(last for _, last in spans("_update_rows"))
+    (main,) = {k["args"]["stream"] for k in kernels if "_store_pooled" in k["name"]}
+    on_main = [(k["ts"], k["ts"] + k["dur"]) for k in kernels if k["args"]["stream"] == main and k["ts"] >= begin]
+    dense_us = sum(last - first for first, last in on_main)
+    overlap_us = sum(min(last, end) - first for first, last in on_main if first < end)
+    told = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {end - begin:.0f} us of the exchange"
+    assert overlap_us >= _LEAST_OVERLAP * min(dense_us, end - begin) > 0, told
+
+
+CHECKS = {
+    "update_deterministic": Check(_check_deterministic, timeout_s=180),
+    "update_stress": Check(_check_stress),
+    "update_parts": Check(_check_parts),
+    "update_memory": Check(_check_memory),
+    "update_overlaps": Check(_check_overlaps, gpu_only=True),
+}
+LOST_PEERS = {
+    "update_peer_dies": Check(partial(_check_silent_peer, parts_sent=0), alone=True),
+    "update_peer_stops_after_a_part": Check(partial(_check_silent_peer, parts_sent=1), alone=True),
+}
