@@ -20,26 +20,12 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.launch import Form
 from dlrm_overlap.kernels.pooled_exchange import TYPES
+from dlrm_overlap.kernels.rounding import rounded
 from dlrm_overlap.kernels.row_runs import DONE, PIECE_IDS, PIECES, PreparedRuns, piece_ids_of
 
 _PROGRAMS = 1 << 16  # at most, each taking one task after the other
 _ROW_ELEMENTS = 256  # of a warp: rows side by side
 _TILE_ELEMENTS = 1024  # of a warp: gradients of a piece in flight
-
-
-@triton.jit
-def _rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return float32 `x` as TYPE; stochastically, up or down by chance so that the mean stays, by the bits of `at`."""
-    if not STOCHASTIC:
-        return x.to(TYPE)
-    chance = tl.randint(seed, at.to(tl.int32)).to(tl.uint32, bitcast=True)
-    bits = x.to(tl.uint32, bitcast=True)
-    if tl.bfloat16 == TYPE:
-        return ((bits + (chance & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True).to(TYPE)
-    normal = ((bits + (chance & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    # Below 2^-14 half precision has steps of 2^-24.
-    tiny = tl.floor(x * 16777216.0 + (chance >> 8).to(tl.float32) * 5.9604644775390625e-08) * 5.9604644775390625e-08
-    return tl.where(tl.abs(x) < 6.103515625e-05, tiny, normal).to(TYPE)
 
 
 @triton.jit
@@ -100,7 +86,7 @@ def _store_rows(
         tl.store(states + state_at + key, state, mask=mask)
         step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
     at = (weight_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
-    tl.store(weights + at, _rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
+    tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
 
 
 @triton.jit

@@ -198,8 +198,18 @@ class DevicePush(Backward):
             step.runs = [source.sort(step) for source in self._sources()]
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
+        """Push the gradient, and update the rows as gradients arrive, all beside the main stream.
+
+        Raises:
+            RuntimeError: if this step's gradient was sent before.
+        """
         self.check()
+        sources = self._sources()
+        if not self._atomic and len(step.runs) != len(sources):
+            raise RuntimeError(
+                "embedding backward: a step's gradients came twice, but its sorted ids are let go after the first "
+                "time; run one backward (without retain_graph), or set embedding.backward: collective"
+            )
         self._epoch += 1
         gradient = gradient.float()
         if gradient.stride(1) != 1 or gradient.data_ptr() % 16:
@@ -212,7 +222,6 @@ class DevicePush(Backward):
             for part in range(self.gradients.parts):
                 self._push(part, step, gradient)
         with torch.cuda.stream(self._update_stream):
-            sources = self._sources()
             for part, flags in enumerate(self._flags):
                 wait_flags(flags, self.rank, self._epoch)
                 for index, source in enumerate(sources):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
@@ -38,16 +38,12 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.forward import BACKENDS, ExchangeOptions
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.embedding.row_update import only_fbgemm, unsupported
-from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
 log = logging.getLogger("dlrm_overlap")
 
-_OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
+_OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 _MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
