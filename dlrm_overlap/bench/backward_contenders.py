@@ -14,6 +14,7 @@ from dlrm_overlap.bench.limits import median_ms
 from dlrm_overlap.bench.timing import greatest
 from dlrm_overlap.bench.workload import Ids, Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.embedding.collective import pack
 from dlrm_overlap.embedding.exchange import make_ways
 from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Step
 from dlrm_overlap.embedding.row_update import RowUpdate
@@ -36,12 +37,7 @@ def make_batches(workload: Workload, gradients: Sequence[torch.Tensor]) -> list[
 
 def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
     """Return `scale` times the gradient [b, D_total] as a collective sends it: [b, D] of each owner in order, flat."""
-    samples = gradient.shape[0]
-    send = gradient.new_empty(gradient.numel(), dtype=wire_dtype)
-    parts = zip(send.split([samples * dim for dim in dims]), gradient.split(list(dims), dim=1), strict=True)
-    for part, columns in parts:
-        torch.mul(columns, scale, out=part.view(columns.shape))
-    return send
+    return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
 
 
 def pack_at_once(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:

@@ -4,40 +4,26 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Arena, HostArena
-from dlrm_overlap.embedding.forward import ExchangeOptions, Step
+from dlrm_overlap.embedding.forward import Side, Step
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Layout, Piece
-from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.layout import Piece
 from dlrm_overlap.kernels import reference
 
 BACKWARDS = ("collective", "push", "atomic")
 
 
-class Backward(ABC):
+class Backward(Side, ABC):
     """One rank's side of the backward. `send` and `update` take turns, the same steps on every rank."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        tables: LocalTables,
-        options: ExchangeOptions,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        """Take what does not change from step to step, see `Forward`."""
-        self.layout, self.tables, self.options = layout, tables, options
-        self.group, self.device, self.rank, self.world_size = group, device, group.rank(), group.size()
 
     @property
     def scale(self) -> float:
         """Factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
         return 1.0 / self.world_size if get_gradient_division() else 1.0
 
-    def prepare(self, step: Step) -> None:  # noqa: B027  not all have something to do
+    def prepare(self, step: Step) -> None:
         """Do what needs the ids alone; the forward of a step that will have a backward has just been launched."""
 
     @abstractmethod
@@ -47,12 +33,6 @@ class Backward(ABC):
     @abstractmethod
     def update(self, step: Step) -> None:
         """Let what follows see this rank's rows updated."""
-
-    def check(self) -> None:  # noqa: B027  not all have something to check
-        """Raise what a kernel has recorded since; never waits for the device."""
-
-    def close(self) -> None:  # noqa: B027  not all have something to release
-        """Release what outlives Python references."""
 
 
 class HostPush(Backward):

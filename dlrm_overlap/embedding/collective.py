@@ -1,5 +1,6 @@
 """The collective's part: the forward of the ablation `nccl`, and the gradients' way back to their owners."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -66,9 +67,6 @@ class CollectiveForward(Forward):
         if self._device is not None:
             self._device.check()
 
-    def close(self) -> None:
-        """Nothing: the send buffer is this rank's alone."""
-
     def collect(self, step: Step) -> torch.Tensor:
         """Wait for the collective and put each owner's columns where the model reads them."""
         step.work.wait()
@@ -87,18 +85,20 @@ class CollectiveBackward(Backward):
         super().__init__(*args)
         updates = [RowUpdate(lookup) for lookup in self.tables.lookups]
         self._updates = list(zip(updates, self.layout.groups(self.rank), strict=True))
-        self._columns = [self.layout.owner_columns(rank).to(self.device) for rank in range(self.world_size)]
+        in_order, ranks = self.layout.sent_in_order, range(self.world_size)
+        self._columns = None if in_order else [self.layout.owner_columns(rank).to(self.device) for rank in ranks]
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of this rank's samples to the owners of its columns."""
         mine, samples = step.batch.per_rank[self.rank], step.batch.total
-        send = gradient.new_empty(mine * self.layout.total_dim, dtype=self.options.wire_dtype)
-        sizes = [mine * dim for dim in self.layout.owner_dims]
-        gradient = gradient.to(self.options.wire_dtype)
-        for columns, part in zip(self._columns, send.split(sizes), strict=True):
-            if columns.numel():
-                torch.index_select(gradient, 1, columns, out=part.view(mine, columns.numel()))
-        width = self.layout.owner_dims[self.rank]
+        dims = self.layout.owner_dims
+        if self._columns is None:
+            by_owner = gradient.split(dims, dim=1)
+        else:
+            by_owner = [gradient.index_select(1, columns) for columns in self._columns]
+        send = pack(by_owner, self.scale, self.options.wire_dtype)
+        sizes = [mine * dim for dim in dims]
+        width = dims[self.rank]
         step.received = send.new_empty(samples * width)
         step.work = dist.all_to_all_single(
             step.received, send, [size * width for size in step.batch.per_rank], sizes, self.group, async_op=True
@@ -109,13 +109,23 @@ class CollectiveBackward(Backward):
         step.work.wait()
         assert step.received is not None
         gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
-        gradient.mul_(self.scale)
         step.work = step.received = None
         first = 0
         for update, group in self._updates:
             ids = _bags_of(step.inputs[group.source], group.first_position, group.features)
             update.apply(gradient[:, first : first + group.dim].contiguous(), ids.values(), ids.offsets())
             first += group.dim
+
+
+def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
+    """Return `scale` times the owners' columns of a gradient, [b, D] each, as a collective sends them: flat, in order.
+
+    One multiplication an owner copies, casts and divides by the number of ranks.
+    """
+    send = by_owner[0].new_empty(sum(columns.numel() for columns in by_owner), dtype=wire_dtype)
+    for part, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
+        torch.mul(columns, scale, out=part.view(columns.shape))
+    return send
 
 
 def _bags_of(ids: KeyedJaggedTensor, first: int, features: int) -> KeyedJaggedTensor:

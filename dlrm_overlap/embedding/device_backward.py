@@ -24,7 +24,6 @@ from dlrm_overlap.kernels.gradient_exchange import PieceTable, push_gradients
 from dlrm_overlap.kernels.row_atomics import add_to_rows
 from dlrm_overlap.kernels.row_runs import Positions, PreparedRuns, SortedIds, prepare
 from dlrm_overlap.kernels.row_update import RowRange, Rule, update_rows
-from dlrm_overlap.kernels.schedule import resolve_schedule
 
 _PUSHES_PER_SM = 2  # programs: they fill the links, and leave the rest of the GPU to the updates
 _SEED = 0x5EED
@@ -143,7 +142,6 @@ class DevicePush(Backward):
         self._local = [arena.local(name) for name in GRADIENT_WINDOWS]
         self._flags = [self._flags_of(part) for part in range(gradients.parts)]
         self._pushed = [self._piece_tables(owned) for owned in gradients.pieces]
-        self._schedule = resolve_schedule(self.options.schedule, load_store_peers=True)
         self._programs = _PUSHES_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[_Input] = []
@@ -236,7 +234,7 @@ class DevicePush(Backward):
                 table,
                 self._windows[self._epoch % 2],
                 rank=self.rank,
-                schedule=self._schedule,
+                schedule=self.schedule,
                 first_sample=batch.first_sample[self.rank],
                 batch=batch.total,
                 most_samples=batch.most,

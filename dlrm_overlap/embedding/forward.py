@@ -80,8 +80,8 @@ class Step:
     """the ids of each input, ready for the update of their rows"""
 
 
-class Forward(ABC):
-    """One rank's side of the forward. `launch` and `collect` take turns, the same steps on every rank."""
+class Side:
+    """One rank's side of an exchange, forward or backward."""
 
     def __init__(
         self,
@@ -97,9 +97,23 @@ class Forward(ABC):
             layout: of all ranks' pieces.
             tables: of this rank.
         """
-        self.layout, self.tables, self.options, self.bounds_check = layout, tables, options, tables.bounds_check
+        self.layout, self.tables, self.options = layout, tables, options
         self.group, self.device, self.rank, self.world_size = group, device, group.rank(), group.size()
         self.schedule = resolve_schedule(options.schedule, load_store_peers=True)
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded since; never waits for the device."""
+
+    def close(self) -> None:
+        """Release what outlives Python references."""
+
+
+class Forward(Side, ABC):
+    """One rank's side of the forward. `launch` and `collect` take turns, the same steps on every rank."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.bounds_check = self.tables.bounds_check
 
     @abstractmethod
     def launch(self, step: Step) -> None:
@@ -108,14 +122,6 @@ class Forward(ABC):
     @abstractmethod
     def collect(self, step: Step) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise what a kernel has recorded since; never waits for the device."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what outlives Python references."""
 
 
 def pool_on_host(piece: Piece, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
@@ -217,6 +223,3 @@ class HostForward(WindowForward):
         """Wait for the flags and lend the window."""
         self._arena.wait("ready", self._awaited(step), self.windows.epoch, self.options.wait_timeout_s)
         return self.windows.lend(step.batch.per_rank[self.rank])
-
-    def check(self) -> None:
-        """Nothing: the host's waits and checks raise by themselves."""
