@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Windows, power_of_2
-from dlrm_overlap.kernels.launch import Form
-from dlrm_overlap.kernels.pooled_exchange import TYPES
+from dlrm_overlap.kernels.launch import TYPES, Form
 from dlrm_overlap.kernels.primitives import task_at
 
 # Columns of the piece table [W, most, 3] int64.

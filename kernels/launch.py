@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Windows, power_of_2
-from dlrm_overlap.kernels.launch import Form
+from dlrm_overlap.kernels.launch import TYPES, Form
 from dlrm_overlap.kernels.primitives import COLUMN, FEATURE_COLUMNS, pool, task_at
 
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
 GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets"]}

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.launch import Form
-from dlrm_overlap.kernels.pooled_exchange import TYPES
+from dlrm_overlap.kernels.launch import TYPES, Form
 from dlrm_overlap.kernels.row_runs import FIRST_KEY, MEAN, POSITION_COLUMNS, START_AT, Positions
 from dlrm_overlap.kernels.row_update import RowRange, Rule
 

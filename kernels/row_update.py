@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.launch import Form
-from dlrm_overlap.kernels.pooled_exchange import TYPES
+from dlrm_overlap.kernels.launch import TYPES, Form
 from dlrm_overlap.kernels.rounding import rounded
 from dlrm_overlap.kernels.row_runs import DONE, PIECE_IDS, PIECES, PreparedRuns, piece_ids_of
 
@@ -48,19 +47,22 @@ def _sum_gradients(
 
 
 @triton.jit
+def _elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Return where the elements of the rows of `key` [N] lie: [N, BLOCK_DIM], the row of key 0 at unit `first`."""
+    return (first + key * (DIM // 4))[:, None] * 4 + tl.arange(0, BLOCK_DIM)[None, :]
+
+
+@triton.jit
 def _load_rows(
     weights, states, weight_at, state_at, key, mask,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return the rows of `key` [N] int64 [N, BLOCK_DIM] float32 and their state: [N, BLOCK_DIM], or [N] if row-wise."""
-    column = tl.arange(0, BLOCK_DIM)
-    both = mask[:, None] & (column < DIM)[None, :]
-    at = (weight_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
-    weight = tl.load(weights + at, mask=both, other=0.0).to(tl.float32)
+    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    weight = tl.load(weights + _elements(weight_at, key, DIM, BLOCK_DIM), mask=both, other=0.0).to(tl.float32)
     state = weight
     if OPTIMIZER == "adagrad":
-        at = (state_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
-        state = tl.load(states + at, mask=both, other=0.0)
+        state = tl.load(states + _elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
     elif OPTIMIZER == "rowwise_adagrad":
         state = tl.load(states + state_at + key, mask=mask, other=0.0)
     return weight, state
@@ -72,20 +74,18 @@ def _store_rows(
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store what `_load_rows` has returned, updated by the gradients `total` [N, BLOCK_DIM]."""
-    column = tl.arange(0, BLOCK_DIM)
-    both = mask[:, None] & (column < DIM)[None, :]
+    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if OPTIMIZER == "sgd":
         step = lr * total
     elif OPTIMIZER == "adagrad":
         state += total * total
-        at = (state_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
-        tl.store(states + at, state, mask=both)
+        tl.store(states + _elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
         step = lr * total / (tl.sqrt_rn(state) + eps)
     else:
         state += tl.sum(tl.where(both, total * total, 0.0), 1) / DIM
         tl.store(states + state_at + key, state, mask=mask)
         step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
-    at = (weight_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
+    at = _elements(weight_at, key, DIM, BLOCK_DIM)
     tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
 
 

@@ -5,7 +5,6 @@ meet the same ids, rows, gradients and plan, and no time is told unless the rows
 leaves agree with the baseline's. A row is a contender under an optimizer.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -27,7 +26,7 @@ from dlrm_overlap.bench.limits import Limit, count_update, find_limit, measure_c
 from dlrm_overlap.bench.report import report
 from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.rounds import time_contenders, time_parts
-from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.config import Config
 from dlrm_overlap.launcher import Launch
 
@@ -57,9 +56,7 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
         found, faults = _measure(request, config, workload, optimizer, make_batches(workload, gradients), ceilings)
         rows += found
         del workload
-        gc.collect()  # sharded modules refer to themselves
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        collect_garbage(device)
         if faults:
             break
     if launch.rank == 0:

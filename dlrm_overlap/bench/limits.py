@@ -11,7 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.timing import gather
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.forward import lengths_and_ids
+from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.metrics import StepTimer, quantile
 
 _WARMUP, _REPEATS = 3, 20
@@ -110,27 +111,19 @@ def count_update(
     samples, wire = sum(batch_sizes), wire_dtype.itemsize
     hbm_bytes = batch_sizes[rank] * layout.total_dim * 4 + samples * layout.owner_dims[rank] * wire
     named_bytes = once_bytes = ids = touched = 0
-    by_table: dict[tuple[int, int], list[Piece]] = {}
-    for piece in layout.by_owner[rank]:
-        by_table.setdefault((piece.group, piece.table), []).append(piece)
-    for pieces in by_table.values():
+    for pieces in layout.tables(rank):
         dim, dtype = pieces[0].dim, pieces[0].dtype
-        bags = [_bags(inputs[piece.source], piece.position, samples) for piece in pieces]
-        rows = torch.cat([values for values, _ in bags]).unique().numel()
-        named = sum(values.numel() for values, _ in bags)
+        firsts = [(inputs[piece.source], piece.position * samples) for piece in pieces]
+        bags = [lengths_and_ids(ids_of_all, bag, bag + samples) for ids_of_all, bag in firsts]
+        rows = torch.cat([values for _, values in bags]).unique().numel()
+        named = sum(values.numel() for _, values in bags)
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[optimizer]
         hbm_bytes += rows * (2 * (dim * dtype.itemsize + state_bytes) + _RUN_BYTES) + named * _PLACE_BYTES
         named_bytes += named * dim * wire
-        once_bytes += sum(int((lengths > 0).sum()) for _, lengths in bags) * dim * wire
+        once_bytes += sum(int((lengths > 0).sum()) for lengths, _ in bags) * dim * wire
         ids, touched = ids + named, touched + rows
     link_bytes = batch_sizes[rank] * (layout.total_dim - layout.owner_dims[rank]) * wire
     return UpdateCounts(hbm_bytes + named_bytes, link_bytes, hbm_bytes + once_bytes, ids, touched)
-
-
-def _bags(ids: KeyedJaggedTensor, position: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of one feature, and its bags' lengths."""
-    first, end = ids.offset_per_key()[position : position + 2]
-    return ids.values()[first:end], ids.lengths()[position * samples : (position + 1) * samples]
 
 
 def find_limit(

@@ -5,7 +5,6 @@ baseline's (Chen et al. 2024: FBGEMM's lookup, All-to-All, unpacking). A row is 
 the stage must move, how fast memory and links of these GPUs move any, and the fraction of that limit it reaches.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +21,7 @@ from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.rounds import time_contenders, time_parts
 from dlrm_overlap.bench.skew import measure_skew
 from dlrm_overlap.bench.sweeps import make_contenders
-from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.config import Config
 from dlrm_overlap.launcher import Launch
 
@@ -52,9 +51,7 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
             measured.append(_measure(request, shape, workload))
             agreed = not measured[-1][1]
             del workload
-            gc.collect()  # sharded modules refer to themselves
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            collect_garbage(device)
         agreed = _all_agree(agreed, device)  # ranks that had no part wait here
         if not agreed:
             break

@@ -1,5 +1,6 @@
 """What is measured on: tables sharded over the ranks, and batches of ids for them."""
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -61,6 +62,13 @@ def read_ids(config: Config, group: dist.ProcessGroup) -> list[KeyedJaggedTensor
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
     with ThreadPoolExecutor(BATCHES) as pool:
         return [batch.sparse for batch in pool.map(lambda first: data.read(first, samples), firsts)]
+
+
+def collect_garbage(device: torch.device) -> None:
+    """Free the memory of workloads that were let go: sharded modules refer to themselves."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def make_workload(

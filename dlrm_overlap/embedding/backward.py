@@ -7,7 +7,7 @@ import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Arena, HostArena
-from dlrm_overlap.embedding.forward import Side, Step
+from dlrm_overlap.embedding.forward import Side, Step, lengths_and_ids
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
 from dlrm_overlap.embedding.layout import Piece
 from dlrm_overlap.kernels import reference
@@ -72,22 +72,19 @@ class HostPush(Backward):
         """Wait for all gradients and update the rows, table by table."""
         counts = torch.full((self.world_size,), self._gradients.parts, dtype=torch.int32)
         self._arena.wait(GRADIENT_FLAGS, counts, self._epoch, self.options.wait_timeout_s, "part")
-        by_table: dict[tuple[int, int], list[Piece]] = {}
-        for piece in self.layout.by_owner[self.rank]:
-            by_table.setdefault((piece.group, piece.table), []).append(piece)
-        for pieces in by_table.values():
+        for pieces in self.layout.tables(self.rank):
             self._update_table(pieces, step)
 
     def _update_table(self, pieces: list[Piece], step: Step) -> None:
         window, samples = self._arena.local(self._window), step.batch.total
         values, gradients = [], []
         for piece in pieces:
-            ids, bags = step.inputs[piece.source], slice(piece.position * samples, (piece.position + 1) * samples)
-            lengths, offsets = ids.lengths()[bags], ids.offsets()
+            bag = piece.position * samples
+            lengths, ids = lengths_and_ids(step.inputs[piece.source], bag, bag + samples)
             rows = self._rows(window, piece, samples).float()
             if piece.mean:
                 rows = rows / lengths.clamp(min=1)[:, None]
-            values.append(ids.values()[int(offsets[bags.start]) : int(offsets[bags.stop])])
+            values.append(ids)
             gradients.append(rows.repeat_interleave(lengths, dim=0))
         weight, state = self.tables.weight(pieces[0]), self.tables.state(pieces[0])
         optimizer = self.tables.optimizer(pieces[0])

@@ -50,10 +50,10 @@ class _Input:
         self.source = pieces[0].source
         first_keys: list[int] = []
         key = 0
-        for before, piece in zip([None, *pieces[:-1]], pieces, strict=True):
-            if before is None or (before.group, before.table) != (piece.group, piece.table):
-                first, key = key, key + tables.weight(piece).shape[0]
-            first_keys.append(first)
+        for table in backward.layout.tables(backward.rank):
+            if table[0].source == self.source:
+                first_keys += [key] * len(table)
+                key += tables.weight(table[0]).shape[0]
         device = backward.device
         self.first_keys = torch.tensor([*first_keys, key], dtype=torch.int64, device=device)
         self.key_bits = key.bit_length()
@@ -185,13 +185,16 @@ class DevicePush(Backward):
         return self._inputs
 
     def prepare(self, step: Step) -> None:
-        """Sort the ids beside the main stream, once the forward has looked them up, and so has checked them."""
-        if self._atomic:
-            return
-        self._update_stream.wait_stream(torch.cuda.current_stream(self.device))
+        """Sort the ids beside the main stream, once the forward has looked them up, and so has checked them.
+
+        Atomic additions take them as they are.
+        """
         for ids in step.inputs:
             ids.values().record_stream(self._update_stream)
             ids.offsets().record_stream(self._update_stream)
+        if self._atomic:
+            return
+        self._update_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._update_stream):
             step.runs = [source.sort(step) for source in self._sources()]
 
@@ -248,8 +251,6 @@ class DevicePush(Backward):
         _, lr, eps = self.tables.optimizer(rows.piece)
         if self._atomic:
             ids = step.inputs[source.source]
-            ids.values().record_stream(self._update_stream)
-            ids.offsets().record_stream(self._update_stream)
             places = source.positions, rows.first, rows.end
             add_to_rows(ids.values(), ids.offsets(), step.batch.total, *places, rows.rows, window, Rule(lr))
         elif (runs := step.runs[index]) is not None:

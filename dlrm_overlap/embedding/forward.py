@@ -124,13 +124,16 @@ class Forward(Side, ABC):
         """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here."""
 
 
+def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lengths of the bags [first, end) and, as a view, their ids."""
+    offsets = ids.offsets()
+    return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
+
+
 def pool_on_host(piece: Piece, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
     """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
-    ids = step.inputs[piece.source]
-    bag = piece.position * step.batch.total + first
-    offsets = ids.offsets()[bag : bag + end - first + 1].tolist()
-    lengths = ids.lengths()[bag : bag + end - first]
-    return reference.pool(weight, lengths, ids.values()[offsets[0] : offsets[-1]], piece.mean)
+    bag = piece.position * step.batch.total
+    return reference.pool(weight, *lengths_and_ids(step.inputs[piece.source], bag + first, bag + end), piece.mean)
 
 
 def check_on_host(piece: Piece, rows: int, step: Step, mode: BoundsCheckMode) -> None:
@@ -141,9 +144,8 @@ def check_on_host(piece: Piece, rows: int, step: Step, mode: BoundsCheckMode) ->
     """
     if mode == BoundsCheckMode.NONE:
         return
-    ids = step.inputs[piece.source]
-    bag, samples = piece.position * step.batch.total, step.batch.total
-    here = ids.values()[int(ids.offsets()[bag]) : int(ids.offsets()[bag + samples])]
+    bag = piece.position * step.batch.total
+    _, here = lengths_and_ids(step.inputs[piece.source], bag, bag + step.batch.total)
     outside = (here < 0) | (here >= rows)
     if outside.any():
         if mode == BoundsCheckMode.FATAL:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 
 import torch
 
@@ -50,11 +49,9 @@ class GradientLayout:
     def part_of(self) -> Mapping[Piece, int]:
         """The part of each piece: by the columns before its table, whose rows are all updated at once."""
         parts: dict[Piece, int] = {}
-        for pieces, columns in zip(self._layout.by_owner, self._layout.owner_dims, strict=True):
-            for _, table in groupby(pieces, key=lambda piece: (piece.group, piece.table)):
-                first, *others = table
-                parts[first] = self.starts[first] * self.parts // columns
-                parts |= dict.fromkeys(others, parts[first])
+        for rank, columns in enumerate(self._layout.owner_dims):
+            for pieces in self._layout.tables(rank):
+                parts |= dict.fromkeys(pieces, self.starts[pieces[0]] * self.parts // columns)
         return parts
 
     @cached_property

@@ -87,6 +87,13 @@ class Layout:
         """Whether the owners, one after the other, hold the columns as the output has them."""
         return torch.equal(self.sent_columns, torch.arange(self.total_dim))
 
+    def tables(self, rank: int) -> list[list[Piece]]:
+        """Return the rank's pieces by the shard whose rows they name, in order."""
+        together: dict[tuple[int, int], list[Piece]] = {}
+        for piece in self.by_owner[rank]:
+            together.setdefault((piece.group, piece.table), []).append(piece)
+        return list(together.values())
+
     def groups(self, rank: int) -> list[Group]:
         """Return the rank's fused lookups in order."""
         together: dict[int, list[Piece]] = {}

@@ -6,25 +6,20 @@ import torch
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding import gradients
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Layout, Piece
-
-
-def _piece(name: str, owner: int, dim: int, **where: int) -> Piece:
-    where = {"source": 0, "position": 0, "group": 0, "table": 0, "first_column": 0} | where
-    return Piece(name=name, owner=owner, dim=dim, mean=False, dtype=torch.float32, **where)
-
+from dlrm_overlap.embedding.layout import Layout
+from tests.unit.pieces import make_piece
 
 # Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
 # the first makes up nearly all columns.
 PIECES = [
-    _piece("a", 0, 8),
-    _piece("b", 0, 8, position=1),
-    _piece("c", 0, 12, position=2, table=1),
-    _piece("d", 0, 4, source=1, group=1),
-    _piece("e", 0, 4, source=1, position=1, group=1),
-    _piece("f", 0, 16, source=1, position=2, group=1, table=1, first_column=16),
-    _piece("f", 2, 16),
-    _piece("g", 2, 64, position=1, table=1),
+    make_piece("a", 0, 8),
+    make_piece("b", 0, 8, position=1),
+    make_piece("c", 0, 12, position=2, table=1),
+    make_piece("d", 0, 4, source=1, group=1),
+    make_piece("e", 0, 4, source=1, position=1, group=1),
+    make_piece("f", 0, 16, source=1, position=2, group=1, table=1, first_column=16),
+    make_piece("f", 2, 16),
+    make_piece("g", 2, 64, position=1, table=1),
 ]
 LAYOUT = Layout(PIECES, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
 
@@ -57,7 +52,7 @@ def test_every_piece_travels_once_in_order_and_no_table_is_split(monkeypatch: py
 
 
 def test_parts_go_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    even = Layout([_piece(f"{i}", 0, 4, position=i, table=i) for i in range(6)], list("012345"), world_size=1)
+    even = Layout([make_piece(f"{i}", 0, 4, position=i, table=i) for i in range(6)], list("012345"), world_size=1)
     assert [len(pieces) for (pieces,) in _in_parts(monkeypatch, 3, even).pieces] == [2, 2, 2]
     by_part = _in_parts(monkeypatch, 4).pieces
     assert by_part[0] == [PIECES[:2], [], PIECES[6:]]

@@ -4,25 +4,21 @@ import pytest
 import torch
 
 from dlrm_overlap.embedding.layout import Group, Layout, Piece
+from tests.unit.pieces import make_piece
 
 # The model's order. Rank 0 holds `wide` in two pieces of its four, a table of two features, in two lookups; rank 1
 # holds nothing; rank 2 the rest, in another order than the model's and from two inputs.
 NAMES = ["a", "wide", "b", "c"]
 
 
-def _piece(name: str, owner: int, dim: int, **where: int) -> Piece:
-    where = {"source": 0, "position": 0, "group": 0, "table": 0, "first_column": 0} | where
-    return Piece(name=name, owner=owner, dim=dim, mean=False, dtype=torch.float32, **where)
-
-
 PIECES = [
-    _piece("b", 0, 8),
-    _piece("c", 0, 8, position=1),
-    _piece("wide", 0, 4, source=1, group=1, first_column=4),
-    _piece("wide", 0, 4, source=1, position=1, group=1, table=1, first_column=12),
-    _piece("wide", 2, 4, source=1, first_column=8),
-    _piece("wide", 2, 4, source=1, position=1, table=1),
-    _piece("a", 2, 12, source=0, group=1),
+    make_piece("b", 0, 8),
+    make_piece("c", 0, 8, position=1),
+    make_piece("wide", 0, 4, source=1, group=1, first_column=4),
+    make_piece("wide", 0, 4, source=1, position=1, group=1, table=1, first_column=12),
+    make_piece("wide", 2, 4, source=1, first_column=8),
+    make_piece("wide", 2, 4, source=1, position=1, table=1),
+    make_piece("a", 2, 12, source=0, group=1),
 ]
 
 
@@ -60,6 +56,6 @@ def test_groups_are_the_lookups(layout: Layout) -> None:
 def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
     assert list(layout.launches(0).values()) == [PIECES[:2], PIECES[2:4]]
     assert layout.launches(1) == {}
-    half = [_piece("a", 0, 4), Piece("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
+    half = [make_piece("a", 0, 4), Piece("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
     both = Layout(half, ["a", "b"], world_size=1).launches(0)
     assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}
