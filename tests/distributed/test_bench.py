@@ -97,7 +97,8 @@ def test_backward_measures_all_contenders_under_each_optimizer(
         assert float(row["fraction_of_limit"]) == pytest.approx(value["limit_ms"] / value["median_ms"], rel=1e-2)
         first = rows[0] if row["optimizer"] == "sgd" else rows[4]
         assert float(row["speedup"]) == pytest.approx(float(first["median_ms"]) / value["median_ms"], rel=1e-2)
-        assert int(row["touched_rows"]) <= int(row["ids"]) == int(rows[0]["ids"])
+        # Those of the rank with the greatest limit: which it is depends on the optimizer, and on the measured ceilings.
+        assert int(row["touched_rows"]) <= int(row["ids"]) == int(first["ids"])
         assert {"pack_ms", "all_to_all_ms", "update_ms"} <= value.keys() or row["contender"] != "baseline"
         assert ("prepare_ms" in value) == row["contender"].startswith("push")
         assert (row["packing"] in ("by_owner", "at_once")) == (row["contender"] == "baseline")
