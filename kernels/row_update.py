@@ -3,8 +3,8 @@
 The ids are known long before their gradients, and so is all that follows from them. Sorted by row, the ids of a touched
 row are one run; `prepare` says where each id's gradient will lie, and cuts runs that are too long into pieces, so that
 a row which is in every bag costs no more than rows which are in one each. `update_rows` then takes the pieces, whose
-sums the last of a run adds up, and the other runs, some side by side. Every sum has one order: two updates give the
-same bits.
+sums the last of a run adds up, and the other runs: short ones side by side, longer ones each by a whole program. Every
+sum has one order: two updates give the same bits.
 
 Example: ids of rows  a b c c c c c c c d,  runs cut at 3: pieces  c c c | c c c | c,  summed by three programs, of
 which the last adds the three sums and updates c; others update a, b and d.
@@ -22,9 +22,10 @@ from dlrm_overlap.kernels.launch import TYPES, Form
 from dlrm_overlap.kernels.rounding import rounded
 from dlrm_overlap.kernels.row_runs import DONE, PIECE_IDS, PIECES, PreparedRuns, piece_ids_of
 
-_PROGRAMS = 1 << 16  # at most, each taking one task after the other
+_PROGRAMS = 1 << 15  # at most, each taking one task after the other
 _ROW_ELEMENTS = 256  # of a warp: rows side by side
-_TILE_ELEMENTS = 1024  # of a warp: gradients of a piece in flight
+_BESIDE_IDS = 16  # longer runs have a program to themselves: one after the other, their ids take too long
+_TILE_ELEMENTS = 512  # of a warp: gradients of one run in flight
 
 
 @triton.jit
@@ -90,6 +91,21 @@ def _store_rows(
 
 
 @triton.jit
+def _update_row(
+    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Update the row of `run` by the sum `total` [BLOCK_DIM] of its gradients."""
+    one = tl.arange(0, 1)
+    key = tl.load(run_keys + run + one).to(tl.int64)
+    weight, state = _load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
+    _store_rows(
+        weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
+        lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+    )  # fmt: skip
+
+
+@triton.jit
 def _update_piece(
     piece, run, run_keys, run_starts, places, scales, shared, piece_first, gradient, weights, states, parts,
     weight_at, state_at, lr, eps, seed,
@@ -118,12 +134,9 @@ def _update_piece(
             part = turn + tl.arange(0, TILE)
             mask = (part < count)[:, None] & (column < DIM)[None, :]
             total += tl.load(parts + (first_piece + part)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-        one = tl.arange(0, 1)
-        key = tl.load(run_keys + run + one).to(tl.int64)
-        weight, state = _load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
-        _store_rows(
-            weights, states, weight_at, state_at, key, one == 0, weight, state, tl.sum(total, 0)[None, :],
-            lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        _update_row(
+            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
@@ -131,34 +144,59 @@ def _update_piece(
 def _update_runs(
     run, live, run_keys, run_starts, places, scales, gradient, weights, states,
     weight_at, state_at, lr, eps, seed,
-    RUNS: tl.constexpr, UNROLL: tl.constexpr, PIECE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Update the rows of runs `run` [RUNS], where `live` and not cut into pieces."""
+    """Update the rows of runs `run` [RUNS], where `live` and of up to BESIDE_IDS ids; return the ids of the longest."""
     column = tl.arange(0, BLOCK_DIM)
     start = tl.load(run_starts + run, mask=live, other=0)
     length = tl.load(run_starts + run + 1, mask=live, other=0) - start
-    live = live & (length <= PIECE_IDS)
+    longest = tl.max(length, 0)
+    live = live & (length <= BESIDE_IDS)
     length = tl.where(live, length, 0)
     key = tl.load(run_keys + run, mask=live, other=0).to(tl.int64)
     # Asked for first: the rows come while the gradients are summed.
     weight, state = _load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
     total = tl.zeros((RUNS, BLOCK_DIM), tl.float32)
-    for first in range(0, tl.max(length, 0), UNROLL):
-        for turn in tl.static_range(UNROLL):
-            here = first + turn < length
-            i = start + first + turn
-            place = tl.load(places + i, mask=here, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
-            mask = here[:, None] & (column < DIM)[None, :]
-            rows = tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
-            if ANY_MEAN:
-                rows = rows * tl.load(scales + i, mask=here, other=0.0)[:, None]
-            total += rows
+    for turn in range(0, tl.max(length, 0), 2):
+        # Two of each run at a time, both places asked for before the first gradient.
+        i = start + turn
+        here, next_too = turn < length, turn + 1 < length
+        place = tl.load(places + i, mask=here, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
+        next_place = tl.load(places + i + 1, mask=next_too, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
+        rows = tl.load(gradient + place, mask=here[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+        next_rows = tl.load(gradient + next_place, mask=next_too[:, None] & (column < DIM)[None, :], other=0.0)
+        next_rows = next_rows.to(tl.float32)
+        if ANY_MEAN:
+            rows = rows * tl.load(scales + i, mask=here, other=0.0)[:, None]
+            next_rows = next_rows * tl.load(scales + i + 1, mask=next_too, other=0.0)[:, None]
+        total += rows
+        total += next_rows
     _store_rows(
         weights, states, weight_at, state_at, key, live, weight, state, total,
         lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
+    return longest
+
+
+@triton.jit(noinline=True)  # a call is rare here, and inlined it takes registers from the runs side by side
+def _update_run(
+    run, run_keys, run_starts, places, scales, gradient, weights, states,
+    weight_at, state_at, lr, eps, seed,
+    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, PIECE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Update the row of `run` by a whole program, if it is too long for others beside it and yet not cut."""
+    start = tl.load(run_starts + run)
+    length = tl.load(run_starts + run + 1) - start
+    if (length > BESIDE_IDS) & (length <= PIECE_IDS):
+        total = _sum_gradients(gradient, places, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
+        _update_row(
+            run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        )  # fmt: skip
 
 
 _INTEGERS = ["range_index", "weight_at", "state_at", "lr", "eps", "seed"]
@@ -185,7 +223,7 @@ def _update_rows(
     eps,
     seed,
     RUNS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    BESIDE_IDS: tl.constexpr,
     TILE: tl.constexpr,
     PIECE_IDS: tl.constexpr,
     ANY_MEAN: tl.constexpr,
@@ -208,12 +246,20 @@ def _update_rows(
                     TILE, PIECE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
-            runs = begin + (task - pieces) * RUNS + tl.arange(0, RUNS)
-            _update_runs(
+            first = begin + (task - pieces) * RUNS
+            runs = first + tl.arange(0, RUNS)
+            longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, places, scales, gradient, weights, states,
                 weight_at, state_at, lr, eps, seed,
-                RUNS, UNROLL, PIECE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                RUNS, BESIDE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
+            if longest > BESIDE_IDS:
+                for run in range(first, tl.minimum(first + RUNS, end)):
+                    _update_run(
+                        run, run_keys, run_starts, places, scales, gradient, weights, states,
+                        weight_at, state_at, lr, eps, seed,
+                        TILE, BESIDE_IDS, PIECE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                    )  # fmt: skip
 
 
 class RowRange(NamedTuple):
@@ -253,7 +299,7 @@ def _updating(dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, st
     warps = max(1, block // 256)
     constants = {
         "RUNS": min(8, max(1, _ROW_ELEMENTS // block)),
-        "UNROLL": 2,
+        "BESIDE_IDS": min(_BESIDE_IDS, piece_ids),
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
         "PIECE_IDS": piece_ids,
         "ANY_MEAN": any_mean,

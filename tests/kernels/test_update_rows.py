@@ -38,7 +38,7 @@ def test_a_row_in_every_bag(optimizer: str) -> None:
     model = Model(Case((Rows(((2, 200, 3),), dim=128, optimizer=optimizer),), samples=20))
     assert model.bags[model.keys == 1].unique().numel() == 32, "of 40 bags, 8 are empty"
     runs = model.prepare()
-    assert runs.shared[0] == 13, "more pieces than their sums are added at once, 8"
+    assert runs.shared[0] == 13, "more pieces than their sums are added at once, 4"
     model.check_update(runs)
 
 
@@ -59,6 +59,23 @@ def test_runs_are_cut_into_pieces(counts: tuple[int, ...], pieces: int) -> None:
     model = Model(Case((Rows((counts,), dim=4),)))
     runs = model.prepare()
     assert runs.shared[0] == pieces <= runs.piece_run.numel()
+    model.check_update(runs)
+
+
+@pytest.mark.parametrize("dim", [4, 64, 128, 256])  # 8, 4, 2 and 1 runs side by side
+@pytest.mark.parametrize(
+    ("counts", "means", "optimizer", "pieces"),
+    [
+        *(((1, 17, 16, 128, 0, 40, 129, 2, 3, 18), False, optimizer, 2) for optimizer in OPTIMIZERS),
+        ((1, 17, 16, 0, 18, 2), True, "sgd", 0),
+    ],
+)
+def test_runs_of_more_than_16_ids_are_summed_alone_and_of_more_than_128_cut(
+    dim: int, counts: tuple[int, ...], means: bool, optimizer: str, pieces: int
+) -> None:
+    model = Model(Case((Rows((counts,), dim, optimizer, means),), samples=30, piece_ids=128))
+    runs = model.prepare()
+    assert runs.shared[0] == pieces
     model.check_update(runs)
 
 
