@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels import primitives
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.launch import INTERPRETED, Form
-from dlrm_overlap.kernels.primitives import await_flags
 
 _GENERAL = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot", "epoch", "timeout"]}
 
@@ -32,11 +32,7 @@ class Flags:
 
 @triton.jit(**_GENERAL)
 def _raise_flags(peers_ready, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
-    peer = tl.arange(0, PEERS)
-    mask = peer < world_size
-    flags = tl.load(peers_ready + peer, mask=mask, other=0).to(tl.pointer_type(tl.int64))
-    value = tl.zeros((PEERS,), tl.int64) + epoch
-    tl.atomic_xchg(flags + rank * slots + first_slot, value, mask=mask, sem="release", scope="sys")
+    primitives.raise_flags(peers_ready, rank * slots + first_slot, world_size, epoch, PEERS)
 
 
 @triton.jit(**_GENERAL)
@@ -53,7 +49,7 @@ def _await_flags(
     INTERPRETED: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK
-    await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
+    primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
 @lru_cache

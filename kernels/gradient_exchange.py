@@ -5,10 +5,15 @@ A window is [D_local * B] of the wire's type at the rows' owner, piece after pie
 `start` of D_local holds row sample of its [B, D] from element (start * B + sample * D) on. A table's gradients lie
 together, which keeps them in the cache while its rows are updated.
 
+Pieces travel in parts, each with a flag of its own, so that the rows of one are updated while the next travels. One
+launch sends all parts of a dim: few programs, which keep their multiprocessors to the end, where a launch a part would
+queue behind the dense kernels that run beside it. The program that finishes a part's last task raises its flags.
+
 Example: two ranks of two samples; rank 1 owns a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
 elements 0 .. 7 of rank 1's window, rank 1 its own to 8 .. 15.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,25 +24,27 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Windows, power_of_2
 from dlrm_overlap.kernels.launch import TYPES, Form
-from dlrm_overlap.kernels.primitives import task_at
+from dlrm_overlap.kernels.primitives import raise_flags, task_at
 
-# Columns of the piece table [W, most, 3] int64.
+# Columns of the piece table [parts, W, most, 3] int64.
 SOURCE = tl.constexpr(0)  # column of the output's gradient where the piece begins
 START = tl.constexpr(1)  # column of D_local, at its owner
 PRESENT = tl.constexpr(2)  # 0: this rank has fewer pieces than the fullest
 PIECE_COLUMNS = tl.constexpr(3)
 
-_TASK_ELEMENTS = 2048
-_NUM_WARPS = 4
-_INTEGERS = ["rank", "world_size", "most", "blocks", "samples", "batch", "first_sample", "scale"]
+_NUM_WARPS = 32
+_TASK_ELEMENTS = 1024  # of a warp: so much in flight keeps the links busy beside dense kernels, too
+_SIZES = ["rank", "world_size", "parts", "most", "blocks", "samples", "batch", "first_sample", "programs"]
 
 
 @dataclass(frozen=True)
 class PieceTable:
-    """What of the gradient goes where: pieces of one dim, by owner."""
+    """What of the gradient goes where: pieces of one dim, by part and owner."""
 
     entries: torch.Tensor
-    """[W, most, 3] int64: column of the gradient, column of D_local at the owner, 1 (0 where the rank has none)"""
+    """[parts, W, most, 3] int64: column of the gradient, of D_local at the owner, 1 (0 where the rank has no more)"""
+    counts: torch.Tensor
+    """[parts] int32: pieces of the rank that has most in this part"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     source_alignment: int
@@ -46,20 +53,37 @@ class PieceTable:
     """the same of every column of D_local"""
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@dataclass(frozen=True)
+class PartFlags:
+    """The flags of the parts, at every rank, and what the programs that raise them share."""
+
+    addresses: torch.Tensor
+    """[W] int64: of each rank's flags, [W, parts] int64, row w raised by rank w"""
+    done: torch.Tensor
+    """[parts] int32: programs that have done their share of the part; zero before and after each exchange"""
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"])
 def _push_gradients(
     gradient,
     pieces,
+    counts,
     windows,
+    peers_ready,
+    done,
     rank,
     world_size,
+    parts,
     most,
     blocks,
     samples,
     batch: tl.int64,
     first_sample: tl.int64,
     scale,
+    programs,
+    epoch: tl.int64,
     SCHEDULE: tl.constexpr,
+    PEERS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -70,27 +94,34 @@ def _push_gradients(
     START_ALIGNMENT: tl.constexpr,
 ):
     at = tl.arange(0, BLOCK_DIM)
-    for position in range(tl.program_id(0), world_size * most * blocks, tl.num_programs(0)):
-        destination, which, block = task_at(position, rank, world_size, most, blocks, SCHEDULE)
-        piece = pieces + (destination * most + which) * PIECE_COLUMNS
-        if tl.load(piece + PRESENT) != 0:
-            source = tl.multiple_of(tl.load(piece + SOURCE), SOURCE_ALIGNMENT)
-            start = tl.multiple_of(tl.load(piece + START), START_ALIGNMENT)
-            window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
-            sample = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
-            mask = (sample < samples)[:, None] & (at < DIM)[None, :]
-            rows = tl.load(gradient + sample[:, None] * STRIDE + (source + at)[None, :], mask=mask, other=0.0)
-            rows = rows.to(tl.float32) * scale
-            into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
-            tl.store(window + into, rows.to(WIRE), mask=mask)
+    for part in range(0, parts):
+        here = tl.load(counts + part)
+        for position in range(tl.program_id(0), world_size * here * blocks, tl.num_programs(0)):
+            destination, which, block = task_at(position, rank, world_size, here, blocks, SCHEDULE)
+            piece = pieces + ((part * world_size + destination) * most + which) * PIECE_COLUMNS
+            if tl.load(piece + PRESENT) != 0:
+                source = tl.multiple_of(tl.load(piece + SOURCE), SOURCE_ALIGNMENT)
+                start = tl.multiple_of(tl.load(piece + START), START_ALIGNMENT)
+                window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
+                sample = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+                mask = (sample < samples)[:, None] & (at < DIM)[None, :]
+                rows = tl.load(gradient + sample[:, None] * STRIDE + (source + at)[None, :], mask=mask, other=0.0)
+                rows = rows.to(tl.float32) * scale
+                into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
+                tl.store(window + into, rows.to(WIRE), mask=mask)
+        tl.debug_barrier()  # all threads have stored before one of them counts the program
+        if tl.atomic_add(done + part, 1) == programs - 1:
+            tl.store(done + part, 0)  # ready for the next exchange
+            raise_flags(peers_ready, rank * parts + part, world_size, epoch, PEERS)
 
 
 @lru_cache
-def _pushing(schedule: str, dim: int, wire: torch.dtype, stride: int, *alignments: int) -> Form:
+def _pushing(schedule: str, world_size: int, dim: int, wire: torch.dtype, stride: int, *alignments: int) -> Form:
     block = power_of_2(dim)
     constants: dict[str, Any] = {
         "SCHEDULE": schedule,
-        "ROWS": max(1, _TASK_ELEMENTS // block),
+        "PEERS": power_of_2(world_size),
+        "ROWS": max(1, _TASK_ELEMENTS * _NUM_WARPS // block),
         "DIM": dim,
         "BLOCK_DIM": block,
         "WIRE": TYPES[wire],
@@ -102,9 +133,11 @@ def _pushing(schedule: str, dim: int, wire: torch.dtype, stride: int, *alignment
 
 def push_gradients(
     gradient: torch.Tensor,
-    pieces: PieceTable,
+    tables: Sequence[PieceTable],
     windows: Windows,
+    flags: PartFlags,
     rank: int,
+    epoch: int,
     schedule: str,
     first_sample: int,
     batch: int,
@@ -112,37 +145,44 @@ def push_gradients(
     scale: float,
     programs: int,
 ) -> None:
-    """Store this rank's part of the gradient into the windows of its owners; raises no flag, see `raise_flags`.
+    """Store this rank's part of the gradient into the windows of its owners, and raise each part's flag to `epoch`.
 
     Args:
         gradient: [b, at least D_total] float32, rows `stride(0)` apart, at a multiple of 16 bytes.
+        tables: one a dim, each with all parts.
         windows: each rank's, [D_local * B]; their stride is not used.
         first_sample: of this rank in the global batch.
         batch: samples of all ranks, B.
         most_samples: of a rank: all ranks walk the same tasks.
         scale: factor of every element.
-        programs: at most so many, each of 4 warps; links need few, and the rest of the GPU stays free.
+        programs: of each launch, of 32 warps: links need few, and the rest of the GPU stays free.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0
-    world_size, most, _ = pieces.entries.shape
-    form = _pushing(
-        schedule, pieces.dim, windows.dtype, gradient.stride(0),
-        windows.alignment, pieces.source_alignment, pieces.start_alignment,
-    )  # fmt: skip
-    blocks = -(-most_samples // form.constants["ROWS"])
-    form(
-        min(programs, world_size * most * blocks) if gradient.shape[0] else 0,
-        (gradient.dtype,),
-        gradient,
-        pieces.entries,
-        windows.addresses,
-        rank,
-        world_size,
-        most,
-        blocks,
-        gradient.shape[0],
-        batch,
-        first_sample,
-        scale,
-    )
+    for table in tables:
+        parts, world_size, most, _ = table.entries.shape
+        form = _pushing(
+            schedule, world_size, table.dim, windows.dtype, gradient.stride(0),
+            windows.alignment, table.source_alignment, table.start_alignment,
+        )  # fmt: skip
+        form(
+            programs,
+            (gradient.dtype,),
+            gradient,
+            table.entries,
+            table.counts,
+            windows.addresses,
+            flags.addresses,
+            flags.done,
+            rank,
+            world_size,
+            parts,
+            most,
+            -(-most_samples // form.constants["ROWS"]),
+            gradient.shape[0],
+            batch,
+            first_sample,
+            scale,
+            programs * len(tables),
+            epoch,
+        )

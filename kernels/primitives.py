@@ -135,6 +135,16 @@ def raise_flag(flag, epoch):
 
 
 @triton.jit
+def raise_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
+    """Store `epoch` in slot `slot` of every rank's flags, in the same order as `raise_flag`."""
+    peer = tl.arange(0, PEERS)
+    mask = peer < world_size
+    flags = tl.load(peers_ready + peer, mask=mask, other=0).to(tl.pointer_type(tl.int64))
+    tl.debug_barrier()
+    tl.atomic_xchg(flags + slot, tl.zeros((PEERS,), tl.int64) + epoch, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
 def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
     """Return the least epoch at `flags` [N] where `mask`, at most `epoch`, read with order `SEM`."""
     # An atomic, since the compiler takes a load out of the loop, volatile or not.

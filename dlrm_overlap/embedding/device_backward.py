@@ -19,13 +19,13 @@ from dlrm_overlap.embedding.forward import Step
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
 from dlrm_overlap.embedding.layout import Piece
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
-from dlrm_overlap.kernels.gradient_exchange import PieceTable, push_gradients
+from dlrm_overlap.kernels.flags import Flags, wait_flags
+from dlrm_overlap.kernels.gradient_exchange import PartFlags, PieceTable, push_gradients
 from dlrm_overlap.kernels.row_atomics import add_to_rows
 from dlrm_overlap.kernels.row_runs import Positions, PreparedRuns, SortedIds, prepare
 from dlrm_overlap.kernels.row_update import RowRange, Rule, update_rows
 
-_PUSHES_PER_SM = 2  # programs: they fill the links, and leave the rest of the GPU to the updates
+_PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates
 _SEED = 0x5EED
 
 
@@ -141,8 +141,10 @@ class DevicePush(Backward):
         self._windows = [Windows(arena.addresses(name), 0, self.options.wire_dtype, 16) for name in GRADIENT_WINDOWS]
         self._local = [arena.local(name) for name in GRADIENT_WINDOWS]
         self._flags = [self._flags_of(part) for part in range(gradients.parts)]
-        self._pushed = [self._piece_tables(owned) for owned in gradients.pieces]
-        self._programs = _PUSHES_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
+        done = torch.zeros(gradients.parts, dtype=torch.int32, device=self.device)
+        self._part_flags = PartFlags(arena.addresses(GRADIENT_FLAGS), done)
+        dims = {piece.dim for pieces in self.layout.by_owner for piece in pieces}
+        self._pushed = [self._piece_table(dim) for dim in sorted(dims)]
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[_Input] = []
         self._seed = torch.initial_seed()
@@ -157,20 +159,19 @@ class DevicePush(Backward):
             status=self._record.status,
         )
 
-    def _piece_tables(self, owned: Sequence[Sequence[Piece]]) -> list[PieceTable]:
-        """Return what travels with a part, which has the pieces `owned` by each rank, a table a dim."""
-        return [
-            self._piece_table([[piece for piece in pieces if piece.dim == dim] for pieces in owned], dim)
-            for dim in sorted({piece.dim for pieces in owned for piece in pieces})
+    def _piece_table(self, dim: int) -> PieceTable:
+        """Return what travels of one dim."""
+        starts = self.gradients.starts
+        places = [
+            [[[self.layout.column(p), starts[p], 1] for p in owned if p.dim == dim] for owned in pieces]
+            for pieces in self.gradients.pieces
         ]
-
-    def _piece_table(self, owned: Sequence[Sequence[Piece]], dim: int) -> PieceTable:
-        most, starts = max(map(len, owned)), self.gradients.starts
-        places = [[[self.layout.column(piece), starts[piece], 1] for piece in pieces] for pieces in owned]
-        every = [place for pieces in places for place in pieces]
-        padded = [[*pieces, *[[0, 0, 0]] * (most - len(pieces))] for pieces in places]
+        counts = [max(map(len, pieces)) for pieces in places]
+        every = [place for pieces in places for owned in pieces for place in owned]
+        padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in pieces] for pieces in places]
         return PieceTable(
             entries=torch.tensor(padded, dtype=torch.int64, device=self.device),
+            counts=torch.tensor(counts, dtype=torch.int32, device=self.device),
             dim=dim,
             source_alignment=gcd(16, *(column for column, _, _ in every)),
             start_alignment=gcd(16, *(start for _, start, _ in every)),
@@ -220,31 +221,26 @@ class DevicePush(Backward):
             stream.wait_event(self._issued)
         gradient.record_stream(self._push_stream)
         with torch.cuda.stream(self._push_stream):
-            for part in range(self.gradients.parts):
-                self._push(part, step, gradient)
+            push_gradients(
+                gradient,
+                self._pushed,
+                self._windows[self._epoch % 2],
+                self._part_flags,
+                rank=self.rank,
+                epoch=self._epoch,
+                schedule=self.schedule,
+                first_sample=step.batch.first_sample[self.rank],
+                batch=step.batch.total,
+                most_samples=step.batch.most,
+                scale=self.scale,
+                programs=_PUSH_PROGRAMS,
+            )
         with torch.cuda.stream(self._update_stream):
             for part, flags in enumerate(self._flags):
                 wait_flags(flags, self.rank, self._epoch)
                 for index, source in enumerate(sources):
                     for rows in (r for r in source.ranges if r.part == part):
                         self._update(step, index, source, rows)
-
-    def _push(self, part: int, step: Step, gradient: torch.Tensor) -> None:
-        batch = step.batch
-        for table in self._pushed[part]:
-            push_gradients(
-                gradient,
-                table,
-                self._windows[self._epoch % 2],
-                rank=self.rank,
-                schedule=self.schedule,
-                first_sample=batch.first_sample[self.rank],
-                batch=batch.total,
-                most_samples=batch.most,
-                scale=self.scale,
-                programs=self._programs,
-            )
-        raise_flags(self._flags[part], self.rank, part, self._epoch)
 
     def _update(self, step: Step, index: int, source: _Input, rows: _Range) -> None:
         window = self._local[self._epoch % 2]

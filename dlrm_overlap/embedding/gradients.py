@@ -12,7 +12,7 @@ GRADIENT_WINDOWS = ("gradients0", "gradients1")
 GRADIENT_FLAGS = "gradients_ready"
 
 _PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs
-_MOST_PARTS = 4  # from here on the host's launches cost more than they hide
+_MOST_PARTS = 6  # from here on the host's launches cost more than they hide
 
 
 class GradientLayout:
@@ -47,11 +47,14 @@ class GradientLayout:
 
     @cached_property
     def part_of(self) -> Mapping[Piece, int]:
-        """The part of each piece: by the columns before its table, whose rows are all updated at once."""
+        """The part of each piece: by the columns before its table, whose rows are all updated at once.
+
+        The first part is half as long as the others: nothing is updated while it travels.
+        """
         parts: dict[Piece, int] = {}
         for rank, columns in enumerate(self._layout.owner_dims):
             for pieces in self._layout.tables(rank):
-                parts |= dict.fromkeys(pieces, self.starts[pieces[0]] * self.parts // columns)
+                parts |= dict.fromkeys(pieces, (self.starts[pieces[0]] * (2 * self.parts - 1) // columns + 1) // 2)
         return parts
 
     @cached_property

@@ -1,5 +1,6 @@
 """Gradients stored into their owners' windows, under Triton's interpreter: every element of every window."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.gradient_exchange import PieceTable, push_gradients
+from dlrm_overlap.kernels.gradient_exchange import PartFlags, PieceTable, push_gradients
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, interpreted, to_wire
@@ -32,6 +33,7 @@ class Case:
     spare: int = 0
     """columns behind the last of the gradient"""
     programs: int = 3
+    parts: int = 2
 
 
 class World:
@@ -40,46 +42,54 @@ class World:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.first_sample = [sum(case.batch_sizes[:rank]) for rank in range(len(case.batch_sizes))]
-        self.batch = sum(case.batch_sizes)
+        self.batch, self.owners = sum(case.batch_sizes), range(len(case.dims))
         starts = [case.gap] * len(case.dims)
         column = case.gap
-        # Owner, column of the gradient, column of the owner's D_local, dim: the last rank's come first in the gradient.
-        self.pieces: list[tuple[int, int, int, int]] = []
+        # Part, owner, column of the gradient, of the owner's D_local, dim: the last rank's come first in the gradient.
+        self.pieces: list[tuple[int, int, int, int, int]] = []
         for owner, dims in reversed([*enumerate(case.dims)]):
-            for dim in dims:
-                self.pieces.append((owner, column, starts[owner], dim))
+            for index, dim in enumerate(dims):
+                self.pieces.append((index * case.parts // len(dims), owner, column, starts[owner], dim))
                 starts[owner] += dim + case.gap
                 column += dim + case.gap
         generator = torch.Generator().manual_seed(0)
         self.gradients = [torch.full((samples, column + case.spare), torch.nan) for samples in case.batch_sizes]
         self.storage = [torch.full((start * self.batch + 2 * 4,), GUARD, dtype=case.wire) for start in starts]
-        for owner, column, start, dim in self.pieces:
+        for _, owner, column, start, dim in self.pieces:
             self.storage[owner][4:-4][start * self.batch : (start + dim) * self.batch] = torch.nan
             for gradient in self.gradients:
                 gradient[:, column : column + dim] = torch.randn(gradient.shape[0], dim, generator=generator)
+        self.ready = [torch.zeros(len(case.dims), case.parts, dtype=torch.int64) for _ in case.dims]
+        self.done = torch.zeros(case.parts, dtype=torch.int32)
 
     def piece_table(self, dim: int) -> PieceTable:
         """Return the pieces of one dim."""
-        owned = [
-            [[column, start, 1] for owner, column, start, piece_dim in self.pieces if (owner, piece_dim) == (rank, dim)]
-            for rank in range(len(self.case.dims))
+        pieces = [(key[:2], [*key[2:4], 1]) for key in self.pieces if key[4] == dim]
+        places = [
+            [[place for of, place in pieces if of == (part, owner)] for owner in self.owners]
+            for part in range(self.case.parts)
         ]
-        most = max(map(len, owned))
-        entries = torch.tensor([[*pieces, *[ABSENT] * (most - len(pieces))] for pieces in owned])
-        present = entries[entries[:, :, 2] == 1].tolist()
+        counts = [max(map(len, owned)) for owned in places]
+        padded = [[[*each, *[ABSENT] * (max(counts) - len(each))] for each in owned] for owned in places]
         return PieceTable(
-            entries, dim, gcd(16, *(column for column, _, _ in present)), gcd(16, *(start for _, start, _ in present))
+            torch.tensor(padded),
+            torch.tensor(counts, dtype=torch.int32),
+            dim,
+            gcd(16, *(column for _, (column, _, _) in pieces)),
+            gcd(16, *(start for _, (_, start, _) in pieces)),
         )
 
-    def push(self, rank: int, dim: int, scale: float) -> None:
-        """Run the kernel of one rank for the pieces of one dim."""
+    def push(self, rank: int, scale: float, epoch: int = 1, dims: Sequence[int] = ()) -> None:
+        """Run the kernel of one rank, for the pieces of `dims`, or all."""
         case = self.case
         addresses = [storage[4:].data_ptr() for storage in self.storage]
         push_gradients(
             self.gradients[rank],
-            self.piece_table(dim),
+            [self.piece_table(dim) for dim in dims or sorted({dim for *_, dim in self.pieces})],
             Windows(torch.tensor(addresses), stride=0, dtype=case.wire, alignment=gcd(16, *addresses)),
+            PartFlags(torch.tensor([ready.data_ptr() for ready in self.ready]), self.done),
             rank,
+            epoch,
             case.schedule,
             first_sample=self.first_sample[rank],
             batch=self.batch,
@@ -91,21 +101,27 @@ class World:
     def assert_windows(self, scale: float) -> None:
         """Check every element of every window, guards included."""
         expected = [torch.full_like(storage, GUARD) for storage in self.storage]
-        for owner, column, start, dim in self.pieces:
+        for _, owner, column, start, dim in self.pieces:
             piece = torch.cat([gradient[:, column : column + dim] for gradient in self.gradients]) * scale
             into = expected[owner][4:-4][start * self.batch : (start + dim) * self.batch]
             into.copy_(to_wire(piece, self.case.wire).flatten())
         for rank, (storage, wanted) in enumerate(zip(self.storage, expected, strict=True)):
             assert_same(storage, wanted, f"window of rank {rank}")
 
+    def assert_flags(self, epoch: int) -> None:
+        """Check that every rank has every rank's flag of every part, and that the counters are left as they were."""
+        for rank, ready in enumerate(self.ready):
+            assert_same(ready, torch.full_like(ready, epoch), f"flags at rank {rank} (source, part)")
+        assert_same(self.done, torch.zeros_like(self.done), "programs that are done with a part")
+
 
 def _check(case: Case) -> None:
     """Push as an average over the ranks."""
     world, scale = World(case), 1 / len(case.batch_sizes)
-    for rank in range(len(case.batch_sizes)):
-        for dim in sorted({dim for _, _, _, dim in world.pieces}):
-            world.push(rank, dim, scale)
+    for rank in world.owners:
+        world.push(rank, scale)
     world.assert_windows(scale)
+    world.assert_flags(epoch=1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -127,7 +143,7 @@ def test_ranks_of_unlike_batches_and_pieces(
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("dim", "samples"), [(4, 1027), (12, 259), (128, 35), (1024, 5)])  # all but 3 in full tasks
+@pytest.mark.parametrize(("dim", "samples"), [(4, 8195), (12, 2051), (128, 259), (1024, 35)])  # all but 3 in full tasks
 def test_dims_and_types(wire: torch.dtype, dim: int, samples: int) -> None:
     _check(Case((samples, 3), ((dim,), (dim, dim)), wire))
 
@@ -135,20 +151,20 @@ def test_dims_and_types(wire: torch.dtype, dim: int, samples: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("programs", [1, 4, 1000])
 def test_any_number_of_programs(schedule: str, programs: int) -> None:
-    _check(Case((40, 9, 17), ((128,), (128, 128), ()), schedule=schedule, programs=programs))  # 18 tasks
+    _check(Case((300, 9, 17), ((128,), (128, 128), ()), schedule=schedule, programs=programs))  # 6 tasks a part
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dims_go_one_after_the_other(schedule: str) -> None:
-    _check(Case((5, 2, 3), ((4, 12), (128,), (12, 4, 4)), schedule=schedule))
+    _check(Case((5, 2, 3), ((4, 12), (128,), (12, 4, 4)), schedule=schedule, parts=3))
 
 
 def test_a_dim_leaves_the_others_alone() -> None:
     world = World(Case(dims=((4, 12), (12, 4))))
     before = [storage.clone() for storage in world.storage]
     for rank in range(2):
-        world.push(rank, 4, scale=1.0)
-    for owner, _, start, dim in world.pieces:
+        world.push(rank, scale=1.0, dims=[4])
+    for _, owner, _, start, dim in world.pieces:
         if dim == 12:
             of_piece = slice(4 + start * world.batch, 4 + (start + dim) * world.batch)
             assert_same(world.storage[owner][of_piece], before[owner][of_piece], f"window of rank {owner}")
@@ -156,9 +172,31 @@ def test_a_dim_leaves_the_others_alone() -> None:
 
 def test_a_rank_writes_its_own_samples_only() -> None:
     world = World(Case((3, 2)))
-    world.push(1, 12, scale=1.0)
+    world.push(1, scale=1.0)
     world.gradients[0][:] = torch.nan  # as the windows still are
     world.assert_windows(scale=1.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_each_part_has_its_flags(parts: int) -> None:
+    """Of a rank that has fewer pieces than there are parts, some are empty."""
+    world = World(Case((4, 0, 3), ((12,) * 6, (), (4, 12)), parts=parts))
+    for epoch in (1, 2):
+        for rank in world.owners:
+            for ready in world.ready:
+                assert (ready[rank] == epoch - 1).all()
+            world.push(rank, 1.0, epoch)
+        world.assert_flags(epoch)
+    world.assert_windows(1.0)
+
+
+def test_the_last_program_raises_the_flags() -> None:
+    world = World(Case(parts=3))
+    world.done[1] = -1  # as if another program had yet to do its share of the second part
+    world.push(0, 1.0, epoch=7)
+    for ready in world.ready:
+        assert ready[0].tolist() == [7, 0, 7]
+    assert world.done.tolist() == [0, world.case.programs - 1, 0]
 
 
 @pytest.mark.parametrize(("gap", "spare"), [(0, 0), (0, 4), (4, 3), (8, 100)])
@@ -170,5 +208,5 @@ def test_columns_and_rows_lie_anywhere(gap: int, spare: int) -> None:
 def test_scale(scale: float) -> None:
     world = World(Case())
     for rank in range(2):
-        world.push(rank, 12, scale)
+        world.push(rank, scale)
     world.assert_windows(scale)

@@ -51,13 +51,13 @@ def test_every_piece_travels_once_in_order_and_no_table_is_split(monkeypatch: py
     ]
 
 
-def test_parts_go_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    even = Layout([make_piece(f"{i}", 0, 4, position=i, table=i) for i in range(6)], list("012345"), world_size=1)
-    assert [len(pieces) for (pieces,) in _in_parts(monkeypatch, 3, even).pieces] == [2, 2, 2]
+def test_parts_go_by_columns_the_first_half_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    even = Layout([make_piece(f"{i}", 0, 4, position=i, table=i) for i in range(10)], list("0123456789"), world_size=1)
+    assert [len(pieces) for (pieces,) in _in_parts(monkeypatch, 3, even).pieces] == [2, 4, 4]
     by_part = _in_parts(monkeypatch, 4).pieces
-    assert by_part[0] == [PIECES[:2], [], PIECES[6:]]
+    assert by_part[0] == [PIECES[:2], [], PIECES[6:7]]
     assert [part[0] for part in by_part[1:]] == [PIECES[2:3], PIECES[3:6], []]
-    assert [part[2] for part in by_part[1:]] == [[], [], []], "fewer tables than parts, and a narrow one first"
+    assert [part[2] for part in by_part[1:]] == [PIECES[7:], [], []], "fewer tables than parts"
 
 
 def test_only_large_windows_are_cut() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -21,7 +20,7 @@ from dlrm_overlap.embedding.forward import ExchangeOptions
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS
 from tests.agreement import assert_same
 from tests.gpu.exchange.backward import Training, tables_of_all_kinds, uneven_batches
-from tests.gpu.exchange.faults import told_in_time
+from tests.gpu.exchange.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table
 from tests.gpu.exchange.stress import dawdle
@@ -29,12 +28,6 @@ from tests.gpu.exchange.windows import used_bytes
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
 _PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be
-_TIMEOUT_S = 3.0
-_CULPRIT = 1
-_GOOD_STEPS = 3
-_TOLD = re.compile(
-    rf"rank (\d+) waited {_TIMEOUT_S:g} s for \w+ (\d+) of rank (\d+): expected epoch (\d+), seen (\d+);"
-)
 _LEAD_CYCLES = 50_000_000  # some 30 ms
 _LEAST_OVERLAP = 0.3
 
@@ -116,15 +109,33 @@ def _check_stress(place: Place) -> None:
     _assert_same_rows(rows, expected_rows, "disturbed")
 
 
-def _flags_raised_by(place: Place, raise_by: Callable[[Callable[[], None], int], None]) -> Any:
-    """Return what hands `raise_by`, while entered, each flag of a gradient that this rank raises, and its part."""
-    owner, name = HostArena, "raise_flag"
-    if place.on_gpu:
-        from dlrm_overlap.embedding import device_backward as owner  # needs Triton, which a CPU does not
+def _host_flags_raised_by(raise_by: Callable[[Callable[[], None], int], None]) -> Any:
+    """Return what hands `raise_by`, while entered, each flag of a gradient that this CPU rank raises, and its part."""
+    raise_flag = HostArena.raise_flag
+    return patch.object(HostArena, "raise_flag", lambda *args: raise_by(partial(raise_flag, *args), args[-2]))
 
-        name = "raise_flags"
-    raise_flag = getattr(owner, name)
-    return patch.object(owner, name, lambda *arguments: raise_by(partial(raise_flag, *arguments), arguments[-2]))
+
+def _parts_far_apart(place: Place, chance: random.Random) -> Any:
+    """Return what lets, while entered, time pass between the parts of a gradient."""
+    if place.on_gpu:
+        from dlrm_overlap.embedding import device_backward  # needs Triton, which a CPU does not
+
+        return patch.object(device_backward, "_PUSH_PROGRAMS", 1)
+
+    def slowly(raise_flag: Callable[[], None], _: int) -> None:
+        raise_flag()
+        dawdle(place, chance)
+
+    return _host_flags_raised_by(slowly)
+
+
+def _first_parts_alone(place: Place, exchange: Exchange, parts: int) -> Any:
+    """Return what raises, while entered, the flags of the first `parts` parts alone."""
+    if place.on_gpu:
+        backward: Any = exchange._made().backward
+        backward._part_flags.done[parts:] = -1  # a program that never comes
+        return contextlib.nullcontext()
+    return _host_flags_raised_by(lambda raise_flag, part: raise_flag() if part < parts else None)
 
 
 def _check_parts(place: Place) -> None:
@@ -133,11 +144,6 @@ def _check_parts(place: Place) -> None:
     The last rank has no tables.
     """
     chance = random.Random(place.rank)
-
-    def slowly(raise_flag: Callable[[], None], _: int) -> None:
-        raise_flag()
-        dawdle(place, chance)
-
     tables: list[Table] = []
     for owner in range(place.world_size - 1):
         tables += [Table(100, 64, owner), Table(60, 12, owner), Table(60, 12, owner, rows_of=len(tables) + 1)]
@@ -146,9 +152,9 @@ def _check_parts(place: Place) -> None:
     ends = []
     for parts in (1, 8):
         training = Training(place, tables, "adagrad", _OPTIONS)
-        with patch.multiple(gradients, _PART_BYTES=_PART_BYTES, _MOST_PARTS=parts), _flags_raised_by(place, slowly):
+        with patch.multiple(gradients, _PART_BYTES=_PART_BYTES, _MOST_PARTS=parts), _parts_far_apart(place, chance):
             for seed, batch in enumerate(batches):
-                training.step(batch, seed)
+                training.step(batch, seed, pause=partial(_pause, training, chance))
                 _poison(training.exchange)
         backward: Any = training.exchange._made().backward
         assert backward._arena.local(GRADIENT_FLAGS).shape == (place.world_size, parts)
@@ -188,33 +194,25 @@ def _check_memory(place: Place) -> None:
 
 def _check_silent_peer(place: Place, parts_sent: int) -> None:
     """Who waits in vain for a part of a peer's gradient is told which, in time, whatever the GPU says."""
-
-    def first_parts_alone(raise_flag: Callable[[], None], part: int) -> None:
-        if part < parts_sent:
-            raise_flag()
-
     tables = [Table(50, 64, owner) for _ in range(3) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
     batch = Batch(place, tables, [40] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions(wait_timeout_s=_TIMEOUT_S))
+    exchange = stage.exchange(ExchangeOptions(wait_timeout_s=TIMEOUT_S))
     with patch.object(gradients, "_PART_BYTES", _PART_BYTES):
-        for _ in range(_GOOD_STEPS):
+        for _ in range(GOOD_STEPS):
             exchange.start(stage.inputs(batch), batch.sizes).wait().sum().backward()
     place.meet()
     output = exchange.start(stage.inputs(batch), batch.sizes).wait()
-    if place.rank == _CULPRIT:
+    if place.rank == CULPRIT:
         place.synchronize()
         if parts_sent:
-            with _flags_raised_by(place, first_parts_alone), contextlib.suppress(RuntimeError):
+            with _first_parts_alone(place, exchange, parts_sent), contextlib.suppress(RuntimeError):
                 output.sum().backward()
                 place.synchronize()  # it waits for its own other parts, too
         place.leave()
-    told = told_in_time(place, exchange, lambda: output.sum().backward())
-    match = _TOLD.match(told)
-    assert match, told
-    wanted = place.rank, parts_sent, _CULPRIT, _GOOD_STEPS + 1, _GOOD_STEPS
-    assert tuple(map(int, match.groups())) == wanted, told
+    flag, told = flag_told_of(place, exchange, "part", lambda: output.sum().backward())
+    assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], told
     place.leave()
 
 
@@ -261,9 +259,9 @@ def _assert_overlap(kernels: Sequence[Mapping[str, Any]]) -> None:
 
     begin, end = min(spans("_push_gradients"))[0], max(last for _, last in spans("_update_rows"))
     (main,) = {k["args"]["stream"] for k in kernels if "_store_pooled" in k["name"]}
-    on_main = [(k["ts"], k["ts"] + k["dur"]) for k in kernels if k["args"]["stream"] == main and k["ts"] >= begin]
-    dense_us = sum(last - first for first, last in on_main)
-    overlap_us = sum(min(last, end) - first for first, last in on_main if first < end)
+    on_main = [(k["ts"], k["ts"] + k["dur"]) for k in kernels if k["args"]["stream"] == main]
+    dense_us = sum(max(last - max(first, begin), 0) for first, last in on_main)
+    overlap_us = sum(max(min(last, end) - max(first, begin), 0) for first, last in on_main)
     told = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {end - begin:.0f} us of the exchange"
     assert overlap_us >= _LEAST_OVERLAP * min(dense_us, end - begin) > 0, told
 

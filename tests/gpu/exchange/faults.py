@@ -15,14 +15,11 @@ from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
 
+TIMEOUT_S = 3.0
+CULPRIT = 1  # the rank that stalls or dies
+GOOD_STEPS = 3  # before it does
 _BACKENDS = ("nccl", "pgas", "fused")
 _SAMPLES = 40
-_TIMEOUT_S = 3.0
-_CULPRIT = 1
-_GOOD_STEPS = 3
-_TOLD = re.compile(
-    rf"rank (\d+) waited {_TIMEOUT_S:g} s for slice (\d+) of rank (\d+): expected epoch (\d+), seen (\d+);"
-)
 
 
 def _ids_outside(place: Place, mode: BoundsCheckMode) -> tuple[Stage, Batch, torch.Tensor, str]:
@@ -87,24 +84,35 @@ def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool) -> Non
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
     batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=_TIMEOUT_S))
-    for _ in range(_GOOD_STEPS):
+    exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=TIMEOUT_S))
+    for _ in range(GOOD_STEPS):
         _step(stage, exchange, batch, train)
     place.meet()
-    if place.rank == _CULPRIT:
+    if place.rank == CULPRIT:
         if not dies:
-            time.sleep(2.5 * _TIMEOUT_S)
+            time.sleep(2.5 * TIMEOUT_S)
         place.leave()
-    told = told_in_time(place, exchange, lambda: _step(stage, exchange, batch, train))
-    match = _TOLD.match(told)
-    assert match, told
-    rank, slot, peer, expected, seen = map(int, match.groups())
-    assert (rank, peer, expected, seen) == (place.rank, _CULPRIT, _GOOD_STEPS + 1, _GOOD_STEPS), told
+    flag, told = flag_told_of(place, exchange, "slice", lambda: _step(stage, exchange, batch, train))
+    rank, slot, peer, expected, seen = flag
+    assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
     assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
     place.leave()
 
 
-def told_in_time(place: Place, exchange: Exchange, work: Callable[[], object]) -> str:
+def flag_told_of(place: Place, exchange: Exchange, what: str, work: Callable[[], object]) -> tuple[list[int], str]:
+    """Return what the user is told of the flag that `work` waits for in vain, and in which words.
+
+    Told are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs expected and
+    seen.
+    """
+    told = _told_in_time(place, exchange, work)
+    wait = rf"rank (\d+) waited {exchange.options.wait_timeout_s:g} s for {what} (\d+) of rank (\d+)"
+    match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", told)
+    assert match, told
+    return list(map(int, match.groups())), told
+
+
+def _told_in_time(place: Place, exchange: Exchange, work: Callable[[], object]) -> str:
     """Return what the user is told of a wait in `work` that expires, about when `exchange` allows it to."""
     began = time.monotonic()
     try:

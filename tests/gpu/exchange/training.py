@@ -40,7 +40,9 @@ from tests.agreement import LOSS_TOLERANCE, assert_same
 from tests.gpu.exchange.place import Check, Place
 
 _BACKENDS = ("nccl", "pgas", "fused")
-_LEARNING_RATE = {"sgd": 20.0, "adagrad": 0.1, "rowwise_adagrad": 0.1}
+# Adagrad's so small that losses fall steadily: at 0.1 they jump, and TorchRec's own, with its ranks' samples swapped,
+# part by 1.6e-5 in 20 steps on 4 ranks; at 0.03 by 2e-7.
+_LEARNING_RATE = {"sgd": 20.0, "adagrad": 0.03, "rowwise_adagrad": 0.1}
 _ROWS_TOLERANCE = 1e-3  # norm of a shard's error, relative to that of its change in a run, which amplifies rounding
 _STEPS = 20
 _SAMPLES = 256  # a rank
