@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.bench.contenders import Contender
 from dlrm_overlap.bench.limits import median_ms
 from dlrm_overlap.bench.timing import greatest
 from dlrm_overlap.bench.workload import Ids, Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.embedding.backward import gradient_scale
 from dlrm_overlap.embedding.collective import pack
 from dlrm_overlap.embedding.exchange import make_ways
 from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Step
@@ -69,7 +69,7 @@ class CollectiveBaseline(Contender):
         self._dims, self._width = layout.owner_dims, layout.owner_dims[rank]
         self._send_sizes = [workload.batch_sizes[rank] * dim for dim in self._dims]
         self._receive_sizes = [size * self._width for size in workload.batch_sizes]
-        self._scale = 1.0 / len(self._dims) if get_gradient_division() else 1.0
+        self._scale = gradient_scale(len(self._dims))
         self.packing = self._fastest_packing(gradient) if len(self._dims) > 1 else None
 
     def _pack(self, gradient: torch.Tensor, packing: str) -> torch.Tensor:

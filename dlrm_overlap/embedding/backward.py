@@ -15,13 +15,18 @@ from dlrm_overlap.kernels import reference
 BACKWARDS = ("collective", "push", "atomic")
 
 
+def gradient_scale(world_size: int) -> float:
+    """Return the factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
+    return 1.0 / world_size if get_gradient_division() else 1.0
+
+
 class Backward(Side, ABC):
     """One rank's side of the backward. `send` and `update` take turns, the same steps on every rank."""
 
     @property
     def scale(self) -> float:
-        """Factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
-        return 1.0 / self.world_size if get_gradient_division() else 1.0
+        """Factor of the gradients, see `gradient_scale`."""
+        return gradient_scale(self.world_size)
 
     def prepare(self, step: Step) -> None:
         """Do what needs the ids alone; the forward of a step that will have a backward has just been launched."""
