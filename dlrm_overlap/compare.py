@@ -16,6 +16,7 @@ import torch
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.run_log import write_atomically
+from dlrm_overlap.text_table import format_table
 from dlrm_overlap.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
@@ -125,7 +126,7 @@ def _relative_difference(loss: float, expected: float) -> float:
     return abs(loss - expected) / max(abs(expected), _LEAST_LOSS)
 
 
-def format_table(comparison: Mapping[str, Any]) -> str:
+def format_comparison(comparison: Mapping[str, Any]) -> str:
     """Return a line a backend, at most 100 columns wide."""
     header = ["backend", "train loss", "AUROC", "NE", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
     rows = [header]
@@ -143,17 +144,7 @@ def format_table(comparison: Mapping[str, Any]) -> str:
                 _verdict(result, backend == comparison["reference"]),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
-                row[-1],
-            ]
-        )
-        for row in rows
-    )
+    return format_table(rows)
 
 
 def _verdict(result: Mapping[str, Any], is_reference: bool) -> str:
@@ -173,7 +164,7 @@ def report(folders: Mapping[str, Path], rtol: float, output: Path) -> list[str]:
     """Write the comparison to `output`, print its table, and return a line for each backend that disagrees."""
     comparison = compare_runs(folders, rtol)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
-    print(format_table(comparison))
+    print(format_comparison(comparison))
     if comparison["device"] == "cpu":
         print(_CPU_NOTE)
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]

@@ -8,6 +8,7 @@ from typing import Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.doctor import environment
+from dlrm_overlap.text_table import format_table
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
@@ -32,13 +33,6 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(full)
 
 
-def format_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return `columns` of `rows` as a table, a line a row below a header."""
-    lines = [list(columns), *([_show(row.get(column)) for column in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
-
-
 def _show(value: Any) -> str:
     if value is None:
         return "-"
@@ -58,7 +52,8 @@ def report(
     if not rows:
         return
     print(headline)
-    print(format_rows(rows, [column for column in columns if any(row.get(column) is not None for row in rows)]))
+    filled = [column for column in columns if any(row.get(column) is not None for row in rows)]
+    print(format_table([filled, *([_show(row.get(column)) for column in filled] for row in rows)]))
     for row in rows:
         append_row(output, dict(row))
     print(f"rows in {output}")

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from dlrm_overlap.compare import backend_configs, compare_runs, find_fault, format_table, greatest_difference, report
+from dlrm_overlap.compare import (
+    backend_configs,
+    compare_runs,
+    find_fault,
+    format_comparison,
+    greatest_difference,
+    report,
+)
 from dlrm_overlap.parsing import parse_config
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
@@ -109,13 +116,13 @@ def test_nothing_is_faster_than_a_broken_reference(tmp_path: Path) -> None:
     comparison = compare_runs({"torchrec": broken, "pgas": _run(tmp_path / "pgas", {**REFERENCE}, 1.0)}, 1e-4)
     assert [result["speedup"] for result in comparison["backends"].values()] == [None, None]
     assert comparison["agree"] is False
-    assert "inf" not in format_table(comparison)
+    assert "inf" not in format_comparison(comparison)
 
 
 def test_table_fits_100_columns(tmp_path: Path) -> None:
     folders = {name: _run(tmp_path / name, {**REFERENCE}, 12345.678) for name in ("torchrec", "nccl", "fused")}
     folders["pgas"] = _run(tmp_path / "pgas", {**REFERENCE, 40: 0.4 * (1 + 5e-5)}, 0.001)
-    table = format_table(compare_runs(folders, 1e-4))
+    table = format_comparison(compare_runs(folders, 1e-4))
     assert max(map(len, table.splitlines())) <= 100
     assert len(table.splitlines()) == 5
 

@@ -1,0 +1,24 @@
+"""Tables for a terminal."""
+
+from collections.abc import Sequence
+
+
+def format_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return a header and the rows below it, two blanks between columns: numbers flush right, words flush left.
+
+    A column is one of numbers if every cell below the header is a number, or "-", which stands for none.
+    """
+    columns = []
+    for cells in zip(*lines, strict=True):
+        width = max(map(len, cells))
+        numbers = all(map(_is_number, cells[1:]))
+        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return cell == "-"
+    return True
