@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | compare | bench | prepare | doctor`.
+"""The command line: `dlrm-overlap train | compare | bench | trace | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -181,6 +181,16 @@ def prepare(argv: list[str]) -> int:
     return 0
 
 
+def trace(argv: list[str]) -> int:
+    """Tell what traces of a GPU show: the time of each kind of work, and how much of it nothing ran beside."""
+    parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
+    parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
+    from dlrm_overlap.trace_summary import summarise
+
+    print("\n\n".join(summarise(Path(file)) for file in parser.read(argv).files))
+    return 0
+
+
 def doctor(argv: list[str]) -> int:
     """Tell what this machine has, what is missing and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
@@ -189,7 +199,9 @@ def doctor(argv: list[str]) -> int:
     return run_doctor()
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {f.__name__: f for f in (train, compare, bench, prepare, doctor)}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    command.__name__: command for command in (train, compare, bench, trace, prepare, doctor)
+}
 
 
 def usage() -> str:

@@ -288,6 +288,15 @@ class LogConfig:
     """steps between two log lines"""
     tensorboard: bool = True
     """write TensorBoard events"""
+    trace_steps: NonNegativeInt = 0
+    """steps to trace by torch.profiler, into dir/name/traces, a file a rank; 0 is off"""
+    trace_first: PositiveInt = 20
+    """first step to trace, counted from 1"""
+
+    @property
+    def traced(self) -> range:
+        """Steps to trace, counted from 1."""
+        return range(self.trace_first, self.trace_first + self.trace_steps)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,21 @@ class StepTimer:
         return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
+def steady_ms(step_ms: list[float], start: int, traced: range) -> list[float]:
+    """Return the times of the steps that nothing slowed, or all if there is none.
+
+    Left out are the first `WARMUP_STEPS`, where there are more, and the traced steps with the one before, in which the
+    profiler is set up, and the one behind, in which it writes its file.
+
+    Args:
+        step_ms: of the steps from `start` + 1 on.
+        traced: steps, counted from 1.
+    """
+    slowed = range(traced.start - 1, traced.stop + 1) if traced else traced
+    kept = [ms for step, ms in enumerate(step_ms, start + 1) if step not in slowed]
+    return kept[WARMUP_STEPS:] or kept or step_ms
+
+
 def memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":

@@ -1,5 +1,5 @@
-"""What a run writes, all of it from rank 0: log lines or a progress bar, `metrics.jsonl`, TensorBoard events, the
-resolved configuration and `summary.json`.
+"""What a run writes: log lines or a progress bar, `metrics.jsonl`, TensorBoard events, the resolved configuration and
+`summary.json`, all from rank 0, and traces, from every rank.
 """
 
 import json
@@ -23,8 +23,9 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.doctor import environment
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launcher import Launch
-from dlrm_overlap.metrics import WARMUP_STEPS, memory_bytes, quantile
+from dlrm_overlap.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.tensorboard import TensorBoard, markdown_table
+from dlrm_overlap.tracing import StepTracer
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -48,7 +49,7 @@ def start_logging(rank: int, console: Console) -> None:
 
 
 class RunLog:
-    """Written by rank 0; the other ranks call the same methods, since some take sums over all ranks."""
+    """Written by rank 0, but for traces; the others call the same methods, since some take sums over all ranks."""
 
     def __init__(
         self,
@@ -60,12 +61,13 @@ class RunLog:
         steps: int,
         plan: ShardingPlan,
     ) -> None:
-        self.config, self.launch, self.device, self.folder = config, launch, device, folder
+        self.config, self.launch, self.device, self.folder, self.start = config, launch, device, folder, start
         self.global_batch = config.train.samples_per_rank(launch.world_size) * launch.world_size
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
         self.versions = environment()
+        self._tracer = StepTracer(config.log, folder, launch.rank, device, start)
         self._metrics = self._board = self._progress = None
         if launch.rank:
             return
@@ -86,11 +88,14 @@ class RunLog:
             start_logging(0, console)
 
     def __enter__(self) -> Self:
+        self._tracer.begin()
         if self._progress:
             self._progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self._tracer.end()  # which waits for the GPU: of no use behind an error
         if self._progress:
             self._progress.stop()
         if self._metrics:
@@ -99,7 +104,8 @@ class RunLog:
             self._board.close()
 
     def advance(self) -> None:
-        """Count one step on the progress bar."""
+        """Count one step."""
+        self._tracer.advance()
         if self._progress:
             self._progress.advance(self._task)
 
@@ -149,10 +155,9 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float]) -> dict[str, Any]:
         """Write `summary.json` and TensorBoard's hyperparameters, and return the summary.
 
-        Times are those of this rank's steps, the first `WARMUP_STEPS` left out where there are more; memory is the
-        greatest of all ranks.
+        Times are those of this rank's steps that nothing slowed; memory is the greatest of all ranks.
         """
-        times = self.step_ms[WARMUP_STEPS:] or self.step_ms
+        times = steady_ms(self.step_ms, self.start, self.config.log.traced)
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         summary: dict[str, Any] = {

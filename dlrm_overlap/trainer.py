@@ -32,10 +32,18 @@ def total_steps(config: Config, train: Dataset, world_size: int) -> int:
     """Return the number of training steps: as configured, or what the epochs of a finite data set hold.
 
     Raises:
-        InputError: if the data set is smaller than one global batch.
+        InputError: if the data set is smaller than one global batch, or the run ends before the steps to trace do.
     """
-    if config.train.steps is not None:
-        return config.train.steps
+    steps = config.train.steps or _steps_of_epochs(config, train, world_size)
+    if (traced := config.log.traced) and traced[-1] > steps:
+        raise InputError(
+            f"log.trace_first: {traced[0]}, and so steps up to {traced[-1]} are to be traced, but the run ends after "
+            f"step {steps}; trace earlier ones"
+        )
+    return steps
+
+
+def _steps_of_epochs(config: Config, train: Dataset, world_size: int) -> int:
     assert train.num_samples is not None
     batch = config.train.samples_per_rank(world_size) * world_size
     if train.num_samples < batch:

@@ -1,5 +1,6 @@
 """A whole run: what it learns, what it writes, how it ends on bad data."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -93,6 +94,26 @@ def test_early_stop_at_the_target(tmp_path: Path) -> None:
     assert auroc.pop(last) >= 0.7
     assert all(value < 0.7 for value in auroc.values())
     assert json.loads((run / "summary.json").read_text())["steps"] == last
+
+
+def test_traces_hold_the_steps_asked_for_of_every_rank(tmp_path: Path) -> None:
+    options = ["--train.steps", "8", "--log.trace_first", "3", "--log.trace_steps", "2"]
+    plain = train_quickstart(tmp_path, "plain", 2, *options[:2])
+    run = train_quickstart(tmp_path, "traced", 2, *options, "--embedding.backend", "pgas")
+    files = sorted((run / "traces").iterdir())
+    assert [file.name for file in files] == [f"steps_3_4_rank_{rank}.json.gz" for rank in range(2)]
+    for file in files:
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        assert sum(event["name"].startswith("ProfilerStep#") and event["ph"] == "X" for event in events) == 2
+        assert sum(event["name"] == "_CollectBackward" and event["ph"] == "X" for event in events) == 2
+    assert list(read_metrics(run, "train/loss")) == list(range(1, 9))
+    assert not (plain / "traces").exists()
+
+
+def test_steps_to_trace_behind_the_last_are_refused() -> None:
+    result = run_cli("train", "--config", "configs/quickstart.yaml", "--train.steps", "20", "--log.trace_steps", "2")
+    assert result.returncode == 2
+    assert "log.trace_first: 20, and so steps up to 21 are to be traced, but the run ends" in result.stderr
 
 
 def _npy_days(folder: Path, samples: int) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.metrics import StepTimer, evaluation_metrics, quantile
+from dlrm_overlap.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
 from dlrm_overlap.run_log import MetricsFile
 
 
@@ -64,3 +64,14 @@ def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
         file.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]
+
+
+def test_slowed_steps_are_left_out_where_others_are_left() -> None:
+    first, steps = 101, WARMUP_STEPS + 10
+    step_ms = [float(step) for step in range(first, first + steps)]
+    untraced = steady_ms(step_ms, first - 1, range(0))
+    assert untraced == step_ms[WARMUP_STEPS:]
+    traced = range(first + steps - 5, first + steps - 3)
+    assert set(untraced) - set(steady_ms(step_ms, first - 1, traced)) == {step_ms[i] for i in (-6, -5, -4, -3)}
+    assert steady_ms(step_ms[:3], first - 1, range(first, first + 1)) == step_ms[2:3]
+    assert steady_ms(step_ms[:2], first - 1, range(first, first + 1)) == step_ms[:2]

@@ -1,0 +1,119 @@
+"""What a GPU's trace shows: the time of each kind of work, and how much of it nothing else ran beside.
+
+Communication is hidden where other work runs at the same time; what runs alone is exposed.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.text_table import format_table
+
+# Kinds of work by the names of their kernels, FBGEMM's, NCCL's and ours; the first that fits. The rest is dense.
+_KINDS = {
+    "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
+    "exchange": r"SendRecv|AllToAll|_push_gradients|_raise_flags|_await_flags",
+    "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
+    "all-reduce": r"AllReduce",
+    "ids": r"[Rr]adix|RunLength|DeviceScan|cumsum|linearize|permute_\dD|bucketize|bounds_check"
+    r"|_place_gradients|_find_ranges|_cut_runs",
+    "copies": r"^Memcpy|^Memset",
+}
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Span(NamedTuple):
+    """A stretch of time, in us."""
+
+    begin: float
+    end: float
+
+
+class Work(NamedTuple):
+    """A kernel or a copy on the GPU."""
+
+    name: str
+    stream: int
+    span: Span
+
+    @property
+    def kind(self) -> str:
+        """Which of lookup, exchange, update, all-reduce, ids, copies, dense it is."""
+        return next((kind for kind, names in _KINDS.items() if re.search(names, self.name)), "dense")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the complete events of a Chrome trace, gzipped or not.
+
+    Raises:
+        InputError: if the file cannot be read as one.
+    """
+    try:
+        data = path.read_bytes()
+        events = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+    except (gzip.BadGzipFile, ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: not a Chrome trace; give a file that log.trace_steps has written") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a file that log.trace_steps has written") from None
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
+    """Return what ran on the GPU, by its beginning."""
+    work = [
+        Work(event["name"], event["args"]["stream"], Span(event["ts"], event["ts"] + event["dur"]))
+        for event in events
+        if event.get("cat") in _GPU_WORK
+    ]
+    return sorted(work, key=lambda each: each.span)
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Return the same time as disjoint stretches, in order."""
+    merged: list[Span] = []
+    for span in sorted(spans):
+        if merged and span.begin <= merged[-1].end:
+            merged[-1] = Span(merged[-1].begin, max(merged[-1].end, span.end))
+        else:
+            merged.append(span)
+    return merged
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Return the time that any of `spans` covers, in us."""
+    return sum(end - begin for begin, end in merge(spans))
+
+
+def length_of_both(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Return the time that one of `first` and one of `second` cover at once, in us."""
+    return length(first) + length(second) - length([*first, *second])
+
+
+def summarise(path: Path) -> str:
+    """Return a table of the kinds of work in a trace of training steps: ms a step, and those in which it runs alone.
+
+    Raises:
+        InputError: if the file is no trace, or nothing in it ran on a GPU.
+    """
+    events = read_events(path)
+    work = gpu_work(events)
+    if not work:
+        raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
+    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
+    steps = max(1, len(marks))
+    ms = 1e-3 / steps
+    every = [each.span for each in work]
+    whole = every[0].begin, max(span.end for span in every)
+    lines = [["work", "ms a step", "alone"]]
+    for kind in (*_KINDS, "dense"):
+        own = [each.span for each in work if each.kind == kind]
+        others = [each.span for each in work if each.kind != kind]
+        if own:
+            lines.append([kind, f"{length(own) * ms:.3f}", f"{(length(own) - length_of_both(own, others)) * ms:.3f}"])
+    idle = whole[1] - whole[0] - length(every)
+    headline = f"{path}: {steps} steps of {(whole[1] - whole[0]) * ms:.3f} ms, the GPU idle in {idle * ms:.3f} of them"
+    return f"{headline}\n{format_table(lines)}"

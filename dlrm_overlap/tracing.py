@@ -1,0 +1,51 @@
+"""Traces of training steps: what the host issues and what the GPU runs, kernel by kernel."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from dlrm_overlap.config import LogConfig
+
+
+class StepTracer:
+    """Has torch.profiler trace the steps `log.traced` of a run into a file of this rank.
+
+    The file is a Chrome trace, for ui.perfetto.dev or Meta's Holistic Trace Analysis. The profiler is set up during the
+    step before, and the file written during the step behind.
+    """
+
+    def __init__(self, config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> None:
+        """Take the folder of the run, and the last step before it begins: a run that goes on later traces nothing."""
+        self._traced, self._start = config.traced, start
+        self._profiler: profile | None = None
+        if start >= self._traced.start or not self._traced:
+            return
+        self._path = folder / "traces" / f"steps_{self._traced[0]}_{self._traced[-1]}_rank_{rank}.json.gz"
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profiler = profile(activities=activities, schedule=self._action, on_trace_ready=self._write)
+
+    def _action(self, steps_done: int) -> ProfilerAction:
+        step = self._start + steps_done + 1
+        if step in self._traced:
+            return ProfilerAction.RECORD_AND_SAVE if step == self._traced[-1] else ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
+
+    def _write(self, profiler: profile) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+
+    def begin(self) -> None:
+        """Begin with the first step."""
+        if self._profiler:
+            self._profiler.start()
+
+    def advance(self) -> None:
+        """Go on to the next step."""
+        if self._profiler:
+            self._profiler.step()
+
+    def end(self) -> None:
+        """End with the last step."""
+        if self._profiler:
+            self._profiler.stop()

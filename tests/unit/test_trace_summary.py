@@ -1,0 +1,107 @@
+"""What a GPU's trace shows, on traces whose times are known."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.trace_summary import Span, Work, length, length_of_both, merge, summarise
+
+
+def _event(name: str, begin: float, end: float, cat: str = "kernel", stream: int = 7) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
+
+
+# Two steps, us: the second half of the push and the first of the update run beside dense work, and for 100 us nothing.
+STEPS = [
+    _event("ProfilerStep#0", 0, 900, "user_annotation", 0),
+    _event("ProfilerStep#1", 900, 2000, "user_annotation", 0),
+    _event("aten::linear", 0, 5000, "cpu_op", 0),
+    _event("_store_pooled", 1000, 1200),
+    _event("Memcpy HtoD (Pinned -> Device)", 1100, 1250, "gpu_memcpy", 9),
+    _event("_push_gradients", 1350, 1550, stream=20),
+    _event("ampere_sgemm_128x64", 1450, 1650),
+    _event("sm90_xmma_gemm", 1500, 1700, stream=8),
+    _event("_update_rows", 1600, 2000, stream=21),
+]
+
+
+def _write(path: Path, events: list[dict[str, Any]]) -> Path:
+    data = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_each_kind_of_work_is_told_with_what_runs_alone(tmp_path: Path, name: str) -> None:
+    path = _write(tmp_path / name, STEPS)
+    headline, *lines = summarise(path).splitlines()
+    assert headline == f"{path}: 2 steps of 0.500 ms, the GPU idle in 0.050 of them"
+    assert [line.split() for line in lines] == [
+        ["work", "ms", "a", "step", "alone"],
+        ["lookup", "0.100", "0.050"],
+        ["exchange", "0.100", "0.050"],
+        ["update", "0.200", "0.150"],
+        ["copies", "0.075", "0.025"],
+        ["dense", "0.125", "0.025"],
+    ]
+
+
+def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
+    path = _write(tmp_path / "trace.json", [event for event in STEPS if event["cat"] != "user_annotation"])
+    assert summarise(path).startswith(f"{path}: 1 steps of 1.000 ms, the GPU idle in 0.100 of them")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>(...)", "lookup"),
+        ("_put_slices", "lookup"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
+        ("_await_flags", "exchange"),
+        ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
+        ("_add_to_rows", "update"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
+        ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "ids"),
+        ("_cut_runs", "ids"),
+        ("Memset (Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "dense"),
+    ],
+)
+def test_kernels_are_known_by_name(name: str, kind: str) -> None:
+    assert Work(name, 7, Span(0, 1)).kind == kind
+
+
+def test_spans() -> None:
+    spans = [Span(5, 9), Span(0, 2), Span(1, 3), Span(6, 7), Span(9, 10)]
+    assert merge(spans) == [Span(0, 3), Span(5, 10)]
+    assert length(spans) == 8
+    assert length_of_both(spans, [Span(2, 6), Span(20, 30)]) == 2
+    assert length_of_both(spans, []) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (None, "No such file or directory; give a file that log.trace_steps has written"),
+        (b"{", "not a Chrome trace"),
+        (b"[]", "not a Chrome trace"),
+        (json.dumps({"traceEvents": [STEPS[2]]}).encode(), "nothing in it ran on a GPU"),
+    ],
+)
+def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None, told: str) -> None:
+    path = tmp_path / "trace.json"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(InputError, match=told):
+        summarise(path)
+
+
+def test_a_file_that_is_not_gzipped_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(b"{}")
+    with pytest.raises(InputError, match=r"trace\.json\.gz: not a Chrome trace"):
+        summarise(path)
