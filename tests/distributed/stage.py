@@ -13,10 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.collective import CollectiveForward
-from dlrm_overlap.embedding.device_forward import DeviceForward, DeviceLookup
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.forward import ExchangeOptions, Forward
+from dlrm_overlap.embedding.forward import ExchangeOptions
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels import reference
@@ -25,14 +23,17 @@ CPU = torch.device("cpu")
 ROWS = 20
 """of every table"""
 LEARNING_RATE = 0.5
-"""of SGD"""
 
 
 class Stage:
     """The tables and ids of all ranks, which every rank knows, and what one rank is given of them."""
 
     def __init__(
-        self, owners: Sequence[tuple[list[int], list[int]]], rank: int, mode: BoundsCheckMode = BoundsCheckMode.FATAL
+        self,
+        owners: Sequence[tuple[list[int], list[int]]],
+        rank: int,
+        mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+        optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
     ) -> None:
         """Give each rank tables: dims of those that are summed, then of those that are averaged."""
         self.rank, self.world_size = rank, len(owners)
@@ -47,7 +48,8 @@ class Stage:
                     self.pieces.append(Piece(name, *place, dim, mean=bool(mean), dtype=torch.float32))
                     position += 1
                 if dims and owner == rank:
-                    lookups.append(self._make_lookup(dims, PoolingMode.MEAN if mean else PoolingMode.SUM, mode))
+                    pooling = PoolingMode.MEAN if mean else PoolingMode.SUM
+                    lookups.append(self._make_lookup(dims, pooling, mode, optimizer))
                 group += bool(dims)
         self.layout = Layout(self.pieces, sorted((piece.name for piece in self.pieces), reverse=True), len(owners))
         generator = torch.Generator().manual_seed(0)
@@ -57,11 +59,11 @@ class Stage:
             self.tables.weight(piece).copy_(self.weights[piece.name])
 
     @staticmethod
-    def _make_lookup(dims: list[int], pooling: PoolingMode, mode: BoundsCheckMode) -> Any:
+    def _make_lookup(dims: list[int], pooling: PoolingMode, mode: BoundsCheckMode, optimizer: EmbOptimType) -> Any:
         return SplitTableBatchedEmbeddingBagsCodegen(
             [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in dims],
             pooling_mode=pooling,
-            optimizer=EmbOptimType.EXACT_SGD,
+            optimizer=optimizer,
             learning_rate=LEARNING_RATE,
             bounds_check_mode=mode,
         )
@@ -87,26 +89,3 @@ class Stage:
                 lengths.append(bags)
                 values.append(ids)
         return [KeyedJaggedTensor(keys, values=torch.cat(values), lengths=torch.cat(lengths))], expected
-
-
-class InterpretedForward(DeviceForward):
-    """The GPU's forward on CPU tensors, its kernels run by Triton's interpreter."""
-
-    def _grid(self, *_: Any) -> int:
-        return 2
-
-
-class InterpretedCollective(CollectiveForward):
-    """The same of the ablation: the zero-copy kernel into a send buffer, then the collective."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._device = DeviceLookup(self, self._columns)
-
-
-def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Forward:
-    """Return the GPU's way through an exchange, run by the interpreter; a wait counts turns there, 1e9 a second."""
-    arguments = stage.layout, stage.tables, options, group, CPU
-    if options.backend == "nccl":
-        return InterpretedCollective(*arguments)
-    return InterpretedForward(*arguments, samples_per_rank=samples)

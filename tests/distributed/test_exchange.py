@@ -5,18 +5,22 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
+from dlrm_overlap.embedding import gradients
 from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
 from dlrm_overlap.kernels.launch import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
-from tests.distributed.stage import CPU, LEARNING_RATE, Stage, interpreted_forward
+from tests.distributed.interpreted import interpreted_forward, interpreted_push, without_streams
+from tests.distributed.stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import run_ranks
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
@@ -226,6 +230,57 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
             with pytest.raises(ExchangeTimeoutError, match=f"rank {rank} waited .* of rank [0-2]: expected epoch 1,"):
                 forward.check()
         dist.barrier()
+
+
+def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) -> None:
+    sgd, adagrad, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    for optimizer, backward in ((sgd, "push"), (sgd, "atomic"), (adagrad, "push"), (rowwise, "push")):
+        stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
+        exchange = expected.exchange(_group(), "pgas")
+        generator = torch.Generator().manual_seed(rank)
+        with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
+            options = ExchangeOptions(backward=backward, wait_timeout_s=1e-4)
+            forward, push = interpreted_push(stage, _group(), options, samples=9)
+            assert push.gradients.parts > 1
+            for number, sizes in enumerate(BATCH_SIZES[1:5]):
+                inputs, _ = stage.inputs(number, sizes)
+                gradient = torch.randn(sizes[rank], stage.layout.total_dim, generator=generator)
+                exchange.start(inputs, sizes).wait().backward(gradient)
+                step = Step(inputs, BatchSizes.of(sizes))
+                push.prepare(step)
+                push.send(step, gradient)
+                if rank == 1:
+                    time.sleep(0.05)  # nobody may overtake it
+                push.update(step)
+                push.check()
+            push.close()
+            forward.close()
+        exchange.close()
+        _assert_same_tables(stage, expected, f"{optimizer}, {backward}")
+
+
+def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
+    with without_streams():
+        _, push = interpreted_push(stage, _group(), ExchangeOptions(wait_timeout_s=1e-8), samples=4)
+        if rank != 2:
+            step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
+            push.prepare(step)
+            push.send(step, torch.ones(4, stage.layout.total_dim))
+            told = f"rank {rank} waited .* for part 0 of rank [0-2]: expected epoch 1,"
+            with pytest.raises(ExchangeTimeoutError, match=told):
+                push.send(step, torch.ones(4, stage.layout.total_dim))
+        dist.barrier()
+
+
+def _assert_same_tables(stage: Stage, expected: Stage, what: str) -> None:
+    for piece in stage.layout.by_owner[stage.rank]:
+        weight, state = stage.tables.weight(piece), stage.tables.state(piece)
+        assert_near(weight, expected.tables.weight(piece), WEIGHT_TOLERANCE["fp32"], f"{what}: rows of {piece.name}")
+        if state is not None:
+            wanted = expected.tables.state(piece)
+            assert wanted is not None
+            assert_near(state, wanted, WEIGHT_TOLERANCE["fp32"], f"{what}: state of {piece.name}")
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {

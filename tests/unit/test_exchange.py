@@ -10,7 +10,8 @@ from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions
 from dlrm_overlap.embedding.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from tests.agreement import assert_same
-from tests.distributed.stage import ROWS, Stage, interpreted_forward
+from tests.distributed.interpreted import interpreted_forward
+from tests.distributed.stage import ROWS, Stage
 from tests.kernels.emulation import interpreted
 
 ALONE = [([8, 4], [4])]
