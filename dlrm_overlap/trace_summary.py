@@ -16,7 +16,7 @@ from dlrm_overlap.text_table import format_table
 # Kinds of work by the names of their kernels, FBGEMM's, NCCL's and ours; the first that fits. The rest is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
-    "exchange": r"SendRecv|AllToAll|_push_gradients|_raise_flags|_await_flags",
+    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
     "all-reduce": r"AllReduce",
     "ids": r"[Rr]adix|RunLength|DeviceScan|cumsum|linearize|permute_\dD|bucketize|bounds_check"
@@ -114,6 +114,6 @@ def summarise(path: Path) -> str:
         others = [each.span for each in work if each.kind != kind]
         if own:
             lines.append([kind, f"{length(own) * ms:.3f}", f"{(length(own) - length_of_both(own, others)) * ms:.3f}"])
-    idle = whole[1] - whole[0] - length(every)
-    headline = f"{path}: {steps} steps of {(whole[1] - whole[0]) * ms:.3f} ms, the GPU idle in {idle * ms:.3f} of them"
-    return f"{headline}\n{format_table(lines)}"
+    step_ms, idle_ms = (whole[1] - whole[0]) * ms, (whole[1] - whole[0] - length(every)) * ms
+    told = f"{steps} step{'s' * (steps > 1)} of {step_ms:.3f} ms, the GPU idle in {idle_ms:.3f} of them"
+    return f"{path}: {told}\n{format_table(lines)}"

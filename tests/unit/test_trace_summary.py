@@ -52,7 +52,7 @@ def test_each_kind_of_work_is_told_with_what_runs_alone(tmp_path: Path, name: st
 
 def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
     path = _write(tmp_path / "trace.json", [event for event in STEPS if event["cat"] != "user_annotation"])
-    assert summarise(path).startswith(f"{path}: 1 steps of 1.000 ms, the GPU idle in 0.100 of them")
+    assert summarise(path).startswith(f"{path}: 1 step of 1.000 ms, the GPU idle in 0.100 of them")
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,12 @@ def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
         ("void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>(...)", "lookup"),
         ("_put_slices", "lookup"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("_await_flags", "exchange"),
         ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
         ("_add_to_rows", "update"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all-reduce"),
         ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "ids"),
         ("_cut_runs", "ids"),
         ("Memset (Device)", "copies"),
