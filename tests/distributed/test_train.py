@@ -1,5 +1,6 @@
 """A whole run: what it learns, what it writes, how it ends on bad data."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -9,6 +10,10 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.trainer import total_steps
 from tests.conftest import read_metrics, run_cli, train_quickstart
 
 
@@ -96,24 +101,27 @@ def test_early_stop_at_the_target(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["steps"] == last
 
 
-def test_traces_hold_the_steps_asked_for_of_every_rank(tmp_path: Path) -> None:
+def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, tmp_path: Path) -> None:
     options = ["--train.steps", "8", "--log.trace_first", "3", "--log.trace_steps", "2"]
-    plain = train_quickstart(tmp_path, "plain", 2, *options[:2])
-    run = train_quickstart(tmp_path, "traced", 2, *options, "--embedding.backend", "pgas")
-    files = sorted((run / "traces").iterdir())
+    traced = train_quickstart(tmp_path, "traced", 2, *options, "--embedding.backend", "pgas")
+    files = sorted((traced / "traces").iterdir())
     assert [file.name for file in files] == [f"steps_3_4_rank_{rank}.json.gz" for rank in range(2)]
     for file in files:
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         assert sum(event["name"].startswith("ProfilerStep#") and event["ph"] == "X" for event in events) == 2
         assert sum(event["name"] == "_CollectBackward" and event["ph"] == "X" for event in events) == 2
-    assert list(read_metrics(run, "train/loss")) == list(range(1, 9))
-    assert not (plain / "traces").exists()
+    assert list(read_metrics(traced, "train/loss")) == list(range(1, 9))
+    assert not (run / "traces").exists()
 
 
 def test_steps_to_trace_behind_the_last_are_refused() -> None:
-    result = run_cli("train", "--config", "configs/quickstart.yaml", "--train.steps", "20", "--log.trace_steps", "2")
-    assert result.returncode == 2
-    assert "log.trace_first: 20, and so steps up to 21 are to be traced, but the run ends" in result.stderr
+    argv = ["--config", "configs/quickstart.yaml", "--train.steps", "21", "--log.trace_steps", "2"]
+    config, _ = parse_config("train", "", argv, lambda parser: None)
+    train_data, _ = open_datasets(config.data)
+    assert total_steps(config, train_data, world_size=2) == 21
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20))
+    with pytest.raises(InputError, match=r"trace_first: 20, and so steps up to 21 .* after step 20;"):
+        total_steps(config, train_data, world_size=2)
 
 
 def _npy_days(folder: Path, samples: int) -> Path:
