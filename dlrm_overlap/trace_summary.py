@@ -4,9 +4,10 @@ Communication is hidden where other work runs at the same time; what runs alone 
 """
 
 import gzip
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,13 +64,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
-    """Return what ran on the GPU, by its beginning."""
-    work = [
+    """Return what ran on the GPU."""
+    return [
         Work(event["name"], event["args"]["stream"], Span(event["ts"], event["ts"] + event["dur"]))
         for event in events
         if event.get("cat") in _GPU_WORK
     ]
-    return sorted(work, key=lambda each: each.span)
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
@@ -88,11 +88,6 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in merge(spans))
 
 
-def length_of_both(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """Return the time that one of `first` and one of `second` cover at once, in us."""
-    return length(first) + length(second) - length([*first, *second])
-
-
 def summarise(path: Path) -> str:
     """Return a table of the kinds of work in a trace of training steps: ms a step, and those in which it runs alone.
 
@@ -106,14 +101,15 @@ def summarise(path: Path) -> str:
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     steps = max(1, len(marks))
     ms = 1e-3 / steps
-    every = [each.span for each in work]
-    whole = every[0].begin, max(span.end for span in every)
+    by_kind: dict[str, list[Span]] = {kind: [] for kind in (*_KINDS, "dense")}
+    for each in work:
+        by_kind[each.kind].append(each.span)
+    merged = merge(each.span for each in work)
+    whole, busy = merged[-1].end - merged[0].begin, length(merged)
     lines = [["work", "ms a step", "alone"]]
-    for kind in (*_KINDS, "dense"):
-        own = [each.span for each in work if each.kind == kind]
-        others = [each.span for each in work if each.kind != kind]
-        if own:
-            lines.append([kind, f"{length(own) * ms:.3f}", f"{(length(own) - length_of_both(own, others)) * ms:.3f}"])
-    step_ms, idle_ms = (whole[1] - whole[0]) * ms, (whole[1] - whole[0] - length(every)) * ms
-    told = f"{steps} step{'s' * (steps > 1)} of {step_ms:.3f} ms, the GPU idle in {idle_ms:.3f} of them"
+    for kind, spans in by_kind.items():
+        if spans:
+            others = itertools.chain.from_iterable(by_kind[other] for other in by_kind if other != kind)
+            lines.append([kind, f"{length(spans) * ms:.3f}", f"{(busy - length(others)) * ms:.3f}"])
+    told = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
     return f"{path}: {told}\n{format_table(lines)}"
