@@ -17,6 +17,7 @@ from dlrm_overlap.embedding.device_forward import DeviceForward, DeviceLookup
 from dlrm_overlap.embedding.forward import ExchangeOptions, Forward
 from dlrm_overlap.embedding.gradients import GradientLayout
 from tests.distributed.stage import CPU, Stage
+from tests.kernels.gradients import sort_ids
 
 
 class InterpretedForward(DeviceForward):
@@ -80,10 +81,6 @@ def _transpose_embedding_input(
     assert samples <= info_B_mask + 1
     assert first_keys[-1] <= 1 << key_bits
     bags = torch.arange(offsets.numel() - 1).repeat_interleave(offsets.diff())
-    keys, order = (first_keys[bags // samples] + values).sort(stable=True)
-    infos = (bags // samples << info_B_num_bits | bags % samples).int()[order]
-    unique, counts = keys.unique_consecutive(return_counts=True)
-    run_keys, starts = torch.full_like(keys, -1), torch.full((keys.numel() + 1,), -1, dtype=torch.int32)
-    run_keys[: unique.numel()], starts[0] = unique, 0
-    starts[1 : unique.numel() + 1] = counts.cumsum(0)
-    return None, None, infos, run_keys, None, torch.tensor([unique.numel()], dtype=torch.int32), starts
+    keys = first_keys[bags // samples] + values
+    run_keys, run_starts, run_count, infos = sort_ids(keys, bags, samples, info_B_num_bits)
+    return None, None, infos, run_keys, None, run_count, run_starts

@@ -20,6 +20,7 @@ from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions
 from dlrm_overlap.kernels.launch import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_push, without_streams
+from tests.distributed.models import assert_all_near
 from tests.distributed.stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import run_ranks
 
@@ -256,7 +257,8 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
             push.close()
             forward.close()
         exchange.close()
-        _assert_same_tables(stage, expected, f"{optimizer}, {backward}")
+        wanted = _rows_and_states(expected)
+        assert_all_near(_rows_and_states(stage), wanted, WEIGHT_TOLERANCE["fp32"], f"{optimizer}, {backward}:")
 
 
 def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:
@@ -273,14 +275,11 @@ def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int,
         dist.barrier()
 
 
-def _assert_same_tables(stage: Stage, expected: Stage, what: str) -> None:
-    for piece in stage.layout.by_owner[stage.rank]:
-        weight, state = stage.tables.weight(piece), stage.tables.state(piece)
-        assert_near(weight, expected.tables.weight(piece), WEIGHT_TOLERANCE["fp32"], f"{what}: rows of {piece.name}")
-        if state is not None:
-            wanted = expected.tables.state(piece)
-            assert wanted is not None
-            assert_near(state, wanted, WEIGHT_TOLERANCE["fp32"], f"{what}: state of {piece.name}")
+def _rows_and_states(stage: Stage) -> dict[str, torch.Tensor]:
+    pieces = stage.layout.by_owner[stage.rank]
+    rows = {f"rows of {piece.name}": stage.tables.weight(piece) for piece in pieces}
+    states = {f"state of {piece.name}": stage.tables.state(piece) for piece in pieces}
+    return rows | {name: state for name, state in states.items() if state is not None}
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {

@@ -53,6 +53,28 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def sort_ids(
+    keys: torch.Tensor, bags: torch.Tensor, samples: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first four of `SortedIds` as FBGEMM's sort gives them, and garbage behind the last run.
+
+    Args:
+        keys: [n] int64, of each id, its table's first key + its row.
+        bags: [n] int64, of each id, position * samples + sample.
+        samples: of all ranks.
+        bits: of a sample in an id's info.
+    """
+    keys, order = keys.sort(stable=True)
+    infos = (bags // samples << bits | bags % samples).int()[order]
+    unique, counts = keys.unique_consecutive(return_counts=True)
+    run_keys = torch.full_like(keys, -5)
+    run_keys[: unique.numel()] = unique
+    run_starts = torch.full((keys.numel() + 1,), 10**9, dtype=torch.int32)
+    run_starts[0] = 0
+    run_starts[1 : unique.numel() + 1] = counts.cumsum(0)
+    return run_keys, run_starts, torch.tensor([unique.numel()], dtype=torch.int32), infos
+
+
 class Feature(NamedTuple):
     """One position of an input."""
 
@@ -147,18 +169,10 @@ class Model:
         return self.keys.bincount(minlength=end)[first:end] > 0
 
     def sorted_ids(self) -> SortedIds:
-        """Return what FBGEMM's sort gives, and garbage behind the last run."""
-        case, count = self.case, self.keys.numel()
-        keys, order = self.keys.sort(stable=True)
-        infos = (self.bags // case.samples << self.bits | self.bags % case.samples).int()[order]
-        unique, counts = keys.unique_consecutive(return_counts=True)
-        run_keys = torch.full((count,), -5, dtype=case.ids)
-        run_keys[: unique.numel()] = unique
-        run_starts = torch.full((count + 1,), 10**9, dtype=torch.int32)
-        run_starts[0] = 0
-        run_starts[1 : unique.numel() + 1] = counts.cumsum(0)
-        run_count = torch.tensor([unique.numel()], dtype=torch.int32)
-        return SortedIds(run_keys, run_starts, run_count, infos, self.bits, self.offsets, case.samples)
+        """Return what FBGEMM's sort gives."""
+        samples = self.case.samples
+        run_keys, run_starts, run_count, infos = sort_ids(self.keys, self.bags, samples, self.bits)
+        return SortedIds(run_keys.to(self.case.ids), run_starts, run_count, infos, self.bits, self.offsets, samples)
 
     def positions(self) -> Positions:
         entries = [
