@@ -21,6 +21,7 @@ POSITION_COLUMNS = tl.constexpr(4)
 PIECES = tl.constexpr(0)  # pieces in all
 DONE = tl.constexpr(1)  # from here on, finished pieces of the run whose first piece has this number
 
+_CUT_RUNS = 128  # that a program of _cut_runs, a warp, looks at side by side
 PIECE_IDS = 128  # longer runs are cut into pieces of so many ids; very long ones into more than that
 
 
@@ -79,12 +80,20 @@ def _cut_runs(run_starts, run_count, shared, piece_run, piece_first, PIECE_IDS: 
         start = tl.load(run_starts + run, mask=mask, other=0)
         length = tl.load(run_starts + run + 1, mask=mask, other=0) - start
         count = tl.where(length > PIECE_IDS, tl.cdiv(length, piece_ids_of(length, PIECE_IDS)), 0)
-        most = tl.max(count, 0)
-        if most > 0:
-            first = tl.atomic_add(shared, tl.sum(count, 0), sem="relaxed", scope="gpu") + tl.cumsum(count, 0) - count
-            for turn in range(0, most):
-                tl.store(piece_run + first + turn, run, mask=turn < count)
-                tl.store(piece_first + first + turn, first, mask=turn < count)
+        total = tl.sum(count, 0)
+        if total > 0:
+            first = tl.atomic_add(shared, total, sem="relaxed", scope="gpu") + tl.cumsum(count, 0) - count
+            waiting = count > 0
+            for _ in range(0, tl.sum(waiting.to(tl.int32), 0)):  # a run at a time, its pieces side by side
+                number = tl.min(tl.where(waiting, run, runs), 0)
+                chosen = run == number
+                pieces = tl.sum(tl.where(chosen, count, 0), 0)
+                begin = tl.sum(tl.where(chosen, first, 0), 0)
+                for turn in range(0, pieces, BLOCK):
+                    piece = turn + tl.arange(0, BLOCK)
+                    tl.store(piece_run + begin + piece, number, mask=piece < pieces)
+                    tl.store(piece_first + begin + piece, begin, mask=piece < pieces)
+                waiting = waiting & (run != number)
 
 
 @triton.jit
@@ -151,7 +160,7 @@ def _finding(ranges: int) -> Form:
 
 @lru_cache
 def _cutting(piece_ids: int) -> Form:
-    return Form(_cut_runs, {"num_warps": 4}, {"PIECE_IDS": piece_ids, "BLOCK": 1024})
+    return Form(_cut_runs, {"num_warps": 1}, {"PIECE_IDS": piece_ids, "BLOCK": _CUT_RUNS})
 
 
 def prepare(ids: SortedIds, positions: Positions, piece_ids: int = PIECE_IDS) -> PreparedRuns:
@@ -169,5 +178,6 @@ def prepare(ids: SortedIds, positions: Positions, piece_ids: int = PIECE_IDS) ->
     most = 1 + 2 * count // piece_ids
     shared = torch.zeros(1 + most, dtype=torch.int32, device=device)
     piece_run, piece_first = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
-    _cutting(piece_ids)(min(4096, -(-count // 1024)), (), ids.run_starts, ids.run_count, shared, piece_run, piece_first)
+    programs = min(4096, -(-count // _CUT_RUNS))
+    _cutting(piece_ids)(programs, (), ids.run_starts, ids.run_count, shared, piece_run, piece_first)
     return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, piece_run, piece_first, bounds)
