@@ -253,8 +253,9 @@ def find_device(kind: str, local_rank: int, source: str = "nproc") -> "torch.dev
 def init_process_group(launch: Launch, device: "torch.device", timeout_s: float = 600.0) -> None:
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
-    Sets the current CUDA device. A world of one needs no address. `timeout_s` bounds the rendezvous and every
-    collective.
+    Sets the current CUDA device and stream. The default stream has the lowest priority there is; the current one's is
+    above it, so that kernels on a stream of its own can give way to it. A world of one needs no address. `timeout_s`
+    bounds the rendezvous and every collective.
 
     Raises:
         InputError: if the ranks do not meet.
@@ -265,6 +266,8 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
     backend, device_id = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
         backend, device_id = "cpu:gloo,cuda:nccl", device
     timeout = timedelta(seconds=timeout_s)
     if launch.world_size == 1:

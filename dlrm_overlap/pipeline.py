@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
@@ -39,23 +40,35 @@ def shard_model(
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
     )
     task.to(device)
-    if graph_samples is not None:
-        _graph_dense(task, graph_samples, device)
+    nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
     model.init_data_parallel()
+    del nodes  # DDP holds them from here on
     return model
 
 
-def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> None:
+def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
     """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
 
     Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly.
+
+    Returns:
+        The nodes that accumulate the parameters' gradients. Such a node works on the stream where it was made, and DDP,
+        before it reduces a bucket, waits for one alone of the streams that fill it. So none may be made on a stream of
+        the warm-up's or the capture's own.
     """
-    dlrm = task.dlrm
+    dlrm, capture = task.dlrm, torch.cuda.graph
+    nodes = [get_gradient_edge(parameter).node for part in (dlrm.bottom, dlrm.head) for parameter in part.parameters()]
+    # Captured on the nodes' stream, since a capture cannot wait for another, and its kernels keep its priority.
+    before, capture.default_capture_stream = capture.default_capture_stream, torch.cuda.current_stream(device)
     with task.autocast():
         dense = torch.randn(samples, dlrm.dense_features, device=device)
         dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
         pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device, requires_grad=True)
+        set_warn_on_accumulate_grad_stream_mismatch(False)  # the warm-up has a stream of its own
         torch.cuda.make_graphed_callables((dlrm.bottom, dlrm.head), ((dense,), (dense_bD, pooled)))
+        set_warn_on_accumulate_grad_stream_mismatch(True)
+    capture.default_capture_stream = before
+    return nodes
 
 
 def build_dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> KeyedOptimizer:

@@ -133,9 +133,10 @@ class DevicePush(Backward):
         self.gradients = gradients
         self._arena, self._epoch = arena, 0
         self._atomic = self.options.backward == "atomic"
-        # Gradients first: peers wait for them, and where programs of both could start, theirs do.
-        self._push_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._update_stream = torch.cuda.Stream(self.device)
+        # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
+        # then the main stream's (of priority -1, see `launcher`), then updates, which nobody awaits but the next step.
+        self._push_stream = torch.cuda.Stream(self.device, priority=-2)
+        self._update_stream = torch.cuda.Stream(self.device, priority=0)
         self._issued = torch.cuda.Event()
         self._record = Record(self.device)
         self._windows = [Windows(arena.addresses(name), 0, self.options.wire_dtype, 16) for name in GRADIENT_WINDOWS]

@@ -1,23 +1,19 @@
-"""Updates of the rows step after step: the same bits however ranks dawdle, peers that fall silent, memory, overlap."""
+"""Updates of the rows step after step: the same bits however ranks dawdle, peers that fall silent, memory."""
 
 import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding import gradients
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.forward import ExchangeOptions
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS
-from dlrm_overlap.trace_summary import Span, Work, gpu_work, length, read_events
 from tests.agreement import assert_same
 from tests.gpu.exchange.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
@@ -28,8 +24,6 @@ from tests.gpu.exchange.windows import used_bytes
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
 _PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be
-_LEAD_CYCLES = 50_000_000  # some 30 ms
-_LEAST_OVERLAP = 0.3
 
 
 def _pause(training: Training, chance: random.Random) -> None:
@@ -216,63 +210,11 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
     place.leave()
 
 
-def _check_overlaps(place: Place) -> None:
-    """The bottom MLP's backward runs while gradients travel and rows are updated."""
-    tables = [Table(20_000, 128, owner, longest=2) for _ in range(8) for owner in range(place.world_size)]
-    stage = Stage(place, tables, lr=0.1)
-    stage.fill(integers=False)
-    samples = 16384
-    batch = Batch(place, tables, [samples] * place.world_size, seed=0)
-    exchange, inputs = stage.exchange(_OPTIONS), stage.inputs(batch)
-    widths = (1024, 2048, 2048, 2048)
-    layers = [nn.Linear(*pair, device=place.device) for pair in pairwise(widths)]
-    bottom_mlp, top_mlp = nn.Sequential(*layers), nn.Linear(stage.columns[-1], 512, device=place.device)
-    dense = torch.randn(samples, widths[0], device=place.device)
-
-    def step() -> None:
-        awaitable = exchange.start(inputs, batch.sizes)
-        bottom = bottom_mlp(dense)
-        loss = top_mlp(awaitable.wait()).mean() + bottom.mean()
-        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else a slow host would tell them apart
-        loss.backward()
-
-    for _ in range(3):
-        step()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        place.meet()
-        step()
-        place.synchronize()
-    path = place.folder / f"{place.name}_trace_{place.rank}.json"
-    profiler.export_chrome_trace(str(path))
-    _assert_overlap(gpu_work(read_events(path)))
-    place.meet()
-    exchange.close()
-
-
-def _assert_overlap(work: Sequence[Work]) -> None:
-    """Check how much of a step's exchange of gradients, or of what the main stream has to do then, overlaps."""
-
-    def spans(name: str) -> list[Span]:
-        found = [each.span for each in work if name in each.name]
-        assert found, f"no kernel {name} among {sorted({each.name for each in work})}"
-        return found
-
-    exchange = Span(min(spans("_push_gradients")).begin, max(span.end for span in spans("_update_rows")))
-    (main,) = {each.stream for each in work if "_store_pooled" in each.name}
-    on_main = [each.span for each in work if each.stream == main and each.kind != "copies"]
-    dense = [Span(max(span.begin, exchange.begin), span.end) for span in on_main if span.end > exchange.begin]
-    dense_us, exchange_us = length(dense), length([exchange])
-    overlap_us = dense_us + exchange_us - length([*dense, exchange])
-    told = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {exchange_us:.0f} us of the exchange"
-    assert overlap_us >= _LEAST_OVERLAP * min(dense_us, exchange_us) > 0, told
-
-
 CHECKS = {
     "update_deterministic": Check(_check_deterministic, timeout_s=180),
     "update_stress": Check(_check_stress),
     "update_parts": Check(_check_parts),
     "update_memory": Check(_check_memory),
-    "update_overlaps": Check(_check_overlaps, gpu_only=True),
 }
 LOST_PEERS = {
     "update_peer_dies": Check(partial(_check_silent_peer, parts_sent=0), alone=True),

@@ -1,6 +1,6 @@
 """All checks, in the order in which they run."""
 
-from tests.gpu.exchange import backward, backward_steps, faults, lookups, stress, training, windows
+from tests.gpu.exchange import backward, backward_steps, faults, lookups, overlap, stress, training, windows
 
 CHECKS = (
     lookups.CHECKS
@@ -8,6 +8,7 @@ CHECKS = (
     | stress.CHECKS
     | backward.CHECKS
     | backward_steps.CHECKS
+    | overlap.CHECKS
     | faults.CHECKS
     | training.CHECKS
     | faults.LOST_PEERS

@@ -51,7 +51,7 @@ _Rows = dict[tuple[str, int], torch.Tensor]
 """shards of a rank, by table and first column"""
 
 
-def _config(place: Place, backend: str, optimizer: str, plan: str = "auto") -> Config:
+def _config(place: Place, backend: str, optimizer: str, plan: str = "auto", graph_dense: bool = False) -> Config:
     """Return a small DLRM on synthetic data; gelu is smooth, so that runs that differ by rounding stay together."""
     return Config(
         model=ModelConfig(dim=16, bottom_mlp=[64, 16], top_mlp=[64, 32, 1], activation="gelu"),
@@ -67,7 +67,7 @@ def _config(place: Place, backend: str, optimizer: str, plan: str = "auto") -> C
             lr=_LEARNING_RATE[optimizer],
             wait_timeout_s=20.0,
         ),
-        train=TrainConfig(batch_size=_SAMPLES, steps=_STEPS),
+        train=TrainConfig(batch_size=_SAMPLES, steps=_STEPS, graph_dense=graph_dense),
         log=LogConfig(dir=str(place.folder)),
     )
 
@@ -94,9 +94,11 @@ def _rows(trainer: Trainer) -> _Rows:
     return {(name, shard.metadata.shard_offsets[1]): shard.tensor.clone() for name, shard in shards}
 
 
-def _run(place: Place, backend: str, optimizer: str, plan: str = "auto") -> tuple[list[float], _Rows, _Rows]:
+def _run(
+    place: Place, backend: str, optimizer: str, plan: str = "auto", graph_dense: bool = False
+) -> tuple[list[float], _Rows, _Rows]:
     """Return a run's losses, and its rows before and after; its backend must be what exchanges, but row-wise."""
-    trainer = _trainer(place, _config(place, backend, optimizer, plan))
+    trainer = _trainer(place, _config(place, backend, optimizer, plan, graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" or plan == "row_wise" else [backend]), f"exchanged by {used}"
     assert all(exchange.options.backward == "push" for exchange in exchanges(trainer.model))
@@ -128,6 +130,16 @@ def _check_losses(place: Place, optimizer: str, plan: str) -> None:
             error = (rows[name, column] - shard).norm() / change
             assert change > 0
             assert error <= _ROWS_TOLERANCE, f"{backend}, {name} from column {column}: relative error {error:.1e}"
+
+
+def _check_graphed(place: Place) -> None:
+    """Runs with the dense part in CUDA graphs end in the same bits, whatever streams autograd and DDP run on."""
+    expected, _, expected_rows = _run(place, "pgas", "rowwise_adagrad", graph_dense=True)
+    for run in (1, 2):
+        losses, _, rows = _run(place, "pgas", "rowwise_adagrad", graph_dense=True)
+        assert losses == expected, f"run {run}: losses {losses}, not {expected}"
+        for (name, column), shard in expected_rows.items():
+            assert_same(rows[name, column], shard, f"run {run}: {name} from column {column}")
 
 
 def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
@@ -273,6 +285,7 @@ CHECKS = (
     }
     | {"losses_columns": Check(partial(_check_losses, optimizer="sgd", plan="column_wise"))}
     | {"losses_rows": Check(partial(_check_losses, optimizer="sgd", plan="row_wise"), gpu_only=True)}
+    | {"losses_graphed": Check(_check_graphed, gpu_only=True)}
     | {
         f"checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
         for writer, reader in (("torchrec", "pgas"), ("pgas", "torchrec"), ("torchrec", "fused"))
