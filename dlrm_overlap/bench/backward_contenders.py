@@ -104,8 +104,8 @@ class CollectiveBaseline(Contender):
 class Push(Contender):
     """A backward of the exchange's own: from the gradient being there to the rows being updated.
 
-    What needs the ids alone is done once a batch, before any clock starts, as training does it beside the forward and
-    the dense part. `exposed` does it in every step: what it costs where nothing hides it.
+    What needs the ids alone is done once a batch, before any clock starts, as training does it beside the dense part.
+    `exposed` does it in every step: what it costs where nothing hides it.
     """
 
     def __init__(
@@ -121,11 +121,16 @@ class Push(Contender):
         self._schedule = resolve_schedule(options.schedule, load_store_peers=True)
         arguments = workload.layout, workload.tables, options, workload.group, workload.device
         self._ways = make_ways(*arguments, samples_per_rank=self._batch_sizes.most)
-        self._runs = [] if exposed else [self._prepared(batch).runs for batch in batches]
+        self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
         self.prepares = options.backward == "push"
 
-    def _prepared(self, batch: GradientBatch) -> Step:
+    def _begun(self, batch: GradientBatch) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
+        self._ways.backward.follow(step)
+        return step
+
+    def _prepared(self, batch: GradientBatch) -> Step:
+        step = self._begun(batch)
         self._ways.backward.prepare(step)
         return step
 
@@ -135,10 +140,7 @@ class Push(Contender):
 
     def step(self, batch: GradientBatch) -> None:
         """Send the gradient and update the rows."""
-        if self._exposed:
-            step = self._prepared(batch)
-        else:
-            step = Step(list(batch.ids.inputs), self._batch_sizes, runs=self._runs[batch.number])
+        step = self._begun(batch) if self._exposed else replace(self._steps[batch.number])
         self._ways.backward.send(step, batch.gradient)
         self._ways.backward.update(step)
 

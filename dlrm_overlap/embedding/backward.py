@@ -28,8 +28,11 @@ class Backward(Side, ABC):
         """Factor of the gradients, see `gradient_scale`."""
         return gradient_scale(self.world_size)
 
+    def follow(self, step: Step) -> None:
+        """Note that the forward has just been launched of a step that will have a backward."""
+
     def prepare(self, step: Step) -> None:
-        """Do what needs the ids alone; the forward of a step that will have a backward has just been launched."""
+        """Do what needs the ids alone; else `send` does."""
 
     @abstractmethod
     def send(self, step: Step, gradient: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """The backward on GPUs: gradients stored into the owners' windows, rows updated by ids that were sorted long before.
 
-Everything runs beside the main stream. Ids are sorted when the forward has looked them up, while the dense part
-computes. Gradients travel on one stream, part by part; rows are updated on another, part by part as they arrive, while
-the main stream goes on with the bottom MLP's backward and the dense all-reduce; it waits at the end of the backward.
+Everything runs beside the main stream. Ids are sorted once the forward has looked them up, while the dense part
+computes; the host, which has the dense part to issue first, does so with the backward. Gradients travel on one stream,
+part by part; rows are updated on another, part by part as they arrive, while the main stream goes on with the bottom
+MLP's backward and the dense all-reduce; it waits at the end of the backward.
 """
 
 from collections.abc import Sequence
@@ -186,40 +187,30 @@ class DevicePush(Backward):
             self._storage = storage
         return self._inputs
 
-    def prepare(self, step: Step) -> None:
-        """Sort the ids beside the main stream, once the forward has looked them up, and so has checked them.
-
-        Atomic additions take them as they are.
-        """
+    def follow(self, step: Step) -> None:
+        """Mark where the forward has looked the ids up, and so has checked them."""
+        step.looked_up = torch.cuda.current_stream(self.device).record_event()
         for ids in step.inputs:
             ids.values().record_stream(self._update_stream)
             ids.offsets().record_stream(self._update_stream)
+
+    def prepare(self, step: Step) -> None:
+        """Sort the ids, beside the main stream. Atomic additions take them as they are."""
         if self._atomic:
             return
-        self._update_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._update_stream.wait_event(step.looked_up)
         with torch.cuda.stream(self._update_stream):
             step.runs = [source.sort(step) for source in self._sources()]
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Push the gradient, and update the rows as gradients arrive, all beside the main stream.
-
-        Raises:
-            RuntimeError: if this step's gradient was sent before.
-        """
+        """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
         self.check()
-        sources = self._sources()
-        if not self._atomic and len(step.runs) != len(sources):
-            raise RuntimeError(
-                "embedding backward: a step's gradients came twice, but its sorted ids are let go after the first "
-                "time; run one backward (without retain_graph), or set embedding.backward: collective"
-            )
         self._epoch += 1
         gradient = gradient.float()
         if gradient.stride(1) != 1 or gradient.data_ptr() % 16:
             gradient = gradient.contiguous()
         self._issued.record(torch.cuda.current_stream(self.device))
-        for stream in (self._push_stream, self._update_stream):
-            stream.wait_event(self._issued)
+        self._push_stream.wait_event(self._issued)
         gradient.record_stream(self._push_stream)
         with torch.cuda.stream(self._push_stream):
             push_gradients(
@@ -236,10 +227,13 @@ class DevicePush(Backward):
                 scale=self.scale,
                 programs=_PUSH_PROGRAMS,
             )
+        if not step.runs:
+            self.prepare(step)
+        self._update_stream.wait_event(self._issued)
         with torch.cuda.stream(self._update_stream):
             for part, flags in enumerate(self._flags):
                 wait_flags(flags, self.rank, self._epoch)
-                for index, source in enumerate(sources):
+                for index, source in enumerate(self._sources()):
                     for rows in (r for r in source.ranges if r.part == part):
                         self._update(step, index, source, rows)
 

@@ -72,9 +72,9 @@ class Exchange:
         self._pending = None
         return self._made().forward.collect(step)
 
-    def prepare_update(self, step: Step) -> None:
-        """Do what the update of the rows needs to know of the ids; the step's forward is under way."""
-        self._made().backward.prepare(step)
+    def expect_gradient(self, step: Step) -> None:
+        """Note that the step, whose forward has just been launched, will have a backward."""
+        self._made().backward.follow(step)
 
     def send_gradient(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of what `collect` returned to the rows' owners."""
@@ -147,7 +147,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
         ctx.exchange, ctx.step = exchange, step
         exchange.launch(step)
-        exchange.prepare_update(step)
+        exchange.expect_gradient(step)
         return torch.empty_like(anchor)
 
     @staticmethod

@@ -76,6 +76,8 @@ class Step:
     """the collective under way"""
     received: torch.Tensor | None = None
     """what it fills"""
+    looked_up: Any = None
+    """on GPUs: the event from which on the ids may be read for the backward"""
     runs: list[Any] = field(default_factory=list)
     """the ids of each input, ready for the update of their rows"""
 

@@ -248,7 +248,9 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 gradient = torch.randn(sizes[rank], stage.layout.total_dim, generator=generator)
                 exchange.start(inputs, sizes).wait().backward(gradient)
                 step = Step(inputs, BatchSizes.of(sizes))
-                push.prepare(step)
+                push.follow(step)
+                if number == 1:
+                    push.prepare(step)
                 push.send(step, gradient)
                 if rank == 1:
                     time.sleep(0.05)  # nobody may overtake it
@@ -267,7 +269,7 @@ def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int,
         _, push = interpreted_push(stage, _group(), ExchangeOptions(wait_timeout_s=1e-8), samples=4)
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-            push.prepare(step)
+            push.follow(step)
             push.send(step, torch.ones(4, stage.layout.total_dim))
             told = f"rank {rank} waited .* for part 0 of rank [0-2]: expected epoch 1,"
             with pytest.raises(ExchangeTimeoutError, match=told):

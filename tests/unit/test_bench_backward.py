@@ -13,7 +13,6 @@ from dlrm_overlap.bench.agreement import check_rows, fingerprint, rows_of
 from dlrm_overlap.bench.backward_contenders import (
     CollectiveBaseline,
     GradientBatch,
-    Push,
     make_backward_contenders,
     make_batches,
     pack_at_once,
@@ -23,6 +22,8 @@ from dlrm_overlap.bench.contenders import Contender
 from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.backward import HostPush
+from dlrm_overlap.embedding.forward import Step
 from dlrm_overlap.launcher import Launch
 from dlrm_overlap.parsing import parse_config
 from tests.agreement import assert_same
@@ -144,20 +145,28 @@ def test_fingerprints_tell_bits_and_places_apart() -> None:
 
 
 def test_a_push_prepared_once_serves_every_step(
-    contenders: list[Contender], workload: Workload, batches: list[GradientBatch], monkeypatch: pytest.MonkeyPatch
+    config: Config, workload: Workload, optimizer: str, batches: list[GradientBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a backward made of a batch's ids is handed to every step on that batch; exposed, it is made in each."""
-    _, push, exposed, *_ = contenders
-    assert isinstance(push, Push)
-    assert isinstance(exposed, Push)
-    prepared: list[str] = []
-    for contender in (push, exposed):
-        monkeypatch.setattr(
-            contender._ways.backward, "prepare", lambda step, name=contender.name: prepared.append(name)
-        )
+    """What a backward made of a batch's ids is handed to every step on that batch; exposed, each step makes it."""
+    handed: list[int] = []
+
+    def prepare(_: HostPush, step: Step) -> None:
+        step.runs = [step.inputs]
+
+    def send(_: HostPush, step: Step, gradient: torch.Tensor) -> None:
+        handed.append(len(step.runs))
+        step.runs = []  # used up
+
+    monkeypatch.setattr(HostPush, "prepare", prepare)
+    monkeypatch.setattr(HostPush, "send", send)
+    monkeypatch.setattr(HostPush, "update", lambda *_: None)
+    _, *pushes = make_backward_contenders(config.embedding, workload, optimizer, batches)
+    for push in pushes[:2]:
         for batch in (*batches, *batches):
-            contender.step(batch)
-    assert prepared == ["push_exposed"] * 2 * len(batches)
+            push.step(batch)
+    for push in pushes:
+        push.close()
+    assert handed == [1] * 2 * len(batches) + [0] * 2 * len(batches)
 
 
 def test_a_disagreement_tells_no_time(

@@ -87,7 +87,7 @@ def _stress(place: Place, disturbed: bool) -> tuple[torch.Tensor, dict[str, torc
             with torch.no_grad():
                 sums[step] = training.look_up(batch, pause).double().sum()
         else:
-            training.look_up(batch, pause)  # the ids are sorted for a backward that does not come
+            training.look_up(batch, pause)  # a backward is expected that does not come
         if disturbed:
             _poison(training.exchange)
     rows = training.rows()
@@ -157,6 +157,27 @@ def _check_parts(place: Place) -> None:
     _assert_same_rows(ends[1], ends[0], "8 parts")
 
 
+def _check_again(place: Place) -> None:
+    """A step's gradients come once more, as under `retain_graph`: what was made of its ids is made again."""
+    tables = tables_of_all_kinds(range(place.world_size))
+    (batch, *_) = uneven_batches(place, tables)
+    ends = []
+    for retained in (True, False):
+        training = Training(place, tables, "adagrad", _OPTIONS)
+        shape = batch.sizes[place.rank], training.stage.columns[-1]
+        gradient = torch.randn(shape, generator=place.generator(place.rank), device=place.device)
+        if retained:
+            output = training.look_up(batch)
+            output.backward(gradient, retain_graph=True)
+            output.backward(-2 * gradient)
+        else:
+            for factor in (1, -2):
+                training.look_up(batch).backward(factor * gradient)
+        ends.append(training.rows())
+        training.close()
+    _assert_same_rows(ends[0], ends[1], "two backwards of one step, and of two")
+
+
 def _check_memory(place: Place) -> None:
     """Gradient windows are given back by `close`, and where they are made anew for a larger batch."""
     tables = [Table(100, dim, owner) for dim in (64, 12) for owner in range(place.world_size)]
@@ -215,6 +236,7 @@ CHECKS = {
     "update_stress": Check(_check_stress),
     "update_parts": Check(_check_parts),
     "update_memory": Check(_check_memory),
+    "update_again": Check(_check_again),
 }
 LOST_PEERS = {
     "update_peer_dies": Check(partial(_check_silent_peer, parts_sent=0), alone=True),
