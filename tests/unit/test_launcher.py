@@ -364,8 +364,9 @@ class TestSpawn:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_signals_end_all_without_orphans(self, worker: Path, tmp_path: Path, number: signal.Signals) -> None:
         pids = tmp_path / "pids"
-        program = (
-            f"import sys; from dlrm_overlap.spawn import spawn; sys.executable = {str(worker)!r}; "
+        program = (  # a background job of a script ignores some signals, and all it starts does
+            f"import signal, sys; signal.signal({int(number)}, signal.SIG_DFL); "
+            f"from dlrm_overlap.spawn import spawn; sys.executable = {str(worker)!r}; "
             f"sys.exit(spawn(['train', 'all:pids:{pids}', 'all:hang'], 2))"
         )
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
