@@ -229,11 +229,12 @@ class DevicePush(Backward):
             )
         if not step.runs:
             self.prepare(step)
+        sources = self._sources()
         self._update_stream.wait_event(self._issued)
         with torch.cuda.stream(self._update_stream):
             for part, flags in enumerate(self._flags):
                 wait_flags(flags, self.rank, self._epoch)
-                for index, source in enumerate(self._sources()):
+                for index, source in enumerate(sources):
                     for rows in (r for r in source.ranges if r.part == part):
                         self._update(step, index, source, rows)
 
