@@ -140,6 +140,7 @@ class Push(Contender):
 
     def step(self, batch: GradientBatch) -> None:
         """Send the gradient and update the rows."""
+        # A copy: `update` lets go of what was made of the ids.
         step = self._begun(batch) if self._exposed else replace(self._steps[batch.number])
         self._ways.backward.send(step, batch.gradient)
         self._ways.backward.update(step)

@@ -160,12 +160,12 @@ def test_a_push_prepared_once_serves_every_step(
     monkeypatch.setattr(HostPush, "prepare", prepare)
     monkeypatch.setattr(HostPush, "send", send)
     monkeypatch.setattr(HostPush, "update", lambda *_: None)
-    _, *pushes = make_backward_contenders(config.embedding, workload, optimizer, batches)
-    for push in pushes[:2]:
+    made = make_backward_contenders(config.embedding, workload, optimizer, batches)
+    for push in made[1:3]:
         for batch in (*batches, *batches):
             push.step(batch)
-    for push in pushes:
-        push.close()
+    for contender in made:
+        contender.close()
     assert handed == [1] * 2 * len(batches) + [0] * 2 * len(batches)
 
 
