@@ -1,5 +1,8 @@
 """What agrees: tolerances and the comparison of tensors. Imports no pytest: ranks run where it is missing."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 # Relative tolerance of each training loss against a run that must agree up to rounding. One table, the same in CI.
@@ -45,3 +48,12 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, 
         f"{name} at {worst}: {actual[worst].item()!r} in place of {expected[worst].item()!r}, "
         f"relative error {error[worst].item():.1e}"
     )
+
+
+def assert_all_near(
+    actual: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor], tolerance: float, what: str
+) -> None:
+    """Check tensors by name, see `assert_near`; exactly, where `tolerance` is 0."""
+    assert list(actual) == list(expected), what
+    for name, tensor in expected.items():
+        assert_near(actual[name], tensor, tolerance, f"{what} {name}")

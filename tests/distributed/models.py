@@ -27,7 +27,6 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharder import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.pipeline import build_pipeline
-from tests.agreement import assert_near
 
 CPU = torch.device("cpu")
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
@@ -145,12 +144,3 @@ def _local(tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         shards = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
         for i, shard in enumerate(shards):
             yield f"{name}, shard {i}", shard.clone()
-
-
-def assert_all_near(
-    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float, what: str
-) -> None:
-    """Check tensors by name, see `assert_near`; exactly, where `tolerance` is 0."""
-    assert list(actual) == list(expected), what
-    for name, tensor in expected.items():
-        assert_near(actual[name], tensor, tolerance, f"{what} {name}")

@@ -20,8 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding import gradients
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from tests.agreement import WEIGHT_TOLERANCE
-from tests.distributed.models import MEAN, SUM, Model, Tables, assert_all_near, make_plan, train
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
+from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
 from tests.distributed.workers import run_ranks
 
 STEPS = 20

@@ -18,9 +18,8 @@ from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, ope
 from dlrm_overlap.embedding import gradients
 from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
 from dlrm_overlap.kernels.launch import INTERPRETED
-from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_push, without_streams
-from tests.distributed.models import assert_all_near
 from tests.distributed.stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import run_ranks
 

@@ -31,14 +31,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from tests.agreement import WEIGHT_TOLERANCE
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.models import (
     CPU,
     MEAN,
     SUM,
     Model,
     Tables,
-    assert_all_near,
     make_plan,
     table_configs,
     train,
