@@ -184,7 +184,7 @@ class EmbeddingConfig:
     backward: Literal["auto", "collective", "push", "atomic"] = "auto"
     """pgas, fused: the gradients' way. push, which auto is: stored at their owners, each touched row updated once.
     collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd only, not deterministic"""
-    wait_timeout_s: PositiveFloat = 120.0
+    wait_timeout_s: PositiveFloat = 600.0
     """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
     """sharding types the planner may use; auto is table_wise and column_wise"""
