@@ -27,7 +27,7 @@ class Flags:
     timeout: int
     """a wait's bound in ns; turns under the interpreter"""
     status: torch.Tensor
-    """[2] int64: address of the record that the host polls, and its lock"""
+    """[3] int64: address of the records that the host polls, and a lock for each kind of them"""
 
 
 @triton.jit(**_GENERAL)

@@ -128,7 +128,7 @@ def store_pooled(bags: Bags, features: FeatureTable, windows: Windows, status: t
     The stores are complete when the kernel is: what follows on the stream may tell the peers.
 
     Args:
-        status: [2] int64, takes the record of an id outside its table.
+        status: [3] int64, see `Flags`: takes the record of an id outside its table.
     """
     assert launch.tuning.groups == 1, "a program that pools once has nothing to cut"
     world_size, here = windows.addresses.numel(), features.entries.shape[0]

@@ -1,4 +1,4 @@
-"""Stochastic rounding at the edges of half precision, under Triton's interpreter: every input by thousands of chances."""
+"""Stochastic rounding at the edges of half precision, under Triton's interpreter: each input by many chances."""
 
 import pytest
 import torch
