@@ -4,6 +4,11 @@ A slice is some consecutive bags of one feature for one destination. Programs ta
 schedule; each pools into staging memory and counts its task done; the program that completes a slice, and only it, puts
 the slice into the destination's window and raises its ready flag there, while the others go on. What stays on this rank
 is stored in place. Nobody waits before the end, where each program awaits its share of the flags of the peers' slices.
+
+No program needs another to be resident: one that waits has drawn a ticket behind the last task, so every task has been
+drawn, by a program that runs and will not wait before the task is done. A program that starts only when others end
+finds no task left and has its share of the flags to await, nothing else. So a grid of any size makes progress, beside
+any kernel that leaves room for one program.
 """
 
 from dataclasses import dataclass
@@ -216,8 +221,9 @@ def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: An
         "TRACE": traced,
         "INTERPRETED": INTERPRETED,
     }
-    options = {"num_warps": tuning.num_warps, "launch_cooperative_grid": end_wait and not INTERPRETED}
-    return Form(_put_slices, options, constants | constants_of(*shape))
+    # Not a cooperative launch, which no wait needs: all its programs would have to start together, hence after a NCCL
+    # kernel that waits for a peer's, which in turn may be behind that peer's grid, whose programs wait for ours.
+    return Form(_put_slices, {"num_warps": tuning.num_warps}, constants | constants_of(*shape))
 
 
 class SlicedPut(NamedTuple):
@@ -237,12 +243,12 @@ class SlicedPut(NamedTuple):
         What stays on this rank is stored in place and has no flag: the stream orders it.
 
         Args:
-            programs: of the grid; with `slices.end_wait` at most what the GPU holds at once, see `resident_programs`.
+            programs: of the grid; best what the GPU holds at once, see `resident_programs`: more find no task left.
         """
         self._form()(programs, (self.bags.values.dtype, self.bags.offsets.dtype), *self._arguments(epoch))
 
     def resident_programs(self) -> int:
-        """Return how many programs of this launch one multiprocessor holds at once."""
+        """Return how many programs of this launch one multiprocessor holds at once, for the size of the grid."""
         from cuda.bindings import driver
 
         compiled = self._form().compile(*self._arguments(epoch=1))
