@@ -110,8 +110,9 @@ def _push_gradients(
                 into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
                 tl.store(window + into, rows.to(WIRE), mask=mask)
         tl.debug_barrier()  # all threads have stored before one of them counts the program
-        # At system scope, since what it releases lies at the peers: the last finisher need not answer for the others.
-        if tl.atomic_add(done + part, 1, sem="acq_rel", scope="sys") == programs - 1:
+        # At GPU scope though the stores lie at the peers: the last finisher, which acquires at this scope, answers for
+        # them by the flags' release at system scope, see `primitives`.
+        if tl.atomic_add(done + part, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(done + part, 0)  # ready for the next exchange
             raise_flags(peers_ready, rank * parts + part, world_size, epoch, PEERS)
 

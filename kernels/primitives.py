@@ -3,6 +3,14 @@
 Memory order, used everywhere: all threads store; `tl.debug_barrier()` orders the program's stores before what one
 thread does next; that thread releases. The other side: one acquire, a barrier, then loads. Peers are reached at system
 scope, programs of one GPU at GPU scope; the chain is cumulative, so a release also covers what was acquired before it.
+
+That holds wherever the stores lie, a peer's memory included. A scope has to include the two threads that synchronise,
+and no others (PTX ISA, sections 8.7 and 8.9.4); base causality order, which every such pair extends, is transitive
+(8.9.5, whose note calls this cumulativity). Example: a thread of program A stores into a peer's window; a barrier,
+whose scope is A, orders that before A's count, a release at GPU scope; program B, which counts last, acquires at GPU
+scope and raises the peer's flag, a release at system scope; the peer acquires it. Each pair is within its scope, so
+the store precedes the peer's loads. Were it otherwise, no thread could answer for its program's stores behind a
+barrier either.
 """
 
 import triton

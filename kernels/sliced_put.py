@@ -142,6 +142,8 @@ def _put_slices(
                 pieces = tl.minimum(SLICE_TASKS, blocks - piece * SLICE_TASKS)
                 counter = done + pair * slices + piece
                 tl.debug_barrier()  # all threads have stored before one of them counts the task
+                # At GPU scope also where PUT is None and the stores lie at the peer: the last finisher, which acquires
+                # at this scope, answers for them by the flag's release at system scope, see `primitives`.
                 # Only the last finisher acquires: that empties the multiprocessor's L1, where all keep their ids.
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == pieces - 1:
                     tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # and leaves it ready for the next launch
