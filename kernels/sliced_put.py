@@ -107,6 +107,27 @@ def _put_slices(
     COLUMN_ALIGNMENT: tl.constexpr,
     CHECK: tl.constexpr,
 ):
+    """Pool task after task as the ticket gives them out, put the slices that this program completes, await flags.
+
+    A task is GROUPS * BAGS bags of one feature for one destination, SLICE_TASKS of them a slice. The program reads the
+    bags' offsets, ids and rows, which lie on this rank; it stores the pooled embeddings into this rank's window where
+    they stay here, else into `staging` [W, F, b, DIM], or straight into the peer's window where PUT is None. `done`
+    [W, F, slices] counts the finished tasks of each slice; `ticket` holds the next task and how many programs are
+    through, the last of which sets both back to 0.
+
+    Order: a task's stores, a barrier, its count (release, GPU scope). Who counts a slice's last task acquires, passes a
+    barrier, and so sees what all of them staged; it sets the count back to 0, puts the slice and raises its flag at the
+    destination (release, system scope), behind a barrier too. What stays here is ordered by the kernel's end. With
+    END_WAIT the program at last awaits FLAGS flags of this rank's `ready`, and as many again a grid further.
+
+    Example: rank 0 of 2 with 4 samples each, one feature, tasks of 2 bags, slices of 4, balanced. Program A draws task
+    0, pools samples 4 and 5, which are rank 1's, stages them and counts 1 of 2. Program B draws task 1 and stores
+    samples 0 and 1 into this rank's window; then task 2, samples 6 and 7: it counts 2 of 2, puts the four rows to rows
+    0 .. 3 of rank 1's window and raises the flag there, while A is at task 3, samples 2 and 3. Tickets 4 and 5 tell
+    both that they are through.
+
+    Source: arXiv 2305.06942, section 3.
+    """
     tasks = world_size * features_here * blocks
     slices = tl.cdiv(blocks, SLICE_TASKS)
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
