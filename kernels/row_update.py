@@ -335,6 +335,9 @@ def update_rows(
         gradient: [D_local * B] of the wire's type: [B, D] a piece, see `gradient_exchange`.
         piece_ids: as `prepare` was given.
     """
+    assert gradient.numel() <= 2**33, (
+        f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
+    )
     count, most = runs.places.numel(), runs.piece_run.numel()
     form = _updating(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding, piece_ids)
     form(

@@ -31,7 +31,7 @@ def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
 
 
 def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:
-    """Let rank 1 wait and return what is recorded."""
+    """Let rank 1 wait, and return what is recorded."""
     record = Record(CPU)
     before = ready.clone()
     wait_flags(_flags([ready] * len(counts), 1, counts, record), 1, epoch)
@@ -43,6 +43,12 @@ def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | Non
 def test_a_wait_returns_when_all_flags_have_reached_the_epoch() -> None:
     ready = torch.tensor([[4, 5, 0], [0, 0, 0], [4, 4, 4]])
     assert _wait(ready, counts=[2, 0, 3], epoch=4) is None
+
+
+def test_a_rank_alone_waits_for_nothing() -> None:
+    told = Record(CPU)
+    wait_flags(_flags([torch.tensor([[0]])], 0, [0], told), 0, epoch=1)
+    assert told.empty
 
 
 @pytest.mark.parametrize("peer", [0, 1, 2])
