@@ -1,5 +1,7 @@
 """Stochastic rounding at the edges of half precision, under Triton's interpreter: each input by many chances."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -27,7 +29,8 @@ def _round(x, out, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl
 def _rounded(x: torch.Tensor, dtype: torch.dtype, stochastic: bool = True) -> torch.Tensor:
     """Return [n, CHANCES]: each element of `x` [n] float32, rounded so many times."""
     out = torch.empty(x.numel(), CHANCES, dtype=dtype)
-    _round[(x.numel(),)](x, out, 3, TYPE=TYPES[dtype], STOCHASTIC=stochastic, BLOCK=CHANCES)
+    constants: dict[str, Any] = {"TYPE": TYPES[dtype], "STOCHASTIC": stochastic, "BLOCK": CHANCES}
+    _round[(x.numel(),)](x, out, 3, **constants)
     return out
 
 
