@@ -27,9 +27,8 @@ from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
 _ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order
-_RECORD_WORDS = 8
-_EXPIRED, _BAD_ID = 1, 2  # kinds of `primitives.record`
-
+_KINDS, _RECORD_WORDS = 2, 8
+_EXPIRED, _BAD_ID = 1, 2  # the kinds of `primitives.record`
 
 Made = TypeVar("Made")
 
@@ -258,26 +257,43 @@ class HostArena(Arena):
 
 
 class Record:
-    """A status record that kernels write and the host polls without waiting for the GPU; see `primitives.record`."""
+    """Status records that kernels write and the host polls without waiting for the GPU; see `primitives.record`.
+
+    There is one of each kind, the first: of a wait that expired, and of an id outside its table.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        words = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words = words.numpy()  # reads cost nothing, and keep the memory
-        self.status = torch.tensor([words.data_ptr(), 0], device=device)
-        """[2] int64 on the device: what kernels are given"""
+        self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
+        """[1 + kinds] int64 on the device: what kernels are given"""
 
     @property
     def empty(self) -> bool:
         """Whether no kernel has recorded anything."""
-        return self._words[0] == 0
+        return self._words[_EXPIRED - 1, 0] == 0 and self._words[_BAD_ID - 1, 0] == 0  # each step: .any() takes longer
 
     def expired(self) -> list[int] | None:
         """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
-        return self._words[1:6].tolist() if self._words[0] == _EXPIRED else None
+        return self._told(_EXPIRED, 5)
 
     def bad_id(self) -> list[int] | None:
         """Return [position of the feature, sample, rows of its table] of an id outside its table, or None."""
-        return self._words[1:4].tolist() if self._words[0] == _BAD_ID else None
+        return self._told(_BAD_ID, 3)
+
+    def _told(self, kind: int, count: int) -> list[int] | None:
+        words = self._words[kind - 1]
+        return words[1 : 1 + count].tolist() if words[0] else None
+
+    def clear_bad_id(self) -> None:
+        """Forget the id outside its table that was told, so that kernels launched from now on record another.
+
+        Never waits for the GPU: until the current stream gets to free the lock, kernels record none. What has not been
+        told yet is kept, since its words may be being written.
+        """
+        if self._words[_BAD_ID - 1, 0]:
+            self._words[_BAD_ID - 1] = 0  # nobody writes here as long as the lock is taken
+            self.status[_BAD_ID].zero_()
 
 
 def open_arena(regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> Arena:
