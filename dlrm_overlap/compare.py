@@ -31,15 +31,16 @@ def backend_configs(config: Config, backends: Sequence[str]) -> dict[str, Config
     """Return backend -> its configuration: `config`, from the first step on, and without checkpoints.
 
     A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
-    leave them for a later run to go on from.
+    leave them for a later run to go on from. A backend without a choice of backward takes its own.
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0)
-    return {
-        backend: dataclasses.replace(
-            config, embedding=dataclasses.replace(config.embedding, backend=backend), checkpoint=checkpoint
-        )
-        for backend in backends
-    }
+    configs = {}
+    for backend in backends:
+        embedding = dataclasses.replace(config.embedding, backend=backend)
+        if not embedding.has_backward:
+            embedding = dataclasses.replace(embedding, backward="auto")
+        configs[backend] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint)
+    return configs
 
 
 def train_backends(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:

@@ -55,7 +55,7 @@ def _steps_of_epochs(config: Config, train: Dataset, world_size: int) -> int:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Check that nothing is asked of a CPU that only GPUs do.
+    """Check that nothing is asked of a CPU that only GPUs do, nor of the backend what others do.
 
     Raises:
         InputError: naming the key.
@@ -68,6 +68,11 @@ def check_device(config: Config, device: torch.device) -> None:
     for key, (value, forbidden, cure) in gpu_only.items():
         if device.type == "cpu" and value == forbidden:
             raise InputError(f"{key}: {value} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    if not config.embedding.has_backward:
+        raise InputError(
+            f"embedding.backward: {config.embedding.backward}, but backend {config.embedding.backend} has a backward "
+            f"of its own; set --embedding.backward auto, or --embedding.backend pgas or fused"
+        )
 
 
 class Trainer:

@@ -40,6 +40,13 @@ def _refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--train.global_batch_size", "9", "--nproc", "2"], ["9 samples do not divide by 2 ranks; take 10"]),
         (["--train.device", "cuda", "--nproc", "64"], ["train.device: cuda", "GPU"]),
         (["--config", "no/such.yaml"], ["no/such.yaml", "give an existing YAML file"]),
+        (["--train.lr", "inf"], ["train.lr", "inf", "v<inf"]),
+        (["--log.name", "../mine"], ["log.name: '../mine'", "set log.dir"]),
+        (
+            ["--train.target_auroc", "0.8", "--train.eval_every", "0"],
+            ["train.target_auroc: 0.8", "set train.eval_every"],
+        ),
+        (["--embedding.backward", "push", "--train.device", "cpu"], ["embedding.backward: push", "torchrec", "auto"]),
     ],
 )
 def test_bad_option(options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlrm_overlap.compare import (
     backend_configs,
@@ -16,6 +17,7 @@ from dlrm_overlap.compare import (
     report,
 )
 from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.trainer import check_device
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
 
@@ -135,3 +137,12 @@ def test_runs_differ_in_the_backend_alone_and_start_anew() -> None:
     assert first == second
     assert (first["checkpoint"]["resume"], first["checkpoint"]["every"]) == ("never", 0)
     assert first["train"] == config.as_dict()["train"]
+
+
+def test_a_backward_is_for_the_backends_that_have_it() -> None:
+    argv = ["--config", "configs/quickstart.yaml", "--embedding.backward", "collective"]
+    config, _ = parse_config("test", "", argv, lambda parser: None)
+    configs = backend_configs(config, ["torchrec", "nccl", "pgas"])
+    assert [config.embedding.backward for config in configs.values()] == ["auto", "collective", "collective"]
+    for config in configs.values():
+        check_device(config, torch.device("cpu"))
