@@ -40,6 +40,12 @@ def test_labels_all_alike_have_neither() -> None:
     assert math.isnan(result["ne"])
 
 
+def test_a_logit_that_is_nan_leaves_nothing_defined() -> None:
+    result = evaluation_metrics(torch.tensor([math.nan, 1.0, -1.0]), torch.tensor([0.0, 1, 0]))
+    assert all(math.isnan(value) for value in result.values())
+    assert evaluation_metrics(torch.tensor([math.inf, 1.0, -1.0]), torch.tensor([1.0, 1, 0]))["auroc"] == 1
+
+
 def test_quantile() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert math.isnan(quantile([], 0.5))
