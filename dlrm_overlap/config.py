@@ -323,11 +323,15 @@ class CheckpointConfig:
     """Checkpoints, written with torch.distributed.checkpoint."""
 
     every: NonNegativeInt = 0
-    """steps between checkpoints; 0 is off"""
+    """steps between checkpoints; 0 saves none on the way"""
+    last: bool = True
+    """save after the last step, also that of an early stop"""
     keep: PositiveInt = 2
     """newest checkpoints to keep"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
+    resume_changed: bool = False
+    """go on although the samples, the global batch or a seed are not those that the checkpoint was trained with"""
 
 
 @dataclass(frozen=True)
