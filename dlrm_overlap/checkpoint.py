@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dlrm_overlap.config import Config, InputError
 log = logging.getLogger("dlrm_overlap")
 
 _STEP = re.compile(r"step_(\d+)")
+_SEEN_WITHIN_S = 60.0  # a network file system remembers for a while that a folder was not there
 _FREE = ("workers", "prefetch")  # keys of `data` that change no sample
 
 
@@ -87,6 +89,20 @@ def weights_are_finite(model: DistributedModelParallel, device: torch.device) ->
     return bool(total.isfinite())
 
 
+def make_folder(folder: Path) -> None:
+    """Make `folder` unless it is there.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
+        ) from None
+
+
 class Checkpointer:
     """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
 
@@ -130,6 +146,26 @@ class Checkpointer:
         if changes:
             log.info("resume: %s was trained with %s", path, changes)
         return path
+
+    def make_shared_folder(self) -> None:
+        """Make the folder and check that every rank sees it, before it is too late to put it elsewhere; a collective.
+
+        Raises:
+            InputError: on all ranks, if one does not see it.
+        """
+        if dist.get_rank() == 0:
+            make_folder(self.folder)
+        dist.barrier()
+        deadline = time.monotonic() + _SEEN_WITHIN_S
+        while not (found := self.folder.is_dir()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        seen = torch.tensor(int(found))
+        dist.all_reduce(seen, dist.ReduceOp.MIN)
+        if not seen:
+            raise InputError(
+                f"log.dir: {self.folder} is not seen by all ranks, which write checkpoints together; put it on a file "
+                f"system of all hosts, or save none by --checkpoint.last false --checkpoint.every 0"
+            )
 
     def save(self, step: int, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> Path:
         """Write `step_<step>` from all ranks, remove checkpoints past the newest `keep`, and return the new one."""

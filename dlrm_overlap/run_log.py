@@ -20,7 +20,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.checkpoint import newest_checkpoint
+from dlrm_overlap.checkpoint import make_folder, newest_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.doctor import environment
 from dlrm_overlap.embedding.plan import describe_plan
@@ -107,13 +107,15 @@ class RunLog:
         self._metrics = self._board = self._progress = None
         if launch.rank:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if start == 0:  # an earlier run's would belie what this one writes beside them
             (folder / "summary.json").unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
+        if start and config.log.traced and start >= config.log.trace_first:
+            log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
@@ -235,7 +237,8 @@ class MetricsFile:
         """Open `path` to append, dropping lines past `keep_up_to_step`, which a resumed run writes again."""
         kept = []
         if path.exists() and keep_up_to_step:
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= keep_up_to_step]
+            whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a crash may cut the last
+            kept = [line for line in whole if json.loads(line)["step"] <= keep_up_to_step]
         write_atomically(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a")
 

@@ -141,6 +141,8 @@ class Trainer:
                 return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
+        if every_save or save_last:
+            self.checkpointer.make_shared_folder()
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(self.config, self.launch, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
@@ -173,12 +175,12 @@ class Trainer:
             return None
         self.start = self.saved = step_of(checkpoint)
         summary, target = read_summary(self.folder), config.train.target_auroc
-        if summary is not None and summary["steps"] == self.start:
+        if summary is not None:
             reached = 0 < target <= summary["eval_auroc"]
-            if reached or self.start >= self.steps:
+            if reached or summary["steps"] >= self.steps:
                 why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
                 place = self.folder / "summary.json"
-                log.info("finished: step %d was the last, since %s; results in %s", self.start, why, place)
+                log.info("finished: step %d was the last, since %s; results in %s", summary["steps"], why, place)
                 return summary
         with self._told():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
@@ -254,6 +256,7 @@ class Trainer:
         """Evaluate after `step` and log it."""
         with self._told():
             values = self.evaluate()
+        self._check_exchanges()
         run_log.evaluation(step, values)
         self._require_finite(math.isfinite(values["loss"]), f"the held-out loss is {values['loss']}", step)
         return values

@@ -72,6 +72,13 @@ def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
     assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]
 
 
+def test_a_line_that_a_crash_cut_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    MetricsFile(path, 2).close()
+    assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
 def test_slowed_steps_are_left_out_where_others_are_left() -> None:
     first, steps = 101, WARMUP_STEPS + 10
     step_ms = [float(step) for step in range(first, first + steps)]

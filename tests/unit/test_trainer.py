@@ -64,6 +64,24 @@ def test_a_step_is_saved_once_and_only_if_asked(
     assert sum(line.startswith("checkpoint: ") for line in caplog.messages) == len(steps)
 
 
+def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrm_overlap.checkpoint._SEEN_WITHIN_S", 0.0)
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)
+    with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks"):
+        trainer.fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("last", "reason"), [("false", "File exists"), ("true", "Not a directory")])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, last: str, reason: str) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(InputError, match=rf"log\.dir: .*run.* cannot be made \({reason}\); give a folder"):
+        _fit(tmp_path, "--checkpoint.last", last)
+
+
 def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = _fit(tmp_path, *SAVES)
     before = _contents(tmp_path)
@@ -75,7 +93,9 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
             in (caplog.messages)
         )
     assert _contents(tmp_path) == before
-    assert _fit(tmp_path, *SAVES, "--train.steps", "6")["steps"] == 6, "more steps were asked for"
+    more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
+    assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
+    assert "log.trace_first: 4, but the run goes on behind it: no step is traced" in caplog.messages
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
 
 
@@ -88,6 +108,14 @@ def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytes
     assert _contents(tmp_path) == before
     assert "finished: step 2 was the last, since train.target_auroc 0.02 is reached" in caplog.text
     assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
+
+
+def test_a_run_whose_last_step_was_not_saved_is_finished(tmp_path: Path) -> None:
+    options = ["--checkpoint.every", "2", "--train.steps", "3"]
+    _fit(tmp_path, *options)
+    before = _contents(tmp_path)
+    assert _fit(tmp_path, *options)["steps"] == 3
+    assert _contents(tmp_path) == before
 
 
 def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
@@ -197,6 +225,21 @@ def test_an_id_outside_its_table_ends_the_run_at_the_next_log_line(
         _fit(tmp_path, *SAVES, "--log.every", "2")
     assert list(read_metrics(tmp_path / "run", "train/loss")) == [2, 4]
     assert _checkpoints(tmp_path) == []
+
+
+def test_an_id_outside_its_table_in_the_last_evaluation(
+    tmp_path: Path, exchange: _Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Trainer.evaluate
+
+    def and_record(self: Trainer) -> dict[str, float]:
+        exchange.recorded = True
+        return evaluate(self)
+
+    monkeypatch.setattr(Trainer, "evaluate", and_record)
+    with pytest.raises(ValueError, match="id 20 is outside its table"):
+        _fit(tmp_path)
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_no_checkpoint_behind_an_id_outside_its_table(tmp_path: Path, exchange: _Exchange) -> None:
