@@ -180,7 +180,8 @@ class Trainer:
             if reached or summary["steps"] >= self.steps:
                 why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
                 place = self.folder / "summary.json"
-                log.info("finished: step %d was the last, since %s; results in %s", summary["steps"], why, place)
+                text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
+                log.info(text, summary["steps"], why, place)
                 return summary
         with self._told():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)

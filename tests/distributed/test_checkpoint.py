@@ -70,7 +70,7 @@ def test_a_finished_run_is_left_as_it_was(whole: Path) -> None:
     argv = ["train", "--config", "configs/quickstart.yaml", "--log.dir", str(whole.parent), "--log.name", "run"]
     result = run_cli(*argv, *SAVING, "--train.steps", "30", "--train.device", "cpu", "--nproc", "2")
     assert result.returncode == 0, result.stderr
-    assert "finished: step 30 was the last, since train.steps is 30" in result.stderr
+    assert "nothing is trained: step 30 was the last, since train.steps is 30" in result.stderr
     summary = json.loads((whole / "summary.json").read_text())
     assert result.stdout.startswith(f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, ")
     assert [path for path in whole.rglob("*") if path.is_file()] == files

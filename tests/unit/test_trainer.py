@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -88,15 +89,23 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
     for steps in ("4", "3"):
         again = _fit(tmp_path, *SAVES, "--train.steps", steps)
         assert {key: again[key] for key in first} == first
-        assert (
-            f"finished: step 4 was the last, since train.steps is {steps}; results in {tmp_path}/run/summary.json"
-            in (caplog.messages)
-        )
+        (line,) = [line for line in caplog.messages if line.startswith("finished already, nothing is trained: step 4 ")]
+        assert line.endswith(f"train.steps is {steps}; results in {tmp_path}/run/summary.json")
+        caplog.clear()
     assert _contents(tmp_path) == before
     more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
     assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
     assert "log.trace_first: 4, but the run goes on behind it: no step is traced" in caplog.messages
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
+
+
+def test_tensorboard_shows_every_step_of_a_run_that_went_on(tmp_path: Path) -> None:
+    for steps in ("2", "4"):
+        _fit(tmp_path, *SAVES, "--log.tensorboard", "true", "--train.steps", steps)
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 4]
 
 
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +115,7 @@ def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytes
     before = _contents(tmp_path)
     assert _fit(tmp_path, *SAVES, *early, "0.02")["steps"] == 2
     assert _contents(tmp_path) == before
-    assert "finished: step 2 was the last, since train.target_auroc 0.02 is reached" in caplog.text
+    assert "nothing is trained: step 2 was the last, since train.target_auroc 0.02 is reached" in caplog.text
     assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
 
 
