@@ -359,7 +359,8 @@ class Config:
         """Yield each key that needs another, whether it has an effect here, and, if not, why and what gives it one.
 
         Left out are keys that a file may hold for runs that differ in `embedding.backend` or in `data.kind` alone: the
-        tuning of one backend, and the shape of the synthetic samples.
+        tuning of one backend, and the shape of the synthetic samples. So are those whose meaning says what overrides
+        them, as train.steps does train.epochs: a shorter trial of a file changes one key.
         """
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
         for name in ("cross_layers", "cross_rank"):
@@ -367,11 +368,9 @@ class Config:
         reads_files = data.kind != "synthetic"
         for name in ("path", "eval_path", "eval_fraction"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
-        yield "data.eval_fraction", data.eval_path is None, "beside data.eval_path; set that to null"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
-        yield "train.epochs", train.steps is None, "beside train.steps; set that to null"
         yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
         yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"
         yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"
