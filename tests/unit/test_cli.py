@@ -1,10 +1,12 @@
 """Every mistake ends in exit code 2 and one line that says what, and what to do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.cli import main
+from dlrm_overlap.cli import main, run
 from dlrm_overlap.parsing import parse_config
 
 QUICKSTART = ["train", "--config", "configs/quickstart.yaml"]
@@ -40,6 +42,13 @@ def _refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--train.global_batch_size", "9", "--nproc", "2"], ["9 samples do not divide by 2 ranks; take 10"]),
         (["--train.device", "cuda", "--nproc", "64"], ["train.device: cuda", "GPU"]),
         (["--config", "no/such.yaml"], ["no/such.yaml", "give an existing YAML file"]),
+        (["--train.lr", "inf"], ["train.lr", "inf", "v<inf"]),
+        (["--log.name", "../mine"], ["log.name: '../mine'", "set log.dir"]),
+        (
+            ["--train.target_auroc", "0.8", "--train.eval_every", "0"],
+            ["train.target_auroc: 0.8", "set train.eval_every"],
+        ),
+        (["--embedding.backward", "push", "--train.device", "cpu"], ["embedding.backward: push", "torchrec", "auto"]),
     ],
 )
 def test_bad_option(options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +120,58 @@ def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.Ca
 )
 def test_bad_command(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in _refusal(argv, capsys)
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def _end(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int) -> int:
+    """Return the code that `run` ends the process with where `main` ends by `ends`."""
+
+    def main() -> int:
+        if isinstance(ends, int):
+            return ends
+        raise ends
+
+    def exit_at_once(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr("dlrm_overlap.cli.main", main)
+    monkeypatch.setattr("os._exit", exit_at_once)
+    with pytest.raises(Ended) as ended:
+        run()
+    return ended.value.args[0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(0, 0), (2, 2), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (Ended(), 1)],
+)
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int, code: int) -> None:
+    assert _end(monkeypatch, ends) == code
+
+
+def test_an_error_is_told_and_ends_the_process_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end(monkeypatch, RuntimeError("CUDA error: an illegal memory access")) == 1
+    assert "RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().err
+
+
+def test_a_thread_that_never_ends_does_not_hold_up_a_failure() -> None:
+    """As a dead CUDA context does, it would hold up the end of the interpreter."""
+    script = """
+import threading
+from dlrm_overlap import cli
+threading.Thread(target=threading.Event().wait).start()
+cli.COMMANDS["train"] = lambda argv: [].pop()
+cli.run()
+"""
+    command = [sys.executable, "-c", script, "train"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "IndexError: pop from empty list" in result.stderr
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
