@@ -28,6 +28,9 @@ def train(argv: list[str]) -> int:
     """Train a DLRM; under torchrun, Slurm or mpirun, or with --nproc, on several processes."""
 
     def work(ranks: Ranks) -> int:
+        from dlrm_overlap.run_log import check_folder
+
+        check_folder(ranks.config)  # before a process group is made
         trainer = ranks.trainer()
         summary = trainer.fit()
         trainer.close()

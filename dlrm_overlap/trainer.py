@@ -185,6 +185,8 @@ class Trainer:
                 return summary
         with self._told():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        for exchange in exchanges(self.model):
+            exchange.steps = self.start  # whose stochastic rounding goes on, too
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 
