@@ -79,17 +79,17 @@ class TorchRec(Contender):
 
 
 class Overlap(Contender):
-    """An exchange: `nccl`, `pgas` or `fused`."""
+    """An exchange: `nccl`, `pgas` or `fused`; `_copied` where the output is a copy of the window it came into."""
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
-        super().__init__(options.backend, workload)
+        super().__init__(options.backend + "_copied" * options.copy_output, workload)
         self.options = options
         forward = replace(options, backward="collective")  # a backward of its own would hold windows that lie idle
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
 
     def columns(self) -> dict[str, Any]:
         """Return what the backend's options are."""
-        fused = self.name == "fused"
+        fused = self.options.backend == "fused"
         return {
             "schedule": resolve_schedule(self.options.schedule, load_store_peers=True),
             "slice_bags": self.options.slice_bags if fused else None,

@@ -25,7 +25,10 @@ def make_contenders(kind: str, config: EmbeddingConfig, workload: Workload) -> l
     elif kind == "occupancy":
         return [baseline, *_by_occupancy(workload, options["fused"])]
     else:
-        return [baseline, TorchRec(workload), *(Overlap(workload, option) for option in options.values())]
+        variants = list(options.values())
+        if kind == "stage":  # and what the drop-in returns unless it is told otherwise
+            variants.append(replace(options["pgas"], copy_output=True))
+        return [baseline, TorchRec(workload), *(Overlap(workload, variant) for variant in variants)]
     return [baseline, *(Overlap(workload, variant) for variant in variants)]
 
 

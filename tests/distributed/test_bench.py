@@ -40,7 +40,7 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["contender"] for row in rows] == ["baseline", "torchrec", "nccl", "pgas", "fused"]
+    assert [row["contender"] for row in rows] == ["baseline", "torchrec", "nccl", "pgas", "fused", "pgas_copied"]
     for row in rows:
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
         assert shape == ["2", "6", "16", "128", "4"]

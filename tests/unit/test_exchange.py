@@ -233,3 +233,22 @@ def test_an_id_outside_its_table_on_the_gpus_way(
     run(BoundsCheckMode.WARNING)
     assert len(caplog.messages) == 1, "once"
     assert "row 0 was taken" in caplog.messages[0]
+
+
+def test_close_tells_what_kernels_have_recorded_and_gives_the_windows_back(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas")
+    exchange.start(stage.inputs(0, (5,))[0], (5,)).wait()
+    forward, closed = exchange._made().forward, []
+
+    def check() -> None:
+        raise ValueError("an id of the last step is outside its table")
+
+    monkeypatch.setattr(forward, "check", check)
+    monkeypatch.setattr(forward, "close", lambda: closed.append(True))
+    with pytest.raises(ValueError, match="of the last step"):
+        exchange.close()
+    assert closed
+    exchange.close()  # which has nothing left to do
