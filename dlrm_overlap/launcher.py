@@ -220,6 +220,14 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> Launch:
     return Launch(rank, local, size, tasks[node], address, port, "slurm")
 
 
+def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the rank as the first launcher's mark tells it, unchecked, or None for a process on its own."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
 def free_port() -> int:
     """Return a TCP port that was free on this host a moment ago."""
     with socket.socket() as probe:
@@ -227,27 +235,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def find_device(kind: str, local_rank: int, source: str = "nproc") -> "torch.device":
+def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
     """Return the device of the rank: `kind` is train.device, auto takes the GPUs if there are any.
 
     A rank that sees a single GPU takes that one, if its launcher (Slurm, MPI, a script) may have chosen it for it.
 
+    Args:
+        kind: train.device.
+        local_rank: the rank's place among those of this host.
+        source: who started them.
+        local_ranks: processes on this host: each finds out whether all have a GPU, so that rank 0 can tell.
+
     Raises:
-        InputError: if there is no GPU for this local rank.
+        InputError: if there is no GPU for each rank of this host.
     """
     import torch
 
-    count = torch.cuda.device_count() if kind != "cpu" else 0
+    count = visible_gpus(kind)
     if kind == "cpu" or (kind == "auto" and count == 0):
         return torch.device("cpu")
-    if local_rank < count:
-        return torch.device("cuda", local_rank)
     if count == 1 and source in ("slurm", "mpi", "environment"):
         return torch.device("cuda", 0)
+    if (last := max(local_rank, local_ranks - 1)) < count:
+        return torch.device("cuda", local_rank)
     raise InputError(
-        f"train.device: {kind}, but local rank {local_rank} has no GPU of its own, {count} visible; start at most one "
-        f"a GPU, or set train.device cpu (dlrm-overlap doctor shows the GPUs)"
+        f"train.device: {kind}, but local rank {last} has no GPU of its own, {count} visible; start at most one a GPU "
+        f"(--nproc auto), or set train.device cpu (dlrm-overlap doctor shows the GPUs)"
     )
+
+
+def visible_gpus(kind: str) -> int:
+    """Return the number of GPUs that a run with train.device `kind` sees."""
+    import torch
+
+    return torch.cuda.device_count() if kind != "cpu" else 0
 
 
 def init_process_group(launch: Launch, device: "torch.device", timeout_s: float = 600.0) -> None:
@@ -285,6 +306,11 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
             device_id=device_id,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "address already in use" in str(error):
+            raise InputError(
+                f"{launch.source} launch: port {launch.master_port} of {host} is in use by another program; set "
+                f"MASTER_PORT to a free one on all ranks"
+            ) from None
         raise InputError(
             f"{launch.source} launch: no rendezvous of {launch.world_size} ranks at {host}:{launch.master_port} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
