@@ -14,9 +14,11 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
+import dlrm_overlap
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
-from dlrm_overlap.parsing import Parser, suggest
+from dlrm_overlap.parsing import Parser, reader_may_leave, suggest
+from dlrm_overlap.preflight import check_folder, check_output
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
@@ -37,7 +39,10 @@ def train(argv: list[str]) -> int:
             _print_places(trainer.folder / "summary.json", trainer.folder.parent)
         return 0
 
-    return run_on_ranks(["train"], train.__doc__ or "", argv, work)
+    def check(config: Config, values: Any) -> None:
+        check_folder(Path(config.log.dir) / (config.log.name or config.embedding.backend), "log.dir")
+
+    return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
 
 
 def compare(argv: list[str]) -> int:
@@ -91,6 +96,8 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
+    for name in names:
+        check_folder(Path(config.log.dir) / name, "log.dir")
 
 
 def _print_places(result: Path, runs: Path) -> None:
@@ -113,7 +120,10 @@ def bench(argv: list[str]) -> int:
 def _bench_input(argv: list[str]) -> int:
     def add_options(parser: Parser) -> None:
         parser.add_argument("--steps", type=PositiveInt, default=200, help="timed steps of each kind")
-        parser.add_argument("--output", default="bench_input.csv", help="CSV file to append the row to")
+        parser.add_argument("--output", default="runs/bench/input.csv", help="CSV file to append the row to")
+
+    def check(config: Config, values: Any) -> None:
+        check_output(Path(values.output))
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.bench.input import measure
@@ -123,7 +133,7 @@ def _bench_input(argv: list[str]) -> int:
         trainer.close()
         return 0
 
-    return run_on_ranks(["bench", "input"], bench.__doc__ or "", argv, work, add_options)
+    return run_on_ranks(["bench", "input"], bench.__doc__ or "", argv, work, add_options, check)
 
 
 def _bench_stage(kind: str, argv: list[str]) -> int:
@@ -147,7 +157,7 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
         return Request(kind, Path(values.output), values.iterations, values.tables_per_rank, **own)
 
     def check(config: Config, values: Any) -> None:
-        request(values)
+        check_output(request(values).output)
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.bench import backward, stage
@@ -187,7 +197,9 @@ def trace(argv: list[str]) -> int:
     parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
     from dlrm_overlap.trace_summary import summarise
 
-    print("\n\n".join(summarise(Path(file)) for file in parser.read(argv).files))
+    text = "\n\n".join(summarise(Path(file)) for file in parser.read(argv).files)
+    with reader_may_leave():
+        print(text)
     return 0
 
 
@@ -196,7 +208,10 @@ def doctor(argv: list[str]) -> int:
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.doctor import run_doctor
 
-    return run_doctor()
+    code = 0
+    with reader_may_leave():
+        code = run_doctor()
+    return code
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -216,6 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else USER_ERROR
+    if argv[0] == "--version":
+        print(f"dlrm-overlap {dlrm_overlap.__version__}")
+        return 0
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
