@@ -39,7 +39,7 @@ def test_goes_on_where_the_folder_left_off(whole: Path, tmp_path: Path) -> None:
     _assert_continues(run, whole, 0.0)
 
 
-@pytest.mark.parametrize("nproc", [1, 4])
+@pytest.mark.parametrize("nproc", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_goes_on_with_another_number_of_ranks(whole: Path, tmp_path: Path, nproc: int) -> None:
     start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_20")]
     run = train_quickstart(tmp_path, "run", nproc, *SAVING, *start, "--train.steps", "30")
@@ -70,6 +70,7 @@ def test_a_new_run_does_not_save_among_an_earlier_ones(whole: Path) -> None:
     assert "step_30 is an earlier run's" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "dense"), [("sgd", "sgd"), ("adagrad", "adam")])
 def test_state_of_every_optimizer_is_kept(tmp_path: Path, table: str, dense: str) -> None:
     options = [*SAVING, "--embedding.optimizer", table, "--train.optimizer", dense, "--train.lr", "0.01"]

@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlrm_overlap.cli import main
@@ -80,7 +81,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN_2} --data.tables.count {10**9}", ["data.tables.count: 1000000000 is above 100000"]),
         (f"{TRAIN_2} --embedding.wait_timeout_s 1e-9", ["embedding.wait_timeout_s: 1e-09 must lie in 0.1 .. 86400 s"]),
         (f"{TRAIN_2} --embedding.wait_timeout_s 1e12", ["embedding.wait_timeout_s: 1e+12 must lie", "default is 120"]),
-        (f"{TRAIN_2} --embedding.wait_timeout_s inf", ["embedding.wait_timeout_s: inf must lie"]),
+        (f"{TRAIN_2} --embedding.wait_timeout_s inf", ["embedding.wait_timeout_s: inf"]),
         # what this machine can take
         (f"{TRAIN} --nproc 0", ["--nproc: 0 is not a whole number above 0 or 'auto'"]),
         (f"{TRAIN} --nproc many", ["--nproc: many is not"]),
@@ -195,3 +196,15 @@ def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.yaml").write_text(text)
     line = refusal(["train", "--config", str(tmp_path / "config.yaml")], capsys)
     assert all(part in line for part in parts), line
+
+
+def test_a_data_set_below_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "day_0_dense.npy", np.zeros((40, 13), np.float32))
+    np.save(tmp_path / "day_0_sparse.npy", np.zeros((40, 26), np.int32))
+    np.save(tmp_path / "day_0_labels.npy", np.zeros((40, 1), np.int32))
+    argv = ["train", "--data.kind", "criteo_npy", "--data.path", str(tmp_path), "--data.tables.rows", "50"]
+    line = refusal([*argv, "--train.batch_size", "32", "--log.dir", str(tmp_path)], capsys)
+    assert line == (
+        "dlrm-overlap: train.batch_size: a global batch of 32 samples is more than the 30 there are to train on; take "
+        "a smaller one"
+    )
