@@ -18,7 +18,7 @@ import dlrm_overlap
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.parsing import Parser, reader_may_leave, suggest
-from dlrm_overlap.preflight import check_folder, check_output
+from dlrm_overlap.preflight import check_output, check_writable
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
@@ -40,7 +40,7 @@ def train(argv: list[str]) -> int:
         return 0
 
     def check(config: Config, values: Any) -> None:
-        check_folder(Path(config.log.dir) / (config.log.name or config.embedding.backend), "log.dir")
+        check_writable(Path(config.log.dir) / (config.log.name or config.embedding.backend), "log.dir")
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
 
@@ -97,7 +97,7 @@ def _check_comparison(config: Config, values: Any) -> None:
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
     for name in names:
-        check_folder(Path(config.log.dir) / name, "log.dir")
+        check_writable(Path(config.log.dir) / name, "log.dir")
 
 
 def _print_places(result: Path, runs: Path) -> None:

@@ -109,6 +109,8 @@ _KINDS = {
     "NonNegativeInt": "a whole number from 0 on",
     "PositiveFloat": "a number above 0",
     "NonNegativeFloat": "a number from 0 on",
+    "PositiveFinite": "a finite number above 0",
+    "NonNegativeFinite": "a finite number from 0 on",
     "bool": "true or false",
     "str": "text",
     "list": "a list, as in '[64, 16]'",

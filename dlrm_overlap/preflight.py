@@ -74,7 +74,7 @@ def check_resume(config: Config) -> None:
         )
 
 
-def check_folder(folder: Path, key: str) -> None:
+def check_writable(folder: Path, key: str) -> None:
     """Check that `folder`, or the nearest there is above it, is one that files can be written to.
 
     Raises:
@@ -97,6 +97,6 @@ def check_output(path: Path) -> None:
     """
     if path.is_dir():
         raise InputError(f"--output: {path} is a folder; name a CSV file, say {path / 'rows.csv'}")
-    check_folder(path.parent, "--output")
+    check_writable(path.parent, "--output")
     if path.exists() and not os.access(path, os.W_OK):
         raise InputError(f"--output: {path} cannot be written; name another file")
