@@ -18,7 +18,7 @@ import dlrm_overlap
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.parsing import Parser, reader_may_leave, suggest
-from dlrm_overlap.preflight import check_output, check_writable
+from dlrm_overlap.preflight import check_output, check_runs
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
@@ -40,7 +40,7 @@ def train(argv: list[str]) -> int:
         return 0
 
     def check(config: Config, values: Any) -> None:
-        check_writable(Path(config.log.dir) / (config.log.name or config.embedding.backend), "log.dir")
+        check_runs(config, [config.log.name or config.embedding.backend])
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
 
@@ -83,7 +83,8 @@ def _check_comparison(config: Config, values: Any) -> None:
     names = values.backends
     for name in names:
         if name not in known:
-            raise InputError(f"--backends {name}: not a backend; {suggest(name, known)}")
+            cure = "put spaces between names" if "," in name else suggest(name, known)
+            raise InputError(f"--backends {name}: not a backend; {cure}")
     if len(set(names)) < len(names):
         raise InputError(f"--backends {' '.join(names)}: one is there twice; name each once")
     if len(names) < 2:
@@ -96,8 +97,7 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
-    for name in names:
-        check_writable(Path(config.log.dir) / name, "log.dir")
+    check_runs(config, names)
 
 
 def _print_places(result: Path, runs: Path) -> None:
@@ -112,8 +112,10 @@ def bench(argv: list[str]) -> int:
     if kind in ("-h", "--help"):
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *(f"  {k:10} {v}" for k, v in known.items())]))
         return 0
+    if not kind:
+        raise InputError(f"bench: no benchmark is named; known: {', '.join(known)}")
     if kind not in known:
-        raise InputError(f"bench {kind}: not a benchmark; known: {', '.join(known)}")
+        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, list(known))}")
     return _bench_stage(kind, argv[1:]) if kind in KINDS else _bench_input(argv[1:])
 
 

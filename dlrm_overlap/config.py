@@ -57,6 +57,7 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
     text = str(spec)
     match = _RANGE.fullmatch(text)
     low, high = (int(match[1]), int(match[2])) if match else (int(text), int(text)) if text.isdigit() else (1, 0)
+    _check_most("data.tables.multi_hot", high, 100_000, "ids of one bag")
     if low > high or high == 0:
         raise InputError(
             f"data.tables.multi_hot: {text!r} is not a number of ids a bag, at least 1, or a range of them; "
@@ -86,6 +87,8 @@ class TablesConfig:
             parse_multi_hot(spec)
         for name in ("rows", "multi_hot", "zipf_alpha"):
             value = getattr(self, name)
+            if value == []:
+                raise InputError(f"data.tables.{name}: an empty list, but a model has a table; give one value a table")
             if isinstance(value, list) and len(value) != (self.count or len(value)):
                 raise InputError(
                     f"data.tables.{name}: {len(value)} values for {self.count} tables; give one value, or one a table"
@@ -107,7 +110,10 @@ class TablesConfig:
             if isinstance(value, list):
                 return len(value)
         if (number := self.count or default) is None:
-            raise InputError("data.tables.count: null, and no list gives the number of tables; set data.tables.count")
+            raise InputError(
+                "data.tables.count: null, and no list gives the number of tables; set data.tables.count, or start from "
+                "a file, as in --config configs/quickstart.yaml"
+            )
         return number
 
 
@@ -282,6 +288,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_seed("train.seed", self.seed)
+        _check_most("train.steps", self.steps or 1, 10**12, "a thousand years of steps of 30 ms")
         if self.target_auroc >= 1:
             raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
+_RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
 _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
 
 
@@ -295,6 +297,7 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
+    _resolve(launch, min(_RESOLVE_S, timeout_s))
     host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
     try:
         dist.init_process_group(
@@ -316,6 +319,22 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
             f"a host and a free port that all reach"
         ) from None
+
+
+def _resolve(launch: Launch, patience_s: float) -> None:
+    """Check that rank 0's host has an address, which the rendezvous itself would wait for to its end."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(launch.master_addr, launch.master_port)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"{launch.source} launch: {launch.master_addr}, the host of rank 0, has no address "
+                    f"({error.strerror}); set MASTER_ADDR to one that all ranks resolve"
+                ) from None
+        time.sleep(min(1.0, patience_s))
 
 
 def shutdown() -> None:

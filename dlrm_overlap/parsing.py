@@ -22,7 +22,7 @@ def reader_may_leave() -> Iterator[None]:
     """Let the reader of standard output leave early, as `head` does: the rest of the text is dropped."""
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
 

@@ -5,6 +5,7 @@ nothing can be written to. Loads no torch, so that a mistake is told at once.
 import math
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, parse_multi_hot
@@ -69,9 +70,21 @@ def check_resume(config: Config) -> None:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not (Path(resume) / "checkpoint.json").is_file():
         raise InputError(
-            f"checkpoint.resume: {resume} is neither auto nor never nor a checkpoint; give one of the two words, or a "
-            f"folder named step_<N>"
+            f"checkpoint.resume: {resume!r} is neither auto nor never nor a checkpoint; give one of the two words, or "
+            f"a folder named step_<N>"
         )
+
+
+def check_runs(config: Config, names: Iterable[str]) -> None:
+    """Check that runs of these names can be written to `log.dir`.
+
+    Raises:
+        InputError: if it is empty, or one of the folders cannot be written.
+    """
+    if not config.log.dir:
+        raise InputError("log.dir: empty, so runs would lie loose in this folder; name one, or leave it out for runs")
+    for name in names:
+        check_writable(Path(config.log.dir) / name, "log.dir")
 
 
 def check_writable(folder: Path, key: str) -> None:

@@ -226,6 +226,12 @@ def test_a_rendezvous_that_nobody_comes_to_is_told_in_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_host_without_an_address_is_told_in_one_line() -> None:
+    nowhere = Launch(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
+    with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):
+        launcher.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
+
+
 @pytest.mark.parametrize(
     ("environ", "rank"),
     [
