@@ -224,7 +224,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def usage() -> str:
     """Return the commands, a line each."""
     lines = [f"  {name:8} {function.__doc__}" for name, function in COMMANDS.items()]
-    return "\n".join(["usage: dlrm-overlap COMMAND ...; COMMAND --help tells its options", "", *lines])
+    return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,8 +43,23 @@ def test_summary_holds_what_was_measured(run: Path) -> None:
     assert {"torch", "torchrec", "fbgemm", "python"} <= set(summary["versions"])
 
 
+def _npy_days(folder: Path, samples: int) -> Path:
+    rng = np.random.default_rng(0)
+    np.save(folder / "day_0_dense.npy", rng.random((samples, 13), dtype=np.float32))
+    np.save(folder / "day_0_sparse.npy", rng.integers(0, 50, (samples, 26), dtype=np.int32))
+    np.save(folder / "day_0_labels.npy", rng.integers(0, 2, (samples, 1), dtype=np.int32))
+    return folder
+
+
+def _on_days(folder: Path) -> list[str]:
+    options = ["--data.kind", "criteo_npy", "--data.path", str(folder), "--data.tables.rows", "50"]
+    return [*options, "--data.workers", "1", "--train.batch_size", "32", "--train.device", "cpu", "--log.every", "1"]
+
+
 def _train_several(folder: Path, whole: Path) -> None:
     """Runs that are about one thing each, on ranks that are started once."""
+    epoch = [*_on_days(folder), "--log.dir", str(folder), "--log.name", "epoch"]
+    train(parse_config("train", "", epoch, lambda parser: None)[0])
     resolved = ["--config", str(whole / "config.yaml"), "--log.dir", str(folder), "--log.name", "again"]
     resolved += ["--train.steps", "20", "--train.eval_every", "0"]
     train(parse_config("train", "", resolved, lambda parser: None)[0])
@@ -57,7 +72,7 @@ def _train_several(folder: Path, whole: Path) -> None:
 def several(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `_train_several`'s runs."""
     folder = tmp_path_factory.mktemp("several")
-    run_ranks(_train_several, 2, folder, run)
+    run_ranks(_train_several, 2, _npy_days(folder, 1000), run)
     return folder
 
 
@@ -126,32 +141,16 @@ def test_steps_to_trace_behind_the_last_are_refused() -> None:
         total_steps(config, train_data, world_size=2)
 
 
-def _npy_days(folder: Path, samples: int) -> Path:
-    rng = np.random.default_rng(0)
-    np.save(folder / "day_0_dense.npy", rng.random((samples, 13), dtype=np.float32))
-    np.save(folder / "day_0_sparse.npy", rng.integers(0, 50, (samples, 26), dtype=np.int32))
-    np.save(folder / "day_0_labels.npy", rng.integers(0, 2, (samples, 1), dtype=np.int32))
-    return folder
-
-
-def _train_on(folder: Path, *options: str) -> tuple[int, list[str]]:
-    argv = ["train", "--data.kind", "criteo_npy", "--data.path", str(folder), "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--data.workers", "1", "--train.batch_size", "32", "--log.dir", str(folder / "runs"), *options]
-    result = run_cli(*argv)
-    return result.returncode, [line for line in result.stderr.splitlines() if not re.match(r"[\d:]+ rank \d: ", line)]
-
-
 def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None:
     sparse = np.load(_npy_days(tmp_path, 1000) / "day_0_sparse.npy")
     sparse[555, 7] = 50
     np.save(tmp_path / "day_0_sparse.npy", sparse)
-    code, lines = _train_on(tmp_path, "--data.tables.rows", "50")
-    assert code == 2
-    (line,) = lines  # of rank 1, in whose part the sample lies: rank 0, which loses its peer, says nothing
+    result = run_cli("train", *_on_days(tmp_path), "--nproc", "2", "--log.dir", str(tmp_path / "runs"))
+    assert result.returncode == 2
+    # Of rank 1, in whose part the sample lies: rank 0, which loses its peer, says nothing.
+    (line,) = [line for line in result.stderr.splitlines() if not re.match(r"[\d:]+ rank \d: ", line)]
     assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0: table 7, id of sample 555, column 0 is 50, not below 50")
 
 
-def test_one_epoch_of_a_finite_data_set(tmp_path: Path) -> None:
-    code, lines = _train_on(_npy_days(tmp_path, 1000), "--data.tables.rows", "50", "--log.every", "1")
-    assert (code, lines) == (0, [])
-    assert list(read_metrics(tmp_path / "runs" / "torchrec", "train/loss")) == list(range(1, 750 // 64 + 1))
+def test_one_epoch_of_a_finite_data_set(several: Path) -> None:
+    assert list(read_metrics(several / "epoch", "train/loss")) == list(range(1, 750 // 64 + 1))
