@@ -184,6 +184,9 @@ def prepare(argv: list[str]) -> int:
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
+    for name, path in (("IN", values.source), ("OUT", values.target)):
+        if not path:
+            raise InputError(f"prepare: {name} is empty; give a file or folder")
     from dlrm_overlap.data.prepare_criteo import prepare_criteo
 
     min_count = None if values.rows else values.min_count or 10

@@ -15,7 +15,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append `row` and the environment to the CSV file `path`, making it with a header if it is not there.
 
     Raises:
-        InputError: if the file has other columns.
+        InputError: if the file has other columns or cannot be written.
     """
     full = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()} | environment()
     header = list(full)
@@ -25,12 +25,15 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
             header = next(csv.reader(file))
         if set(header) != set(full):
             raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, header)
-        if new:
-            writer.writeheader()
-        writer.writerow(full)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, header)
+            if new:
+                writer.writeheader()
+            writer.writerow(full)
+    except OSError as error:
+        raise InputError(f"--output: {path} cannot be written ({error.strerror}); free it, or give another") from None
 
 
 def _show(value: Any) -> str:

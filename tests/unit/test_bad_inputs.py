@@ -211,6 +211,11 @@ def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.Ca
     assert all(part in line for part in parts), line
 
 
+@pytest.mark.parametrize(("paths", "name"), [(["", "out"], "IN"), (["in", ""], "OUT")])
+def test_an_empty_path(paths: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{name} is empty" in refusal(["prepare", "criteo", *paths], capsys)
+
+
 def test_a_data_set_below_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "day_0_dense.npy", np.zeros((40, 13), np.float32))
     np.save(tmp_path / "day_0_sparse.npy", np.zeros((40, 26), np.int32))

@@ -15,6 +15,12 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     assert output.read_text() == "a,b\n1,2\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with pytest.raises(InputError, match=r"--output: /dev/full cannot be written \(No space left on device\)"):
+        append_row(Path("/dev/full"), {"steps": 4})
+
+
 def test_rows_are_appended_and_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
     output.touch()
