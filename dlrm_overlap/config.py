@@ -23,7 +23,7 @@ else:
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_GREATEST_SEED = 2**31 - 1  # a seed and a table's number share 64 bits
+_GREATEST_SEED = 2**31 - 1
 _WAIT_S = (0.1, 86400.0)
 # Far beyond what is of use, and well before a loop or an allocation that would not end.
 _MOST = {
@@ -42,10 +42,6 @@ class InputError(ValueError):
 def _check_most(key: str, value: int, most: int, why: str) -> None:
     if value > most:
         raise InputError(f"{key}: {value} is above {most}, the most there may be ({why}); take a smaller one")
-
-
-def _check_seed(key: str, seed: int) -> None:
-    _check_most(key, seed, _GREATEST_SEED, "seeds have 31 bits")
 
 
 def parse_multi_hot(spec: int | str) -> tuple[int, int]:
@@ -145,7 +141,6 @@ class DataConfig:
     """batches each worker reads ahead"""
 
     def __post_init__(self) -> None:
-        _check_seed("data.seed", self.seed)
         for name, (most, why) in _MOST.items():
             _check_most(f"data.{name}", getattr(self, name), most, why)
         if self.eval_fraction >= 1:
@@ -287,7 +282,7 @@ class TrainConfig:
     """seed of the initial weights"""
 
     def __post_init__(self) -> None:
-        _check_seed("train.seed", self.seed)
+        _check_most("train.seed", self.seed, _GREATEST_SEED, "it shares 64 bits with a table's number")
         _check_most("train.steps", self.steps or 1, 10**12, "a thousand years of steps of 30 ms")
         if self.target_auroc >= 1:
             raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")

@@ -79,7 +79,6 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --train.seed -1", ["train.seed: -1 is not a whole number from 0 on"]),
         (f"{TRAIN} --data.seed -1", ["data.seed: -1 is not a whole number from 0 on"]),
         (f"{TRAIN_2} --train.seed {2**70}", ["train.seed: 1180591620717411303424 is above 2147483647", "smaller"]),
-        (f"{TRAIN_2} --data.seed {2**31}", ["data.seed: 2147483648 is above 2147483647", "smaller"]),
         (f"{TRAIN_2} --data.prefetch 1e9", ["data.prefetch: 1e9 is not a whole number above 0"]),
         (f"{TRAIN_2} --data.prefetch {10**9}", ["data.prefetch: 1000000000 is above 1000"]),
         (f"{TRAIN_2} --data.workers {10**6}", ["data.workers: 1000000 is above 256"]),
