@@ -4,10 +4,12 @@ Every command that takes a configuration takes its keys as dotted options. A use
 standard error and exit code 2, before a process group is made where that is possible.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -28,6 +30,9 @@ def train(argv: list[str]) -> int:
     """Train a DLRM; under torchrun, Slurm or mpirun, or with --nproc, on several processes."""
 
     def work(ranks: Ranks) -> int:
+        from dlrm_overlap.run_log import check_folder
+
+        check_folder(ranks.config)  # before a process group is made
         trainer = ranks.trainer()
         summary = trainer.fit()
         trainer.close()
@@ -40,7 +45,7 @@ def train(argv: list[str]) -> int:
         return 0
 
     def check(config: Config, values: Any) -> None:
-        check_runs(config, [config.log.name or config.embedding.backend])
+        check_runs(config, [config.folder.name])
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
 
@@ -251,12 +256,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Run `main` and end the process.
+    """Run `main` and end the process: with its exit code, or 1 and the traceback of what it did not catch.
 
     Ends by `os._exit`: with process groups, loader threads and CUDA contexts alive, a few runs in a hundred abort
-    while the interpreter takes itself down, after all work is done.
+    while the interpreter takes itself down, after all work is done; behind a CUDA error it may wait for ever.
     """
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        code = main()
+    except SystemExit as ended:  # of argparse: --help
+        code = ended.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            stream.flush()
     os._exit(code)

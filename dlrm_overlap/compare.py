@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.config import Config
-from dlrm_overlap.run_log import write_atomically
+from dlrm_overlap.checkpoint import newest_checkpoint
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.run_log import has_results, write_atomically
 from dlrm_overlap.text_table import format_table
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.trainer import NotFiniteError, Trainer
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -31,15 +32,25 @@ def backend_configs(config: Config, backends: Sequence[str]) -> dict[str, Config
     """Return backend -> its configuration: `config`, from the first step on, and without checkpoints.
 
     A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
-    leave them for a later run to go on from.
+    leave them for a later run to go on from. A backend without a choice of backward takes its own.
+
+    Raises:
+        InputError: if in the place of one of the runs lies one that could go on.
     """
-    checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0)
-    return {
-        backend: dataclasses.replace(
-            config, embedding=dataclasses.replace(config.embedding, backend=backend), checkpoint=checkpoint
-        )
-        for backend in backends
-    }
+    checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
+    configs = {}
+    for backend in backends:
+        embedding = dataclasses.replace(config.embedding, backend=backend)
+        if not embedding.has_backward:
+            embedding = dataclasses.replace(embedding, backward="auto")
+        configs[backend] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint)
+        folder = configs[backend].folder
+        if newest := newest_checkpoint(folder / "checkpoints"):
+            raise InputError(
+                f"log.dir: {newest} is of a run that could go on, whose place {backend} would take; give another "
+                f"--log.dir, or remove {folder}"
+            )
+    return configs
 
 
 def train_backends(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
@@ -55,9 +66,12 @@ def train_backends(configs: Mapping[str, Config], make_trainer: Callable[[Config
 
 
 def _train(config: Config, make_trainer: Callable[[Config], Trainer]) -> Path:
-    trainer = make_trainer(config)
-    log.info("backend %s", config.embedding.backend)
-    trainer.fit()
+    trainer, backend = make_trainer(config), config.embedding.backend
+    log.info("backend %s%s", backend, ", in place of the run that lay there" if has_results(config.folder) else "")
+    try:
+        trainer.fit(replace=True)
+    except NotFiniteError as error:  # on every rank, at the same step; the comparison finds it in the run's losses
+        log.info("backend %s: %s", backend, error)
     trainer.close()
     return trainer.folder
 
@@ -70,14 +84,15 @@ def compare_runs(folders: Mapping[str, Path], rtol: float) -> dict[str, Any]:
         rtol: greatest relative difference of a logged training loss that still agrees.
     """
     reference = next(iter(folders))
-    summaries = {backend: json.loads((folder / "summary.json").read_text()) for backend, folder in folders.items()}
+    summaries = {backend: _read_summary(folder) for backend, folder in folders.items()}
+    shared = next((summary for summary in summaries.values() if summary), {})
     losses = {backend: _read_losses(folder) for backend, folder in folders.items()}
     results = {}
     for backend, summary in summaries.items():
         fault = find_fault(losses[backend], losses[reference], rtol)
         difference, step = greatest_difference(losses[backend], losses[reference])
         results[backend] = {
-            **{key: summary[key] for key in _RESULTS},
+            **{key: summary.get(key) for key in _RESULTS},
             "speedup": None if fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
             "max_relative_difference": difference,
             "max_relative_difference_step": step,
@@ -88,9 +103,15 @@ def compare_runs(folders: Mapping[str, Path], rtol: float) -> dict[str, Any]:
         "reference": reference,
         "rtol": rtol,
         "agree": all(result["agree"] for result in results.values()),
-        **{key: summaries[reference][key] for key in _SHARED},
+        **{key: shared.get(key) for key in _SHARED},
         "backends": results,
     }
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """Return what the run wrote at its end; nothing where its losses were not finite, which ended it early."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _read_losses(folder: Path) -> dict[int, float]:

@@ -8,7 +8,9 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
     NonNegativeInt: TypeAlias = int
     PositiveInt: TypeAlias = int
 else:
-    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+    from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
+
+    # jsonargparse's own take infinity, on which a run trains to NaN.
+    NonNegativeFloat = restricted_number_type("NonNegativeFinite", float, [(">=", 0), ("<", math.inf)])
+    PositiveFloat = restricted_number_type("PositiveFinite", float, [(">", 0), ("<", math.inf)])
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -208,7 +214,7 @@ class EmbeddingConfig:
     backward: Literal["auto", "collective", "push", "atomic"] = "auto"
     """pgas, fused: the gradients' way. push, which auto is: stored at their owners, each touched row updated once.
     collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd only, not deterministic"""
-    wait_timeout_s: PositiveFloat = 120.0
+    wait_timeout_s: PositiveFloat = 600.0
     """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
     """sharding types the planner may use; auto is table_wise and column_wise"""
@@ -233,13 +239,19 @@ class EmbeddingConfig:
         if not least <= self.wait_timeout_s <= most:
             raise InputError(
                 f"embedding.wait_timeout_s: {self.wait_timeout_s:g} must lie in {least:g} .. {most:g} s: a shorter "
-                f"wait ends a run that is well, a longer one ends none; the default is 120"
+                f"wait ends a run that is well, a longer one ends none; the default is 600"
             )
         if self.backward == "atomic" and self.optimizer != "sgd":
             raise InputError(
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
                 f"{self.optimizer}; take push"
             )
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backend takes this backward: torchrec has its own, and nccl the collective."""
+        known = {"torchrec": ("auto",), "nccl": ("auto", "collective")}
+        return self.backward in known.get(self.backend, (self.backward,))
 
 
 @dataclass(frozen=True)
@@ -325,6 +337,13 @@ class LogConfig:
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
 
+    def __post_init__(self) -> None:
+        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
+            raise InputError(
+                f"log.name: {self.name!r} must be the name of one folder, which the run makes in log.dir; set log.dir "
+                f"to write elsewhere"
+            )
+
     @property
     def traced(self) -> range:
         """Steps to trace, counted from 1."""
@@ -336,11 +355,15 @@ class CheckpointConfig:
     """Checkpoints, written with torch.distributed.checkpoint."""
 
     every: NonNegativeInt = 0
-    """steps between checkpoints; 0 is off"""
+    """steps between checkpoints; 0 saves none on the way"""
+    last: bool = True
+    """save after the last step, also that of an early stop"""
     keep: PositiveInt = 2
     """newest checkpoints to keep"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
+    resume_changed: bool = False
+    """go on although the samples, the global batch or a seed are not those that the checkpoint was trained with"""
 
 
 @dataclass(frozen=True)
@@ -358,6 +381,36 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
+        for key, has_effect, reason in self._dependent_keys():
+            section, name = key.split(".")
+            value, default = getattr(getattr(self, section), name), getattr(type(getattr(self, section)), name)
+            if value != default and not has_effect:
+                raise InputError(f"{key}: {value} has no effect {reason}, or leave it out")
+
+    def _dependent_keys(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield each key that needs another, whether it has an effect here, and, if not, why and what gives it one.
+
+        Left out are keys that a file may hold for runs that differ in `embedding.backend` or in `data.kind` alone: the
+        tuning of one backend, and the shape of the synthetic samples. So are those whose meaning says what overrides
+        them, as train.steps does train.epochs: a shorter trial of a file changes one key.
+        """
+        model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
+        for name in ("cross_layers", "cross_rank"):
+            yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
+        reads_files = data.kind != "synthetic"
+        for name in ("path", "eval_path", "eval_fraction"):
+            yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
+        yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
+        yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
+        yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
+        yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
+        yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"
+        yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"
+
+    @property
+    def folder(self) -> Path:
+        """Folder that the run writes to."""
+        return Path(self.log.dir) / (self.log.name or self.embedding.backend)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""

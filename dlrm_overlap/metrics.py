@@ -18,7 +18,7 @@ def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, 
 
     NE is the mean log loss over the entropy of the labels' mean (He et al., Practical lessons from predicting clicks
     on ads at Facebook, 2014, section 2): below 1 is better than always answering the click rate. AUROC and NE are NaN
-    where all labels are alike, since neither is defined.
+    where all labels are alike, since neither is defined, and where a logit is NaN, since NaN has no place in an order.
 
     Args:
         logits: [n] float32.
@@ -27,7 +27,7 @@ def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     logits, labels = logits.double(), labels.double()
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).item()
     rate = labels.mean().item()
-    if rate in (0.0, 1.0):
+    if rate in (0.0, 1.0) or logits.isnan().any():
         return {"loss": loss, "auroc": math.nan, "ne": math.nan}
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
     return {"loss": loss, "auroc": binary_auroc(logits.sigmoid(), labels.int()).item(), "ne": loss / entropy}

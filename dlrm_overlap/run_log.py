@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -19,7 +20,8 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.config import Config
+from dlrm_overlap.checkpoint import make_folder, newest_checkpoint
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.doctor import environment
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launcher import Launch
@@ -48,6 +50,40 @@ def start_logging(rank: int, console: Console) -> None:
     log.propagate = False
 
 
+def has_results(folder: Path) -> bool:
+    """Return whether a run has written results to `folder`."""
+    metrics = folder / "metrics.jsonl"
+    return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of the finished run in `folder`, as `RunLog.summary` did, or None without one."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    return {key: math.nan if value is None else value for key, value in json.loads(path.read_text()).items()}
+
+
+def check_folder(config: Config) -> None:
+    """Check that a run of `config` goes on with what lies in its folder, if anything does.
+
+    Raises:
+        InputError: if it would write over an earlier run's results, or save among its checkpoints.
+    """
+    folder, resume = config.folder, config.checkpoint.resume
+    if newest := newest_checkpoint(folder / "checkpoints"):
+        if resume != "auto" and Path(resume).resolve() != newest.resolve():
+            raise InputError(
+                f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
+                f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"
+            )
+    elif has_results(folder):
+        raise InputError(
+            f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; give another "
+            f"--log.name, or remove the folder"
+        )
+
+
 class RunLog:
     """Written by rank 0, but for traces; the others call the same methods, since some take sums over all ranks."""
 
@@ -71,10 +107,15 @@ class RunLog:
         self._metrics = self._board = self._progress = None
         if launch.rank:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        if start == 0:  # an earlier run's would belie what this one writes beside them
+            (folder / "summary.json").unlink(missing_ok=True)
+            shutil.rmtree(folder / "traces", ignore_errors=True)
         resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
+        if start and config.log.traced and start >= config.log.trace_first:
+            log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
@@ -196,7 +237,8 @@ class MetricsFile:
         """Open `path` to append, dropping lines past `keep_up_to_step`, which a resumed run writes again."""
         kept = []
         if path.exists() and keep_up_to_step:
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= keep_up_to_step]
+            whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a crash may cut the last
+            kept = [line for line in whole if json.loads(line)["step"] <= keep_up_to_step]
         write_atomically(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a")
 

@@ -15,7 +15,8 @@ class TensorBoard:
         if start_step == 0:
             for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
                 old.unlink()
-        self._writer = SummaryWriter(str(folder), purge_step=start_step or None)
+        first = start_step + 1 if start_step else None  # from here on, what a run that stopped has written is hidden
+        self._writer = SummaryWriter(str(folder), purge_step=first)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write every finite value of `values` under its tag, such as `train/loss`."""

@@ -5,14 +5,16 @@ bottom MLP -> wait -> interaction -> top MLP -> loss -> backward -> optimizers. 
 import itertools
 import logging
 import math
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape
+from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with, weights_are_finite
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
@@ -23,9 +25,13 @@ from dlrm_overlap.launcher import Launch
 from dlrm_overlap.metrics import StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.pipeline import LearningRate, build_optimizer, build_pipeline, shard_model
-from dlrm_overlap.run_log import RunLog
+from dlrm_overlap.run_log import RunLog, check_folder, read_summary
 
 log = logging.getLogger("dlrm_overlap")
+
+
+class NotFiniteError(InputError):
+    """A loss or a weight is NaN or infinite: what the run has learnt is lost. All ranks raise it at the same step."""
 
 
 def total_steps(config: Config, train: Dataset, world_size: int) -> int:
@@ -55,7 +61,7 @@ def _steps_of_epochs(config: Config, train: Dataset, world_size: int) -> int:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Check that nothing is asked of a CPU that only GPUs do.
+    """Check that nothing is asked of a CPU that only GPUs do, nor of the backend what others do.
 
     Raises:
         InputError: naming the key.
@@ -68,6 +74,11 @@ def check_device(config: Config, device: torch.device) -> None:
     for key, (value, forbidden, cure) in gpu_only.items():
         if device.type == "cpu" and value == forbidden:
             raise InputError(f"{key}: {value} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    if not config.embedding.has_backward:
+        raise InputError(
+            f"embedding.backward: {config.embedding.backward}, but backend {config.embedding.backend} has a backward "
+            f"of its own; set --embedding.backward auto, or --embedding.backend pgas or fused"
+        )
 
 
 class Trainer:
@@ -79,12 +90,15 @@ class Trainer:
         self.samples_per_rank = config.train.samples_per_rank(launch.world_size)
         self.global_batch = self.samples_per_rank * launch.world_size
         self.steps = total_steps(config, train, launch.world_size)
-        self.folder = Path(config.log.dir) / (config.log.name or config.embedding.backend)
+        self.folder = config.folder
         rows = list(train.rows)
         self.checkpointer = Checkpointer(
-            self.folder / "checkpoints", config.checkpoint.keep, checkpoint_shape(config, rows)
+            self.folder / "checkpoints",
+            config.checkpoint.keep,
+            checkpoint_shape(config, rows),
+            trained_with(config, self.global_batch),
         )
-        resume = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.every)
+        self.start = self.saved = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
 
         group = dist.group.WORLD
@@ -102,24 +116,33 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.train)
         self.learning_rate = LearningRate(self.optimizer, config.train)
         self.pipeline = build_pipeline(config.train.pipeline, self.model, self.optimizer, device)
-        self.start = self.checkpointer.load(resume, self.model, self.optimizer) if resume else 0
-        if resume:
-            log.info("resume: %s, after step %d", resume, self.start)
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Take one training step on the next of `batches` and return this rank's mean loss [], still on the device."""
-        try:
+        with self._told():
             loss, _, _ = self.pipeline.progress(batches)
-        except RuntimeError:
-            for exchange in exchanges(self.model):
-                exchange.check()  # a kernel that gave up on a peer stopped the GPU: tell that, not CUDA's error
-            raise
         return loss
 
-    def fit(self) -> dict[str, Any]:
-        """Train to the end or the target, evaluate, write the run's files, and return the summary."""
+    def fit(self, replace: bool = False) -> dict[str, Any]:
+        """Go on where the folder's run left off, train to the end or the target, evaluate, and return the summary.
+
+        Of a run that is finished, nothing is touched.
+
+        Args:
+            replace: start anew, and write over what an earlier run left in the folder.
+
+        Raises:
+            InputError: if the folder's run is not one to go on with.
+            NotFiniteError: if a loss or a weight is not finite.
+        """
+        if not replace:
+            check_folder(self.config)
+            if (summary := self._resume()) is not None:
+                return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
-        target = self.config.train.target_auroc
+        save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
+        if every_save or save_last:
+            self.checkpointer.make_shared_folder()
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(self.config, self.launch, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
@@ -130,18 +153,42 @@ class Trainer:
                 border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
                 self._train(step, border, batches, loader, run_log)
                 step = border
-                if every_save and step % every_save == 0:
-                    self.checkpointer.save(step, self.model, self.optimizer)
+                if (every_save and step % every_save == 0) or (save_last and step == self.steps):
+                    self.save(step)
                 if every_eval and step % every_eval == 0:
-                    values, evaluated = self.evaluate(), step
-                    run_log.evaluation(step, values)
+                    values, evaluated = self._evaluate(step, run_log), step
                     if target and values["auroc"] >= target:
                         log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
+                        if save_last:
+                            self.save(step)
                         break
             if evaluated != step:
-                values = self.evaluate()
-                run_log.evaluation(step, values)
-            return run_log.summary(step, values)
+                values = self._evaluate(step, run_log)
+            with self._told():
+                return run_log.summary(step, values)
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Load the checkpoint to go on from, if there is one; return the folder's summary if its run is finished."""
+        config = self.config
+        checkpoint = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.resume_changed)
+        if checkpoint is None:
+            return None
+        self.start = self.saved = step_of(checkpoint)
+        summary, target = read_summary(self.folder), config.train.target_auroc
+        if summary is not None:
+            reached = 0 < target <= summary["eval_auroc"]
+            if reached or summary["steps"] >= self.steps:
+                why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
+                place = self.folder / "summary.json"
+                text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
+                log.info(text, summary["steps"], why, place)
+                return summary
+        with self._told():
+            self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        for exchange in exchanges(self.model):
+            exchange.steps = self.start  # whose stochastic rounding goes on, too
+        log.info("resume: %s, after step %d", checkpoint, self.start)
+        return None
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> None:
         """Take the steps [first, last); the pipeline runs empty at the end, so that nothing is in flight there."""
@@ -156,8 +203,66 @@ class Trainer:
             timer.mark()
             run_log.advance()
             if step % self.config.log.every == 0 or step == last:
-                run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, self.learning_rate.factor(step - 1))
+                factor = self.learning_rate.factor(step - 1)
+                with self._told():
+                    run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, factor)
+                self._check_exchanges()  # the loss was read, so what kernels had to record is there
+                self._require_finite(math.isfinite(run_log.loss), f"the training loss is {run_log.loss}", step)
                 loss_sum.zero_()
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint after `step`, once, and only of a state that is whole.
+
+        A rank whose kernels have recorded a fault raises it, and so keeps out of the collective: no checkpoint appears.
+        """
+        if step == self.saved:
+            return
+        begin = time.perf_counter()
+        with self._told():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self._check_exchanges()
+        with self._told():
+            self._require_finite(weights_are_finite(self.model, self.device), "a weight is nan or infinite", step)
+            path = self.checkpointer.save(step, self.model, self.optimizer)
+        self.saved = step
+        log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
+
+    def _require_finite(self, finite: bool, otherwise: str, step: int) -> None:
+        """Raise `NotFiniteError`, on every rank, unless what was found after `step` is `finite` on all of them."""
+        if not finite:
+            train, embedding = self.config.train, self.config.embedding
+            raise NotFiniteError(
+                f"step {step}: {otherwise} and must be finite, so the run ends here and does not save this state; "
+                f"lower train.lr {train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps "
+                f"{train.warmup_steps}"
+            )
+
+    def _check_exchanges(self) -> None:
+        for exchange in exchanges(self.model):
+            exchange.check()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn an error that follows from what a kernel has recorded into what it has recorded.
+
+        A kernel that gives up on a peer, or finds an id outside its table, stops the GPU: whatever asks CUDA next, be
+        it a step, a loss to log or a checkpoint, is told no more than that.
+        """
+        try:
+            yield
+        except (RuntimeError, CheckpointException):
+            self._check_exchanges()
+            raise
+
+    def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
+        """Evaluate after `step` and log it."""
+        with self._told():
+            values = self.evaluate()
+        self._check_exchanges()
+        run_log.evaluation(step, values)
+        self._require_finite(math.isfinite(values["loss"]), f"the held-out loss is {values['loss']}", step)
+        return values
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -27,11 +27,19 @@ class Flags:
     timeout: int
     """a wait's bound in ns; turns under the interpreter"""
     status: torch.Tensor
-    """[2] int64: address of the record that the host polls, and its lock"""
+    """[3] int64: address of the records that the host polls, and a lock for each kind of them"""
 
 
 @triton.jit(**_GENERAL)
 def _raise_flags(peers_ready, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
+    """Raise this rank's flag `first_slot` to `epoch` at every rank; the grid is one program.
+
+    Each peer's flag is one store, by a lane of its own: a release at system scope, of all that the kernels before this
+    one on the stream have stored, into any rank's memory, since their end precedes this one's beginning.
+
+    Example: rank 2 of 3, which have 4 slots a rank, raises slot 1 to epoch 7: element 2 * 4 + 1 = 9 of the flags of
+    ranks 0, 1 and 2 becomes 7.
+    """
     primitives.raise_flags(peers_ready, rank * slots + first_slot, world_size, epoch, PEERS)
 
 
@@ -48,6 +56,14 @@ def _await_flags(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Await the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots], as program p, see `primitives.await_flags`.
+
+    Flags are read at system scope until all that `counts` says are in use have reached `epoch`, and acquired then, so
+    that what their ranks stored before them is seen by the kernels that follow on the stream. When `timeout` has
+    passed, a record of the missing flag is written by way of `status`, and the kernel stops the GPU's work.
+
+    Example: rank 0 of 2, 3 slots a rank, counts 0 and 2: one program awaits elements 3 and 4, slots 0 and 1 of rank 1.
+    """
     first = tl.program_id(0) * BLOCK
     primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 

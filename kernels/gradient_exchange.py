@@ -93,6 +93,19 @@ def _push_gradients(
     SOURCE_ALIGNMENT: tl.constexpr,
     START_ALIGNMENT: tl.constexpr,
 ):
+    """Store this program's share of the gradient's pieces of one dim, part by part, into the windows of their owners.
+
+    A task is up to ROWS samples of one piece; program p of P takes the tasks p, p + P, .. of each part. It reads the
+    gradient [b, STRIDE] of this rank, and stores `scale` times it, in the wire's type, into an owner's window, this
+    rank's or a peer's, at rows `first_sample` .. of the piece's [B, DIM]. No two programs store to one place.
+
+    Order: a part's stores, a barrier, the count in `done` [parts] (GPU scope). Who counts last of `programs`, which are
+    those of all dims' launches, has acquired what the others released; it sets the count back to 0 for the next
+    exchange and raises the part's flag at every rank (release, system scope). The others are at the next part by then.
+
+    Example: 4 owners with up to 5 pieces each of the part, 2 tasks a piece: 40 tasks, of which program 3 of 11 takes 3,
+    14, 25 and 36; in balanced order those of rank 0 go to ranks 0, 3, 2 and 1.
+    """
     at = tl.arange(0, BLOCK_DIM)
     for part in range(0, parts):
         here = tl.load(counts + part)
@@ -110,8 +123,9 @@ def _push_gradients(
                 into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
                 tl.store(window + into, rows.to(WIRE), mask=mask)
         tl.debug_barrier()  # all threads have stored before one of them counts the program
-        # At system scope, since what it releases lies at the peers: the last finisher need not answer for the others.
-        if tl.atomic_add(done + part, 1, sem="acq_rel", scope="sys") == programs - 1:
+        # At GPU scope though the stores lie at the peers: the last finisher, which acquires at this scope, answers for
+        # them by the flags' release at system scope, see `primitives`.
+        if tl.atomic_add(done + part, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(done + part, 0)  # ready for the next exchange
             raise_flags(peers_ready, rank * parts + part, world_size, epoch, PEERS)
 

@@ -17,7 +17,9 @@ class Form:
     Triton's own launch inspects every argument to find what was compiled for its type and alignment, which takes the
     host longer than a small kernel takes the GPU. Here only the types in `dtypes` tell compiled kernels apart, so the
     kernel must not specialise on integers and must annotate those that may need 64 bits, and every tensor must begin at
-    a multiple of 16 bytes but those that it names in `do_not_specialize_on_alignment`.
+    a multiple of 16 bytes but those that it names in `do_not_specialize_on_alignment`: Triton compiles for what divides
+    the addresses that it is given first, and nothing looks at those that come later. `check` does, where a form is
+    compiled and, so that tests find it, wherever kernels are interpreted.
     """
 
     def __init__(self, kernel: Any, options: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
@@ -38,6 +40,7 @@ class Form:
         device = arguments[0].device.index
         compiled = self._compiled.get((device, dtypes))
         if compiled is None:
+            self.check(*arguments)
             compiled = self._kernel[(programs,)](*arguments, **self.constants, **self._options)
             if compiled is not None:  # the interpreter compiles nothing
                 self._compiled[device, dtypes] = compiled
@@ -48,6 +51,23 @@ class Form:
 
     def compile(self, *arguments: Any) -> Any:
         """Return the compiled kernel for these arguments without launching it."""
+        self.check(*arguments)
         compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         compiled._init_handles()
         return compiled
+
+    def check(self, *arguments: Any) -> None:
+        """Refuse arguments that this form may not be launched with, see above."""
+        kernel = self._kernel
+        named = vars(kernel) if isinstance(kernel, triton.JITFunction) else kernel.kwargs
+        general, unaligned = named["do_not_specialize"] or (), named["do_not_specialize_on_alignment"] or ()
+        for name, argument in zip(kernel.arg_names, arguments, strict=False):
+            if isinstance(argument, int):
+                assert name in general, (
+                    f"{kernel.__name__}: {name} is specialised on; name it in the kernel's do_not_specialize"
+                )
+            elif isinstance(argument, torch.Tensor) and name not in unaligned:
+                assert argument.data_ptr() % 16 == 0, (
+                    f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes behind a multiple of 16; pass "
+                    f"one that does not, or name it in the kernel's do_not_specialize_on_alignment"
+                )

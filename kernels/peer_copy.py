@@ -13,7 +13,13 @@ _NUM_WARPS = 8  # 16 bytes a lane, four times a block
 
 @triton.jit(do_not_specialize=["rank", "world_size"])
 def _store_to_peers(source, landings, rank, world_size, elements, BLOCK: tl.constexpr):
-    # Block after block to another peer, from the next rank on: no two ranks send to one peer alone.
+    """Copy blocks of BLOCK elements of `source` [W, n] to the peers' landings, program p of P those p, p + P, ...
+
+    Blocks take turns among the peers, from the next rank on, so that no two ranks send to one peer alone. The stores
+    are complete when the kernel is.
+
+    Example: rank 1 of 3, two blocks a row: 2a 0a 2b 0b, where 2a is the first of row 2.
+    """
     peers = world_size - 1
     for turn in range(tl.program_id(0), peers * (elements // BLOCK), tl.num_programs(0)):
         peer = (rank + 1 + turn % peers) % world_size

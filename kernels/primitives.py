@@ -3,6 +3,14 @@
 Memory order, used everywhere: all threads store; `tl.debug_barrier()` orders the program's stores before what one
 thread does next; that thread releases. The other side: one acquire, a barrier, then loads. Peers are reached at system
 scope, programs of one GPU at GPU scope; the chain is cumulative, so a release also covers what was acquired before it.
+
+That holds wherever the stores lie, a peer's memory included. A scope has to include the two threads that synchronise,
+and no others (PTX ISA, sections 8.7 and 8.9.4); base causality order, which every such pair extends, is transitive
+(8.9.5, whose note calls this cumulativity). Example: a thread of program A stores into a peer's window; a barrier,
+whose scope is A, orders that before A's count, a release at GPU scope; program B, which counts last, acquires at GPU
+scope and raises the peer's flag, a release at system scope; the peer acquires it. Each pair is within its scope, so
+the store precedes the peer's loads. Were it otherwise, no thread could answer for its program's stores behind a
+barrier either.
 """
 
 import triton
@@ -17,10 +25,11 @@ POSITION = tl.constexpr(3)  # of its bags: bag of sample s is offsets[POSITION *
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
 FEATURE_COLUMNS = tl.constexpr(5)
 
-# Words of a status record [8] int64. The kind is written last.
-KIND = tl.constexpr(0)
-EXPIRED = tl.constexpr(1)  # then: waiting rank, peer, slot, expected epoch, seen epoch
-BAD_ID = tl.constexpr(2)  # then: position of the feature, sample, rows of its table
+# Kinds of status records, each with a lock, and with words of its own in the host's [kinds, 8] int64. Word 0 of a kind
+# is written last.
+RECORD_WORDS = tl.constexpr(8)
+EXPIRED = tl.constexpr(1)  # words 1 ..: waiting rank, peer, slot, expected epoch, seen epoch
+BAD_ID = tl.constexpr(2)  # words 1 ..: position of the feature, sample, rows of its table
 
 
 @triton.jit
@@ -98,21 +107,26 @@ def pool(
 
 
 @triton.jit
-def record(status, kind, a, b, c, d, e):
-    """Write a status record, if there is none yet: words 1 .. 5, then the kind, in host memory that the host polls.
+def record(status, KIND: tl.constexpr, a, b, c, d, e):
+    """Write the status record of KIND, if there is none yet: words 1 .. 5, then word 0, in memory that the host polls.
 
-    `status` [2] int64 holds the host record's address and a lock in device memory: atomics on host memory are not to be
-    had on every bus.
+    `status` [1 + kinds] int64 holds the address of the host's records and a lock a kind in device memory: atomics on
+    host memory are not to be had on every bus. A kind's record leaves the others' alone: after a bad id that did not
+    stop the run, a wait that expires is told all the same.
+
+    Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
+    2 and writes word 8; another BAD_ID takes it to 3 and writes nothing.
     """
-    if tl.atomic_add(status + 1, 1) == 0:
-        words = tl.load(status).to(tl.pointer_type(tl.int64))
+    lock = status + KIND
+    if tl.atomic_add(lock, 1) == 0:
+        words = tl.load(status).to(tl.pointer_type(tl.int64)) + (KIND - 1) * RECORD_WORDS
         tl.store(words + 1, a.to(tl.int64))
         tl.store(words + 2, b.to(tl.int64))
         tl.store(words + 3, c.to(tl.int64))
         tl.store(words + 4, d)
         tl.store(words + 5, e)
-        tl.atomic_add(status + 1, 1, sem="acq_rel", scope="sys")  # the host must not see the kind before the rest
-        tl.store(words + KIND, kind)
+        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # the host must not see word 0 before the rest
+        tl.store(words, KIND)
 
 
 @triton.jit

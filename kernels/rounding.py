@@ -6,14 +6,29 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return float32 `x` as TYPE; stochastically, up or down by chance so that the mean stays, by the bits of `at`."""
+    """Return float32 `x` as TYPE; stochastically, up or down by chance so that the mean stays, by the bits of `at`.
+
+    A number of TYPE stays as it is. What is not below the greatest one in size is rounded to the nearest, as without
+    chance, so that NaN stays NaN, infinity infinity, and no update overflows that would not have without chance.
+
+    Example:
+        float16, whose numbers near 1 are 2^-10 apart: 1 + 2^-12 becomes 1 + 2^-10 once in four times, else 1. 65510
+        becomes 65504, the greatest, and 65530 infinity.
+    """
     if not STOCHASTIC:
         return x.to(TYPE)
     chance = tl.randint(seed, at.to(tl.int32)).to(tl.uint32, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)
     if tl.bfloat16 == TYPE:
-        return ((bits + (chance & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True).to(TYPE)
-    normal = ((bits + (chance & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    # Below 2^-14 half precision has steps of 2^-24.
-    tiny = tl.floor(x * 16777216.0 + (chance >> 8).to(tl.float32) * 5.9604644775390625e-08) * 5.9604644775390625e-08
-    return tl.where(tl.abs(x) < 6.103515625e-05, tiny, normal).to(TYPE)
+        greatest = 3.3895313892515355e38
+        near = ((bits + (chance & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        greatest = 65504.0
+        normal = ((bits + (chance & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        # Below 2^-14 half precision has steps of 2^-24, up to 1024 of them. The chance, an odd number of 2^-14 below 1,
+        # can be added to so many without rounding.
+        part = ((chance & 0x3FFF) | 1).to(tl.float32) * 6.103515625e-05
+        tiny = tl.floor(x * 16777216.0 + part) * 5.9604644775390625e-08
+        near = tl.where(tl.abs(x) < 6.103515625e-05, tiny, normal)
+    # NaN is not below either: chance would carry the bits of CUDA's own, all ones, into the sign.
+    return tl.where(tl.abs(x) < greatest, near, x).to(TYPE)

@@ -32,6 +32,17 @@ def _add_to_rows(
     BLOCK_DIM: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
+    """Add -lr times the gradient of each of BAGS bags of one feature to every row that the bag's ids name.
+
+    The program reads the bags' offsets and ids and, from this rank's window, their gradients; rows of `weights` change
+    by atomics alone, relaxed, at GPU scope, since other programs add to the same rows. Nothing is ordered but by the
+    kernel's beginning, behind the wait for the gradients' flags, and its end: sums depend on who comes first.
+
+    Example: BAGS 2, lr 1, bags [5, 7] and [5] of gradients g and h. Turn 0 adds -g and -h to row 5, turn 1 adds -g to
+    row 7. A mean would have added -g / 2.
+
+    Source: Chen et al. 2024, where it is future work.
+    """
     column = tl.arange(0, BLOCK_DIM)
     position = (first_position + tl.program_id(0) // blocks).to(tl.int64)
     entry = positions + position * POSITION_COLUMNS

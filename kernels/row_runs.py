@@ -175,7 +175,7 @@ def prepare(ids: SortedIds, positions: Positions, piece_ids: int = PIECE_IDS) ->
     bounds = torch.empty_like(positions.boundaries)
     ranges = bounds.numel()
     _finding(ranges)(1, (ids.run_keys.dtype,), ids.run_keys, ids.run_count, positions.boundaries, bounds, ranges)
-    most = 1 + 2 * count // piece_ids
+    most = 4 * (1 + count // (2 * piece_ids))  # more than 2 * count / piece_ids, and halves that are aligned
     shared = torch.zeros(1 + most, dtype=torch.int32, device=device)
     piece_run, piece_first = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
     programs = min(4096, -(-count // _CUT_RUNS))

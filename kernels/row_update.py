@@ -233,6 +233,20 @@ def _update_rows(
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
+    """Take task after task of one range, program p of P the tasks p, p + P, ..: pieces of long runs, then other runs.
+
+    A task is a piece, whose gradients are summed, or RUNS consecutive runs side by side, whose rows are updated. The
+    program reads keys, places and factors that `prepare` has left, and gradients from this rank's window; it rewrites
+    the rows of `weights` and `states` whose runs it completes, each row by one program alone; sums of pieces go to
+    `parts` [pieces, DIM].
+
+    Order: the kernel follows the wait for the gradients' flags on the stream. A piece's sum is stored, then, behind a
+    barrier, counted in `shared` (acquire and release, GPU scope); who counts a run's last piece sees all sums, sets the
+    count back to 0 and updates the row. Pieces come first, since they take longest. Other tasks share nothing.
+
+    Example: runs a, b, c, d of 1, 1, 7 and 1 ids, PIECE_IDS 3, RUNS 2. Tasks 0, 1 and 2 sum the pieces of c, of 3, 3
+    and 1 ids, and the last to finish updates c; task 3 updates a and b; task 4 updates d, and leaves c alone.
+    """
     begin = tl.load(bounds + range_index)
     end = tl.load(bounds + range_index + 1)
     pieces = tl.load(shared + PIECES)
@@ -321,6 +335,9 @@ def update_rows(
         gradient: [D_local * B] of the wire's type: [B, D] a piece, see `gradient_exchange`.
         piece_ids: as `prepare` was given.
     """
+    assert gradient.numel() <= 2**33, (
+        f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
+    )
     count, most = runs.places.numel(), runs.piece_run.numel()
     form = _updating(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding, piece_ids)
     form(

@@ -4,6 +4,11 @@ A slice is some consecutive bags of one feature for one destination. Programs ta
 schedule; each pools into staging memory and counts its task done; the program that completes a slice, and only it, puts
 the slice into the destination's window and raises its ready flag there, while the others go on. What stays on this rank
 is stored in place. Nobody waits before the end, where each program awaits its share of the flags of the peers' slices.
+
+No program needs another to be resident: one that waits has drawn a ticket behind the last task, so every task has been
+drawn, by a program that runs and will not wait before the task is done. A program that starts only when others end
+finds no task left and has its share of the flags to await, nothing else. So a grid of any size makes progress, beside
+any kernel that leaves room for one program.
 """
 
 from dataclasses import dataclass
@@ -102,6 +107,27 @@ def _put_slices(
     COLUMN_ALIGNMENT: tl.constexpr,
     CHECK: tl.constexpr,
 ):
+    """Pool task after task as the ticket gives them out, put the slices that this program completes, await flags.
+
+    A task is GROUPS * BAGS bags of one feature for one destination, SLICE_TASKS of them a slice. The program reads the
+    bags' offsets, ids and rows, which lie on this rank; it stores the pooled embeddings into this rank's window where
+    they stay here, else into `staging` [W, F, b, DIM], or straight into the peer's window where PUT is None. `done`
+    [W, F, slices] counts the finished tasks of each slice; `ticket` holds the next task and how many programs are
+    through, the last of which sets both back to 0.
+
+    Order: a task's stores, a barrier, its count (release, GPU scope). Who counts a slice's last task acquires, passes a
+    barrier, and so sees what all of them staged; it sets the count back to 0, puts the slice and raises its flag at the
+    destination (release, system scope), behind a barrier too. What stays here is ordered by the kernel's end. With
+    END_WAIT the program at last awaits FLAGS flags of this rank's `ready`, and as many again a grid further.
+
+    Example: rank 0 of 2 with 4 samples each, one feature, tasks of 2 bags, slices of 4, balanced. Program A draws task
+    0, pools samples 4 and 5, which are rank 1's, stages them and counts 1 of 2. Program B draws task 1 and stores
+    samples 0 and 1 into this rank's window; then task 2, samples 6 and 7: it counts 2 of 2, puts the four rows to rows
+    0 .. 3 of rank 1's window and raises the flag there, while A is at task 3, samples 2 and 3. Tickets 4 and 5 tell
+    both that they are through.
+
+    Source: arXiv 2305.06942, section 3.
+    """
     tasks = world_size * features_here * blocks
     slices = tl.cdiv(blocks, SLICE_TASKS)
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
@@ -137,6 +163,8 @@ def _put_slices(
                 pieces = tl.minimum(SLICE_TASKS, blocks - piece * SLICE_TASKS)
                 counter = done + pair * slices + piece
                 tl.debug_barrier()  # all threads have stored before one of them counts the task
+                # At GPU scope also where PUT is None and the stores lie at the peer: the last finisher, which acquires
+                # at this scope, answers for them by the flag's release at system scope, see `primitives`.
                 # Only the last finisher acquires: that empties the multiprocessor's L1, where all keep their ids.
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == pieces - 1:
                     tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # and leaves it ready for the next launch
@@ -216,8 +244,9 @@ def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: An
         "TRACE": traced,
         "INTERPRETED": INTERPRETED,
     }
-    options = {"num_warps": tuning.num_warps, "launch_cooperative_grid": end_wait and not INTERPRETED}
-    return Form(_put_slices, options, constants | constants_of(*shape))
+    # Not a cooperative launch, which no wait needs: all its programs would have to start together, hence after a NCCL
+    # kernel that waits for a peer's, which in turn may be behind that peer's grid, whose programs wait for ours.
+    return Form(_put_slices, {"num_warps": tuning.num_warps}, constants | constants_of(*shape))
 
 
 class SlicedPut(NamedTuple):
@@ -237,12 +266,12 @@ class SlicedPut(NamedTuple):
         What stays on this rank is stored in place and has no flag: the stream orders it.
 
         Args:
-            programs: of the grid; with `slices.end_wait` at most what the GPU holds at once, see `resident_programs`.
+            programs: of the grid; best what the GPU holds at once, see `resident_programs`: more find no task left.
         """
         self._form()(programs, (self.bags.values.dtype, self.bags.offsets.dtype), *self._arguments(epoch))
 
     def resident_programs(self) -> int:
-        """Return how many programs of this launch one multiprocessor holds at once."""
+        """Return how many programs of this launch one multiprocessor holds at once, for the size of the grid."""
         from cuda.bindings import driver
 
         compiled = self._form().compile(*self._arguments(epoch=1))

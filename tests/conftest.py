@@ -55,7 +55,7 @@ def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path
     """Train the quickstart on `nproc` CPU processes, logging every step, and return the run's folder."""
     argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
     argv += ["--nproc", str(nproc)] if nproc > 1 else []
-    argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", *options]
+    argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--checkpoint.last", "false", *options]
     result = run_cli(*argv)
     assert result.returncode == 0, result.stderr
     return folder / name

@@ -98,7 +98,8 @@ class CollectiveBaseline(Contender):
             dist.all_to_all_single(received, send, self._receive_sizes, self._send_sizes, self.workload.group)
         mark()
         bags = batch.ids.inputs[0]
-        self._update.apply(received.view(-1, self._width).float(), bags.values(), bags.offsets())
+        gradient, (rule,) = received.view(-1, self._width).float(), self.workload.tables.rules()
+        self._update.apply(gradient, bags.values(), bags.offsets(), rule)
 
 
 class Push(Contender):

@@ -18,7 +18,12 @@ from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.forward import ExchangeOptions
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_layout, build_sharder
+from dlrm_overlap.embedding.sharder import (
+    OverlapEmbeddingBagCollectionSharder,
+    build_layout,
+    build_sharder,
+    model_order,
+)
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.model import build_model
@@ -110,7 +115,7 @@ def make_workload(
     environment.process_group = group
     module = sharder.shard(collection, plan, environment, device)
     initialise_tables(module, config.train.seed)
-    layout = build_layout(module._embedding_shardings, [c.name for c in collection.embedding_bag_configs()], world_size)
+    layout = build_layout(module._embedding_shardings, model_order(collection.embedding_bag_configs()), world_size)
     return Workload(
         module=module,
         layout=layout,

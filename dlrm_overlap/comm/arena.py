@@ -10,14 +10,15 @@ them (`kernels.flags`); here are the host's twins, which lean on the processor's
 
 import mmap
 import os
+import platform
 import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,11 @@ import torch.distributed as dist
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
-_RECORD_WORDS = 8
-_EXPIRED, _BAD_ID = 1, 2  # kinds of `primitives.record`
+_ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order
+_KINDS, _RECORD_WORDS = 2, 8
+_EXPIRED, _BAD_ID = 1, 2  # the kinds of `primitives.record`
+
+Made = TypeVar("Made")
 
 
 class Region(NamedTuple):
@@ -46,6 +50,29 @@ class ExchangeTimeoutError(RuntimeError):
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
             f"{seen}; see that rank's log, or raise embedding.wait_timeout_s if it is only slow"
         )
+
+
+def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
+    """Return what `work` makes on this rank, once it has been made on every rank of `group`; a collective.
+
+    Raises:
+        InputError: on every rank, if `work` has raised one on some rank, so that none waits for one that is gone.
+    """
+    made, fault = None, ""
+    try:
+        made = work()
+    except InputError as error:
+        fault = str(error)
+    faults = [""] * group.size()
+    dist.all_gather_object(faults, fault, group)
+    for rank, text in enumerate(faults):
+        if text:
+            raise InputError(text if rank == group.rank() else f"{text} (rank {rank})")
+    return cast(Made, made)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class Arena(ABC):
@@ -104,8 +131,12 @@ class Loan:
         return torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
 
     def lend(self, rows: int) -> torch.Tensor:
-        """Return the first `rows` rows."""
-        return self._region.narrow(0, 0, rows)
+        """Return the first `rows` rows: a tensor of its own on the region's storage.
+
+        A view would be one made within an autograd function, which autograd does not let anyone change in place.
+        """
+        region = self._region
+        return region.new_empty(0).set_(self._storage, 0, (rows, *region.shape[1:]), region.stride())
 
     @property
     def held(self) -> bool:
@@ -134,19 +165,28 @@ class CudaArena(Arena):
             return [torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.device)]
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        local = symmetric_memory.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
-        local.zero_()
-        torch.cuda.synchronize(self.device)
+        def allocate() -> torch.Tensor:
+            try:
+                memory = symmetric_memory.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
+                memory.zero_()
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:  # of which torch.OutOfMemoryError is one
+                raise InputError(
+                    f"embedding.backend: no room for {self.size_bytes} bytes of windows on {self.device} "
+                    f"({_first_line(error)}); take a smaller train.batch_size, or cap the tables"
+                ) from error
+            return memory
+
+        local = on_every_rank(allocate, group)
         try:
             handle = symmetric_memory.rendezvous(local, group)
         except RuntimeError as error:
             raise InputError(
                 f"embedding.backend: the GPUs of these {self.world_size} ranks do not reach each other's memory "
-                f"({str(error).splitlines()[0]}); use --embedding.backend torchrec, or ranks within one NVLink domain"
+                f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
             ) from error
         peers = [handle.get_buffer(rank, (self.size_bytes,), torch.uint8) for rank in range(self.world_size)]
         peers[self.rank] = local
-        dist.barrier(group)  # every rank's zeros are there
         return peers
 
 
@@ -154,27 +194,35 @@ class HostArena(Arena):
     """A file in shared memory for each process of one host. Its name is gone once all have mapped it."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        paths: list[str] = []
+        try:
+            on_every_rank(lambda: paths.append(self._make_file()), group)
+            places: list[tuple[str, str]] = [("", "")] * self.world_size
+            dist.all_gather_object(places, (socket.gethostname(), paths[0]), group)
+            if (hosts := len({host for host, _ in places})) > 1:
+                raise InputError(
+                    f"embedding.backend: CPU ranks on {hosts} hosts share no memory; use --embedding.backend torchrec, "
+                    f"or ranks of one host"
+                )
+            # No rank goes on, or removes its file, before all have mapped it.
+            return on_every_rank(lambda: [self._open(path) for _, path in places], group)
+        finally:
+            for path in paths:
+                os.unlink(path)
+
+    def _make_file(self) -> str:
+        """Return the path of a new file of zeros."""
+        if (machine := platform.machine()) not in _ORDERED_STORES:
+            raise InputError(
+                f"embedding.backend: ranks on CPUs lean on the order in which x86-64 stores, and this is {machine}; "
+                f"use --embedding.backend torchrec"
+            )
         shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
         descriptor, path = tempfile.mkstemp(prefix="dlrm_overlap_", dir=shared)
         try:
-            self._reserve(descriptor, path)
-            places: list[tuple[str, str]] = [("", "")] * self.world_size
-            dist.all_gather_object(places, (socket.gethostname(), path), group)
-            if len({host for host, _ in places}) > 1:
-                raise InputError(
-                    f"embedding.backend: CPU ranks on {len({host for host, _ in places})} hosts share no memory; use "
-                    f"--embedding.backend torchrec, or ranks of one host"
-                )
-            memory = [self._open(path) for _, path in places]
-            dist.barrier(group)
-        finally:
-            os.unlink(path)
-        return memory
-
-    def _reserve(self, descriptor: int, path: str) -> None:
-        try:
             os.posix_fallocate(descriptor, 0, max(1, self.size_bytes))
         except OSError as error:
+            os.unlink(path)
             raise InputError(
                 f"embedding.backend: no room for {self.size_bytes} bytes of shared memory a rank in "
                 f"{os.path.dirname(path)} ({error.strerror}); enlarge it (docker run --shm-size), or take a smaller "
@@ -182,6 +230,7 @@ class HostArena(Arena):
             ) from None
         finally:
             os.close(descriptor)
+        return path
 
     def _open(self, path: str) -> torch.Tensor:
         with open(path, "r+b") as file:
@@ -208,26 +257,43 @@ class HostArena(Arena):
 
 
 class Record:
-    """A status record that kernels write and the host polls without waiting for the GPU; see `primitives.record`."""
+    """Status records that kernels write and the host polls without waiting for the GPU; see `primitives.record`.
+
+    There is one of each kind, the first: of a wait that expired, and of an id outside its table.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        words = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words = words.numpy()  # reads cost nothing, and keep the memory
-        self.status = torch.tensor([words.data_ptr(), 0], device=device)
-        """[2] int64 on the device: what kernels are given"""
+        self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
+        """[1 + kinds] int64 on the device: what kernels are given"""
 
     @property
     def empty(self) -> bool:
         """Whether no kernel has recorded anything."""
-        return self._words[0] == 0
+        return self._words[_EXPIRED - 1, 0] == 0 and self._words[_BAD_ID - 1, 0] == 0  # each step: .any() takes longer
 
     def expired(self) -> list[int] | None:
         """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
-        return self._words[1:6].tolist() if self._words[0] == _EXPIRED else None
+        return self._told(_EXPIRED, 5)
 
     def bad_id(self) -> list[int] | None:
         """Return [position of the feature, sample, rows of its table] of an id outside its table, or None."""
-        return self._words[1:4].tolist() if self._words[0] == _BAD_ID else None
+        return self._told(_BAD_ID, 3)
+
+    def _told(self, kind: int, count: int) -> list[int] | None:
+        words = self._words[kind - 1]
+        return words[1 : 1 + count].tolist() if words[0] else None
+
+    def clear_bad_id(self) -> None:
+        """Forget the id outside its table that was told, so that kernels launched from now on record another.
+
+        Never waits for the GPU: until the current stream gets to free the lock, kernels record none. What has not been
+        told yet is kept, since its words may be being written.
+        """
+        if self._words[_BAD_ID - 1, 0]:
+            self._words[_BAD_ID - 1] = 0  # nobody writes here as long as the lock is taken
+            self.status[_BAD_ID].zero_()
 
 
 def open_arena(regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> Arena:

@@ -9,7 +9,8 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from dlrm_overlap.comm.arena import Arena, HostArena
 from dlrm_overlap.embedding.forward import Side, Step, lengths_and_ids
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Piece
+from dlrm_overlap.embedding.layout import Group, Piece
+from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
 from dlrm_overlap.kernels import reference
 
 BACKWARDS = ("collective", "push", "atomic")
@@ -21,7 +22,10 @@ def gradient_scale(world_size: int) -> float:
 
 
 class Backward(Side, ABC):
-    """One rank's side of the backward. `send` and `update` take turns, the same steps on every rank."""
+    """One rank's side of the backward: of each step `follow`, `send`, then `update`, alike on every rank.
+
+    Rows are updated in the order of the sends. A step may be sent before the one before has been updated.
+    """
 
     @property
     def scale(self) -> float:
@@ -29,7 +33,8 @@ class Backward(Side, ABC):
         return gradient_scale(self.world_size)
 
     def follow(self, step: Step) -> None:
-        """Note that the forward has just been launched of a step that will have a backward."""
+        """Note, for a step that will have a backward, what holds now that its forward has just been launched."""
+        step.rules = self.tables.rules()
 
     def prepare(self, step: Step) -> None:
         """Do what needs the ids alone; else `send` does."""
@@ -40,17 +45,39 @@ class Backward(Side, ABC):
 
     @abstractmethod
     def update(self, step: Step) -> None:
-        """Let what follows see this rank's rows updated."""
+        """Make what follows see this rank's rows updated by the step."""
 
 
-class HostPush(Backward):
-    """Between processes of one host: the kernels' layout and protocol, the reference's maths."""
+class WindowBackward(Backward):
+    """What reads gradients out of this rank's window."""
 
     def __init__(self, *args: Any, gradients: GradientLayout, arena: Arena) -> None:
         """Take the layout and the arena of the windows."""
         super().__init__(*args)
-        assert isinstance(arena, HostArena)
-        self._gradients, self._arena, self._epoch = gradients, arena, 0
+        self.gradients, self._arena, self._epoch = gradients, arena, 0
+
+    def _gradient(self, window: torch.Tensor, piece: Piece, samples: int) -> torch.Tensor:
+        """Return the gradient [B, D] of a piece of this rank, where it lies in `window`."""
+        start = self.gradients.starts[piece] * samples
+        return window[start : start + samples * piece.dim].view(samples, piece.dim)
+
+    def _update_by_fbgemm(self, group: Group, step: Step, window: torch.Tensor) -> None:
+        """Update the rows of a fused lookup by FBGEMM's operator, which knows every rule."""
+        ids, samples = bags_of(group, step.inputs), step.batch.total
+        gradient = torch.cat([self._gradient(window, piece, samples) for piece in group.pieces], dim=1).float()
+        update = RowUpdate(self.tables.lookups[group.number])
+        update.apply(gradient, ids.values(), ids.offsets(), step.rules[group.number])
+
+
+class HostPush(WindowBackward):
+    """Between processes of one host: the kernels' layout and protocol, the reference's maths."""
+
+    _arena: HostArena
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert isinstance(self._arena, HostArena)
+        self._sent: Step | None = None
 
     @property
     def _window(self) -> str:
@@ -58,30 +85,37 @@ class HostPush(Backward):
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
         """Store each piece's gradient at its owner, part by part, and raise the part's flag."""
+        if self._sent is not None:  # peers may write its window anew once they see this step's flags
+            self.update(self._sent)
+        self._sent = step
         self._epoch += 1
         gradient = gradient.float() * self.scale
         batch = step.batch
         first = batch.first_sample[self.rank]
-        for part, by_owner in enumerate(self._gradients.pieces):
+        for part, by_owner in enumerate(self.gradients.pieces):
             for turn in range(self.world_size):
                 owner = (self.rank + 1 + turn) % self.world_size
                 window = self._arena.view(self._window, owner)
                 for piece in by_owner[owner]:
                     column = self.layout.column(piece)
-                    rows = self._rows(window, piece, batch.total)
+                    rows = self._gradient(window, piece, batch.total)
                     rows[first : first + gradient.shape[0]] = gradient[:, column : column + piece.dim]
                 self._arena.raise_flag(GRADIENT_FLAGS, owner, part, self._epoch)
 
-    def _rows(self, window: torch.Tensor, piece: Piece, samples: int) -> torch.Tensor:
-        start = self._gradients.starts[piece] * samples
-        return window[start : start + samples * piece.dim].view(samples, piece.dim)
-
     def update(self, step: Step) -> None:
-        """Wait for all gradients and update the rows, table by table."""
-        counts = torch.full((self.world_size,), self._gradients.parts, dtype=torch.int32)
+        """Wait for all gradients and update the rows, table by table, unless the next `send` has done so."""
+        if step is not self._sent:
+            return
+        self._sent = None
+        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
         self._arena.wait(GRADIENT_FLAGS, counts, self._epoch, self.options.wait_timeout_s, "part")
+        window = self._arena.local(self._window)
+        for group in self.layout.groups(self.rank):
+            if step.rules[group.number].only_fbgemm:
+                self._update_by_fbgemm(group, step, window)
         for pieces in self.layout.tables(self.rank):
-            self._update_table(pieces, step)
+            if not step.rules[pieces[0].group].only_fbgemm:
+                self._update_table(pieces, step)
 
     def _update_table(self, pieces: list[Piece], step: Step) -> None:
         window, samples = self._arena.local(self._window), step.batch.total
@@ -89,11 +123,13 @@ class HostPush(Backward):
         for piece in pieces:
             bag = piece.position * samples
             lengths, ids = lengths_and_ids(step.inputs[piece.source], bag, bag + samples)
-            rows = self._rows(window, piece, samples).float()
+            rows = self._gradient(window, piece, samples).float()
             if piece.mean:
                 rows = rows / lengths.clamp(min=1)[:, None]
             values.append(ids)
             gradients.append(rows.repeat_interleave(lengths, dim=0))
         weight, state = self.tables.weight(pieces[0]), self.tables.state(pieces[0])
-        optimizer = self.tables.optimizer(pieces[0])
-        reference.update_rows(weight, state, torch.cat(values).long(), torch.cat(gradients), *optimizer)
+        optimizer, rule = self.tables.optimizer(pieces[0]), step.rules[pieces[0].group]
+        reference.update_rows(
+            weight, state, torch.cat(values).long(), torch.cat(gradients), optimizer, rule.lr, rule.arguments.eps
+        )

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.backward import Backward
 from dlrm_overlap.embedding.forward import Forward, Step, check_on_host, pool_on_host
-from dlrm_overlap.embedding.row_update import RowUpdate
+from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
 
 
 class CollectiveForward(Forward):
@@ -37,6 +36,7 @@ class CollectiveForward(Forward):
     def launch(self, step: Step) -> None:
         """Pool into the send buffer and start the All-to-All."""
         self.check()
+        self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
         samples, wire = step.batch.total, self.options.wire_dtype
         if self._send.numel() < samples * self._width:
             self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
@@ -57,9 +57,9 @@ class CollectiveForward(Forward):
         )
 
     def _pool_on_host(self, step: Step, send: torch.Tensor) -> None:
+        check_on_host(self, step)
         for piece, column in self._columns.items():
             weight = self.tables.weight(piece)
-            check_on_host(piece, weight.shape[0], step, self.bounds_check)
             send[:, column : column + piece.dim] = pool_on_host(piece, weight, step, 0, send.shape[0])
 
     def check(self) -> None:
@@ -67,10 +67,13 @@ class CollectiveForward(Forward):
         if self._device is not None:
             self._device.check()
 
-    def collect(self, step: Step) -> torch.Tensor:
-        """Wait for the collective and put each owner's columns where the model reads them."""
+    def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Wait for the collective and put each owner's columns where the model reads them, in memory of their own."""
+        self.join_stream()
         step.work.wait()
         assert step.received is not None
+        if self._stream is not None:
+            step.received.record_stream(self._stream)
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
         parts = step.received.split([mine * dim for dim in dims])
         pooled = torch.cat([part.view(mine, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
@@ -112,8 +115,8 @@ class CollectiveBackward(Backward):
         step.work = step.received = None
         first = 0
         for update, group in self._updates:
-            ids = _bags_of(step.inputs[group.source], group.first_position, group.features)
-            update.apply(gradient[:, first : first + group.dim].contiguous(), ids.values(), ids.offsets())
+            ids, columns = bags_of(group, step.inputs), gradient[:, first : first + group.dim].contiguous()
+            update.apply(columns, ids.values(), ids.offsets(), step.rules[group.number])
             first += group.dim
 
 
@@ -126,11 +129,3 @@ def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype
     for part, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
         torch.mul(columns, scale, out=part.view(columns.shape))
     return send
-
-
-def _bags_of(ids: KeyedJaggedTensor, first: int, features: int) -> KeyedJaggedTensor:
-    """Return the features [first, first + features) of `ids`."""
-    total = len(ids.keys())
-    if features == total:
-        return ids
-    return ids.split([first, features, total - first - features])[1]

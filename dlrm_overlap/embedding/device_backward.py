@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dlrm_overlap.comm.arena import Arena, ExchangeTimeoutError, Record
-from dlrm_overlap.embedding.backward import Backward
+from dlrm_overlap.embedding.backward import WindowBackward
 from dlrm_overlap.embedding.forward import Step
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
 from dlrm_overlap.embedding.layout import Piece
@@ -72,7 +72,7 @@ class _Input:
             part, _, weight_at, state_at = alike[members[0]]
             tbe = tables.lookups[piece.group]
             weights = tbe.weights_dev.detach()  # type: ignore[union-attr]
-            optimizer, _, _ = tables.optimizer(piece)
+            optimizer = tables.optimizer(piece)
             rows = RowRange(
                 index=index,
                 weights=weights,
@@ -125,20 +125,19 @@ class _Input:
         return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.positions)
 
 
-class DevicePush(Backward):
+class DevicePush(WindowBackward):
     """Gradients by stores into the owners' windows, then one update of each touched row, or atomic additions."""
 
     def __init__(self, *args: Any, gradients: GradientLayout, arena: Arena) -> None:
         """Take the layout and the arena of the windows."""
-        super().__init__(*args)
-        self.gradients = gradients
-        self._arena, self._epoch = arena, 0
+        super().__init__(*args, gradients=gradients, arena=arena)
         self._atomic = self.options.backward == "atomic"
         # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
         # then the main stream's (of priority -1, see `launcher`), then updates, which nobody awaits but the next step.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
         self._update_stream = torch.cuda.Stream(self.device, priority=0)
         self._issued = torch.cuda.Event()
+        self._updating = False  # since the main stream last waited for the updates
         self._record = Record(self.device)
         self._windows = [Windows(arena.addresses(name), 0, self.options.wire_dtype, 16) for name in GRADIENT_WINDOWS]
         self._local = [arena.local(name) for name in GRADIENT_WINDOWS]
@@ -149,6 +148,7 @@ class DevicePush(Backward):
         self._pushed = [self._piece_table(dim) for dim in sorted(dims)]
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[_Input] = []
+        self._groups = self.layout.groups(self.rank)
         self._seed = torch.initial_seed()
 
     def _flags_of(self, part: int) -> Flags:
@@ -189,6 +189,7 @@ class DevicePush(Backward):
 
     def follow(self, step: Step) -> None:
         """Mark where the forward has looked the ids up, and so has checked them."""
+        super().follow(step)
         step.looked_up = torch.cuda.current_stream(self.device).record_event()
         for ids in step.inputs:
             ids.values().record_stream(self._update_stream)
@@ -205,12 +206,15 @@ class DevicePush(Backward):
     def send(self, step: Step, gradient: torch.Tensor) -> None:
         """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
         self.check()
-        self._epoch += 1
         gradient = gradient.float()
         if gradient.stride(1) != 1 or gradient.data_ptr() % 16:
-            gradient = gradient.contiguous()
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        self._epoch += 1
         self._issued.record(torch.cuda.current_stream(self.device))
         self._push_stream.wait_event(self._issued)
+        if self._updating:  # a step before: peers that see this one's flags may write the window that it reads
+            self._push_stream.wait_stream(self._update_stream)
+        self._updating = True
         gradient.record_stream(self._push_stream)
         with torch.cuda.stream(self._push_stream):
             push_gradients(
@@ -238,19 +242,26 @@ class DevicePush(Backward):
                     for rows in (r for r in source.ranges if r.part == part):
                         self._update(step, index, source, rows)
 
+            for group in self._groups:
+                if step.rules[group.number].only_fbgemm:
+                    self._update_by_fbgemm(group, step, self._local[self._epoch % 2])
+
     def _update(self, step: Step, index: int, source: _Input, rows: _Range) -> None:
-        window = self._local[self._epoch % 2]
-        _, lr, eps = self.tables.optimizer(rows.piece)
+        window, rule = self._local[self._epoch % 2], step.rules[rows.piece.group]
+        if rule.only_fbgemm:
+            return
         if self._atomic:
             ids = step.inputs[source.source]
             places = source.positions, rows.first, rows.end
-            add_to_rows(ids.values(), ids.offsets(), step.batch.total, *places, rows.rows, window, Rule(lr))
+            add_to_rows(ids.values(), ids.offsets(), step.batch.total, *places, rows.rows, window, Rule(rule.lr))
         elif (runs := step.runs[index]) is not None:
-            update_rows(runs, rows.rows, window, Rule(lr, eps, (self._seed + _SEED * self._epoch) % 2**31))
+            seed = (self._seed + _SEED * step.number) % 2**31
+            update_rows(runs, rows.rows, window, Rule(rule.lr, rule.arguments.eps, seed))
 
     def update(self, step: Step) -> None:
-        """Let the main stream wait for the rows."""
+        """Make the current stream wait for the rows, and so until the gradient has been read."""
         torch.cuda.current_stream(self.device).wait_stream(self._update_stream)
+        self._updating = False
         step.runs = []
 
     def check(self) -> None:

@@ -1,6 +1,5 @@
 """The forward on GPUs: `pgas` stores into the peers' windows as it pools, `fused` puts slices as they are done."""
 
-import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd
@@ -18,8 +17,6 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Tuning, W
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.pooled_exchange import store_pooled
 from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, SlicedPut, Slices, SliceState
-
-log = logging.getLogger("dlrm_overlap")
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
 
@@ -86,7 +83,7 @@ class DeviceLookup:
             store_pooled(bags, table, windows, self.record.status, self.launch(tuning_for(table.dim)))
 
     def check(self) -> None:
-        """Raise what a kernel has recorded.
+        """Raise what a kernel has recorded, or log an id outside its table, under bounds check WARNING.
 
         Raises:
             ExchangeTimeoutError: if a wait for a peer has expired.
@@ -98,14 +95,12 @@ class DeviceLookup:
             raise ExchangeTimeoutError(expired, self.forward.options.wait_timeout_s)
         if (bad := self.record.bad_id()) and self.forward.bounds_check != BoundsCheckMode.IGNORE:
             position, sample, rows = bad
-            names = " or ".join(
-                p.name for p in self.forward.layout.by_owner[self.forward.rank] if p.position == position
-            )
+            pieces = self.forward.layout.by_owner[self.forward.rank]
+            names = " or ".join(piece.name for piece in pieces if piece.position == position)
             message = f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}"
             if self.forward.bounds_check == BoundsCheckMode.FATAL:
                 raise ValueError(message)
-            log.warning("%s; row 0 was taken. Later ones are not reported", message)
-            self.forward.bounds_check = BoundsCheckMode.IGNORE
+            self.forward.warn_of_bad_id(message)
 
 
 @lru_cache(maxsize=64)
@@ -147,14 +142,16 @@ class DeviceForward(WindowForward):
     def launch(self, step: Step) -> None:
         """Launch the kernels; under `fused` the last ends when all flags are there."""
         self.check()
-        epoch, flags = self.windows.begin(), self._flags_of(step)
+        flags, tables = self._flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
+        epoch = self.windows.begin()
+        self.join_stream()
         window = self._peers[epoch % 2]
         if not self._fused or not self._puts(step):
             self.lookup.store(window, step)
             raise_flags(flags, self.rank, 0, epoch)
             return
         first_slot, last = 0, len(self.lookup.launches) - 1
-        for i, (pieces, table) in enumerate(zip(self.lookup.launches, self.lookup.tables(), strict=True)):
+        for i, (pieces, table) in enumerate(zip(self.lookup.launches, tables, strict=True)):
             bags = self.lookup.bags(pieces, step)
             launch = self.lookup.launch(self._tuning(table, bags))
             slices = Slices(self.options.slice_bags, first_slot, end_wait=i == last)
@@ -162,11 +159,13 @@ class DeviceForward(WindowForward):
             put.launch_kernel(epoch, self._grid((i, launch.tuning), put))
             first_slot += len(pieces) * self._slices(bags.samples_per_rank)
 
-    def collect(self, step: Step) -> torch.Tensor:
-        """Let the stream wait for the flags, where the kernels have not, and lend the window."""
+    def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Make the stream wait for the flags, where the kernels have not, and lend the window, or copy it."""
+        self.join_stream()
         if not self._fused or not self._puts(step):
             wait_flags(self._flags_of(step), self.rank, self.windows.epoch)
-        return self.windows.lend(step.batch.per_rank[self.rank])
+        pooled = self.windows.lend(step.batch.per_rank[self.rank])
+        return pooled.clone() if copy else pooled
 
     def _tuning(self, table: FeatureTable, bags: Bags) -> Tuning:
         """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
@@ -192,7 +191,7 @@ class DeviceForward(WindowForward):
         return state
 
     def _grid(self, key: tuple[int, Tuning], put: SlicedPut) -> int:
-        """Return the programs of a persistent grid, which must all be resident at once.
+        """Return the programs of a persistent grid: as many as fit at once, unless told otherwise.
 
         Raises:
             InputError: if more are asked for than fit.

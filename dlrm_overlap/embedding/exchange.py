@@ -1,7 +1,8 @@
 """The embedding stage of one sharded module on one rank: forward and backward as autograd sees them."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,30 @@ from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward,
 from dlrm_overlap.embedding.gradients import GradientLayout
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.windows import WindowHeldError
+
+Returned = TypeVar("Returned")
+
+
+def _fails_for_good(part: Callable[..., Returned]) -> Callable[..., Returned]:
+    """Let no part of a step follow one that failed: the peers wait there, and would take a later step's data for it."""
+
+    @wraps(part)
+    def run(self: "Exchange", *args: Any, **kwargs: Any) -> Returned:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"exchange: {self._failure} on this rank, which cannot go on where the others wait for that step; end "
+                f"all ranks and start again, from a checkpoint"
+            )
+        try:
+            return part(self, *args, **kwargs)
+        except WindowHeldError:  # nothing has begun
+            raise
+        except Exception as error:
+            self._failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
+            raise
+
+    return run
 
 
 class Exchange:
@@ -31,13 +56,19 @@ class Exchange:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        device = self._anchor.device  # with its index
         self.layout, self.options = layout, options
+        self.device = device
+        self.steps = 0
+        """that had a backward; a run that resumes sets it, so that its stochastic rounding does not repeat itself"""
         self._arguments = layout, tables, options, group, device
         self._ways: Ways | None = None
         self._capacity = 0
         self._pending: Step | None = None
-        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._failure: str | None = None
 
+    @torch.compiler.disable  # a compiled model is cut here: what an exchange does is no tensor's maths
     def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
         """Start a step.
 
@@ -48,17 +79,27 @@ class Exchange:
         Returns:
             What waits for the pooled embeddings [b, D_total] of this rank's samples: the features side by side in the
             layout's order, in float32.
+
+        Raises:
+            WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
+            RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
+        if self.device.type == "cuda" and self.options.backend != "nccl" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
+                f"step's epoch for ever; leave the embedding stage out of the graph"
+            )
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
         if torch.is_grad_enabled():
             return PooledAwaitable(self, step, _Launch.apply(self._anchor, self, step))
         self.launch(step)
         return PooledAwaitable(self, step, None)
 
+    @_fails_for_good
     def launch(self, step: Step) -> None:
         """Start to pool and to send."""
-        if self._pending is not None:
-            self.collect(self._pending)  # nobody wanted it; its flags must still be awaited before the next step
+        if self._pending is not None:  # its flags must be awaited before the next step
+            self._set_aside(self._pending)
         if self._ways is None or step.batch.most > self._capacity:
             self.close()
             self._capacity = max(1, step.batch.most)
@@ -66,23 +107,60 @@ class Exchange:
         self._ways.forward.launch(step)
         self._pending = step
 
-    def collect(self, step: Step) -> torch.Tensor:
-        """Return the pooled embeddings of the step under way."""
-        assert step is self._pending
-        self._pending = None
-        return self._made().forward.collect(step)
+    def _set_aside(self, step: Step) -> None:
+        """Keep the pooled embeddings of a step that may still be asked for when the next has begun."""
+        step.set_aside = self.collect(step, copy=True)
+        if self.device.type == "cuda":
+            step.set_aside_event = torch.cuda.current_stream(self.device).record_event()
+
+    @_fails_for_good
+    def collect(self, step: Step, copy: bool | None = None) -> torch.Tensor:
+        """Return the pooled embeddings of a step, once.
+
+        Args:
+            copy: instead of the window that they lie in; None does as the options say.
+        """
+        if step is self._pending:
+            self._pending = None
+            return self._made().forward.collect(step, self.options.copy_output if copy is None else copy)
+        pooled, step.set_aside = step.set_aside, None
+        if pooled is None:
+            raise RuntimeError(
+                "pooled embeddings: asked for a second time, or behind a close or a failure of the exchange; keep what "
+                "the first call returned"
+            )
+        if step.set_aside_event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(step.set_aside_event)
+            pooled.record_stream(stream)
+        return pooled
 
     def expect_gradient(self, step: Step) -> None:
         """Note that the step, whose forward has just been launched, will have a backward."""
         self._made().backward.follow(step)
+        step.number = self.steps
+        self.steps += 1
 
+    @_fails_for_good
     def send_gradient(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of what `collect` returned to the rows' owners."""
-        self._made().backward.send(step, gradient)
+        """Start to send the gradient [b, D_total] of what `collect` returned to the rows' owners.
 
+        If another lookup has begun since, whose rows autograd may want updated before this one's, `update` does so.
+        """
+        step.gradient = gradient  # held while it is read, since autograd adds in place to what nobody else holds
+        step.sent = step.number == self.steps - 1
+        if step.sent:
+            self._made().backward.send(step, gradient)
+
+    @_fails_for_good
     def update(self, step: Step) -> None:
-        """Let what follows see this rank's rows updated by the gradients."""
-        self._made().backward.update(step)
+        """Make what follows on the current stream see this rank's rows updated by the gradients."""
+        backward = self._made().backward
+        if not step.sent:
+            assert step.gradient is not None
+            backward.send(step, step.gradient)
+        backward.update(step)
+        step.gradient = None
 
     def _made(self) -> "Ways":
         assert self._ways is not None, "a step begins with its forward"
@@ -95,11 +173,27 @@ class Exchange:
             self._ways.backward.check()
 
     def close(self) -> None:
-        """Give the windows back. Every rank must be through with its steps."""
-        if self._ways is not None:
-            self._ways.backward.close()
-            self._ways.forward.close()
-        self._ways, self._capacity = None, 0
+        """Give the windows back, and raise what kernels have recorded. Every rank must be through with its steps."""
+        self._pending = None
+        if self._ways is None:
+            return
+        (forward, backward), self._ways, self._capacity = self._ways, None, 0
+        stopped: RuntimeError | None = None
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:  # by a kernel, whose record tells why
+            stopped = error
+        try:
+            if self._failure is None:  # else it has been told
+                forward.check()
+                backward.check()
+        finally:
+            if stopped is None:
+                backward.close()
+                forward.close()
+        if stopped is not None:
+            raise stopped
 
 
 class Ways(NamedTuple):
@@ -162,7 +256,8 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
         ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return exchange.collect(step).float()
+        pooled = exchange.collect(step)
+        return pooled if pooled.dtype == torch.float32 else pooled.float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -178,11 +273,12 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         super().__init__()
         self._exchange, self._step, self._token = exchange, step, token
 
+    @torch.compiler.disable
     def wait(self) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] float32."""
-        return self._wait_impl()  # without Awaitable's profiler range: TorchRec puts its own around all shardings
-
-    def _wait_impl(self) -> torch.Tensor:
+        # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
             return self._exchange.collect(self._step).float()
         return _Collect.apply(self._token, self._exchange, self._step)
+
+    _wait_impl = wait

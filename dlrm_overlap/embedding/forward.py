@@ -1,5 +1,6 @@
-"""The forward of the embedding stage: what every way to run it shares, and the ways of a CPU and of the collective."""
+"""The forward of the embedding stage: what every way to run it shares, and the way between processes of one host."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import HostArena, Region
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.layout import Layout, Piece
-from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.tables import LocalTables, UpdateRule
 from dlrm_overlap.embedding.windows import OutputWindows
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
+
+log = logging.getLogger("dlrm_overlap")
 
 BACKENDS = ("nccl", "pgas", "fused")
 
@@ -43,6 +46,9 @@ class ExchangeOptions:
     """fused on GPUs: record every task"""
     backward: str = "push"
     """collective | push | atomic; nccl has the first alone"""
+    copy_output: bool = False
+    """pgas, fused: return a copy of the pooled embeddings, not the window they lie in, which must be let go of before
+    the next forward"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +82,22 @@ class Step:
     """the collective under way"""
     received: torch.Tensor | None = None
     """what it fills"""
+    set_aside: torch.Tensor | None = None
+    """the pooled embeddings, if the next step began before they were asked for"""
+    set_aside_event: Any = None
+    """on GPUs: from which on they may be read"""
     looked_up: Any = None
     """on GPUs: the event from which on the ids may be read for the backward"""
+    number: int = 0
+    """of the steps that have a backward, counted from the run's first"""
+    rules: Sequence[UpdateRule] = ()
+    """how each of this rank's fused lookups updates its rows, as it was at the forward"""
     runs: list[Any] = field(default_factory=list)
     """the ids of each input, ready for the update of their rows"""
+    gradient: torch.Tensor | None = None
+    """of the pooled embeddings, from when it is there until the rows are updated"""
+    sent: bool = False
+    """whether it is on its way to the owners of the rows"""
 
 
 class Side:
@@ -116,14 +134,41 @@ class Forward(Side, ABC):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.bounds_check = self.tables.bounds_check
+        self._warned_of_bad_id = False
+        self._stream: torch.cuda.Stream | None = None
+        self._raw_stream = -1
+
+    def join_stream(self) -> None:
+        """Make the current stream wait for the one of the last launch or collection, if that is another.
+
+        So a collection finds what was launched elsewhere; and a launch, whose flags tell the peers that they may write
+        the window of the step before, comes after all that has been issued to read it where it was collected.
+        """
+        if self.device.type != "cuda":
+            return
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)  # in a tenth of what a Stream takes
+        if raw != self._raw_stream:
+            current = torch.cuda.current_stream(self.device)
+            if self._stream is not None:
+                current.wait_stream(self._stream)
+            self._stream, self._raw_stream = current, raw
+
+    def warn_of_bad_id(self, message: str) -> None:
+        """Log the first id outside its table, in whose place row 0 was taken."""
+        if not self._warned_of_bad_id:
+            log.warning("%s; row 0 was taken. Later ones are not reported", message)
+        self._warned_of_bad_id = True
 
     @abstractmethod
     def launch(self, step: Step) -> None:
         """Start to pool and to send."""
 
     @abstractmethod
-    def collect(self, step: Step) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here."""
+    def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here.
+
+        What is returned is valid until the next `launch`, unless `copy`.
+        """
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,20 +183,27 @@ def pool_on_host(piece: Piece, weight: torch.Tensor, step: Step, first: int, end
     return reference.pool(weight, *lengths_and_ids(step.inputs[piece.source], bag + first, bag + end), piece.mean)
 
 
-def check_on_host(piece: Piece, rows: int, step: Step, mode: BoundsCheckMode) -> None:
-    """Look for ids outside the piece's table of `rows` rows; FBGEMM's modes: stop, or take row 0 instead.
+def check_on_host(forward: Forward, step: Step) -> None:
+    """Look for ids outside their tables; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
+
+    The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds check.
 
     Raises:
-        ValueError: under mode FATAL.
+        ValueError: if the run must stop.
     """
-    if mode == BoundsCheckMode.NONE:
-        return
-    bag = piece.position * step.batch.total
-    _, here = lengths_and_ids(step.inputs[piece.source], bag, bag + step.batch.total)
-    outside = (here < 0) | (here >= rows)
-    if outside.any():
-        if mode == BoundsCheckMode.FATAL:
-            raise ValueError(bad_id_message(piece.name, int(here[outside][0]), rows))
+    mode = forward.bounds_check
+    for piece in forward.layout.by_owner[forward.rank]:
+        rows, bag = forward.tables.weight(piece).shape[0], piece.position * step.batch.total
+        _, here = lengths_and_ids(step.inputs[piece.source], bag, bag + step.batch.total)
+        outside = (here < 0) | (here >= rows)
+        if not outside.any():
+            continue
+        worst = int(here[outside].min())
+        message = bad_id_message(piece.name, worst, rows)
+        if mode in (BoundsCheckMode.FATAL, BoundsCheckMode.NONE) or (here == -1).any():
+            raise ValueError(message)
+        if mode == BoundsCheckMode.WARNING:
+            forward.warn_of_bad_id(message)
         here.masked_fill_(outside, 0)
 
 
@@ -202,11 +254,10 @@ class HostForward(WindowForward):
 
     def launch(self, step: Step) -> None:
         """Pool in the order of the schedule; each slice, or the whole, is stored and then flagged."""
+        check_on_host(self, step)
         epoch, arena = self.windows.begin(), self._arena
         pieces = self.layout.by_owner[self.rank]
         weights = [self.tables.weight(piece) for piece in pieces]
-        for piece, weight in zip(pieces, weights, strict=True):
-            check_on_host(piece, weight.shape[0], step, self.bounds_check)
         bags = self.options.slice_bags if self._fused else max(1, step.batch.most)
         grid = TaskGrid(self.rank, self.world_size, len(pieces), step.batch.most, task_bags=bags, slice_bags=bags)
         for task in grid.order(self.schedule):
@@ -223,7 +274,8 @@ class HostForward(WindowForward):
             for peer in range(self.world_size):
                 arena.raise_flag("ready", peer, 0, epoch)
 
-    def collect(self, step: Step) -> torch.Tensor:
-        """Wait for the flags and lend the window."""
+    def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Wait for the flags and lend the window, or copy it."""
         self._arena.wait("ready", self._awaited(step), self.windows.epoch, self.options.wait_timeout_s)
-        return self.windows.lend(step.batch.per_rank[self.rank])
+        pooled = self.windows.lend(step.batch.per_rank[self.rank])
+        return pooled.clone() if copy else pooled

@@ -36,13 +36,24 @@ class Piece:
 class Group:
     """The pieces of one fused lookup, in its own order: the bags' positions and the columns are contiguous."""
 
-    source: int
-    """the input that holds their bags"""
-    first_position: int
-    """of the first piece in it"""
-    features: int
-    dim: int
-    """sum of the pieces' dims"""
+    number: int
+    """which of the owner's lookups it is"""
+    pieces: Sequence[Piece]
+
+    @property
+    def source(self) -> int:
+        """The input that holds their bags."""
+        return self.pieces[0].source
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first piece in that input."""
+        return self.pieces[0].position
+
+    @property
+    def dim(self) -> int:
+        """Sum of the pieces' dims."""
+        return sum(piece.dim for piece in self.pieces)
 
 
 class Layout:
@@ -99,10 +110,7 @@ class Layout:
         together: dict[int, list[Piece]] = {}
         for piece in self.by_owner[rank]:
             together.setdefault(piece.group, []).append(piece)
-        return [
-            Group(pieces[0].source, pieces[0].position, len(pieces), sum(piece.dim for piece in pieces))
-            for pieces in together.values()
-        ]
+        return [Group(number, pieces) for number, pieces in together.items()]
 
     def launches(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[Piece]]:
         """Return the rank's pieces by what one launch can pool together: input, dim and type of the rows."""

@@ -1,6 +1,6 @@
 """The rows' update: FBGEMM's own backward, run without its forward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
 )
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.tables import OPTIMIZERS
+from dlrm_overlap.embedding.layout import Group
+from dlrm_overlap.embedding.tables import OPTIMIZERS, UpdateRule
 
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
@@ -24,6 +26,8 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
         return f"optimizer {optimizer}"
     if fused_params.get("gradient_clipping"):
         return "gradient clipping"
+    if getattr(fused_params.get("extra_optimizer_config"), "use_writeback_bwd_prehook", False):
+        return "a writeback hook"
     if decay not in _WEIGHT_DECAYS:
         return f"weight decay {decay.name}"
     return None
@@ -48,15 +52,14 @@ class RowUpdate:
         self._tbe, self._operator = tbe, getattr(torch.ops.fbgemm, name).default
         self._names = [argument.name for argument in self._operator._schema.arguments]
 
-    def apply(self, gradient: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> None:
+    def apply(self, gradient: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, rule: UpdateRule) -> None:
         """Update the rows that `values` names, each once, by the sum of its bags' gradients.
-
-        The learning rate is the lookup's at the time of the call.
 
         Args:
             gradient: [B, sum of the features' dims] float32, contiguous.
             values: [n] int, row ids.
             offsets: [features * B + 1] int, of the bags, from 0 to n.
+            rule: of the lookup, at the forward.
         """
         if gradient.shape[0] == 0:
             return
@@ -75,8 +78,16 @@ class RowUpdate:
             "info_B_num_bits": bits,
             "info_B_mask_int64": mask,
             "output_dtype": tbe.output_dtype,
-            **tbe.optimizer_args._asdict(),
+            "learning_rate_tensor": torch.full_like(tbe.learning_rate_tensor, rule.lr),
+            **rule.arguments._asdict(),
         }
         for place in ("host", "dev", "uvm"):
             known[f"{place}_weights"] = getattr(tbe, f"weights_{place}")
         self._operator(*[known[name] if name in known else getattr(tbe, name) for name in self._names])
+
+
+def bags_of(group: Group, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Return the ids of one fused lookup."""
+    ids = inputs[group.source]
+    first, features, total = group.first_position, len(group.pieces), len(ids.keys())
+    return ids if features == total else ids.split([first, features, total - first - features])[1]

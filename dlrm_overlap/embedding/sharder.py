@@ -1,9 +1,9 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend. The only file that subclasses TorchRec."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingEnv2D,
 )
-from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.backward import BACKWARDS
-from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.forward import BACKENDS, ExchangeOptions
 from dlrm_overlap.embedding.layout import Layout, Piece
 from dlrm_overlap.embedding.row_update import only_fbgemm, unsupported
@@ -52,13 +52,15 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """TorchRec's sharded module, whose table-wise and column-wise shards exchange through an `Exchange`.
 
     What an exchange cannot take falls back, sharding by sharding, to TorchRec's own lookup and output_dist. The output
-    holds the exchanged features first, in the order of the unsharded module, then the others in TorchRec's.
+    has the features in TorchRec's order, which follows the plan; or, under `output_order` model, the exchanged ones
+    first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
-    def __init__(self, *args: Any, options: ExchangeOptions, **kwargs: Any) -> None:
-        """Take TorchRec's arguments, and how to exchange."""
+    def __init__(self, *args: Any, options: ExchangeOptions, output_order: str, **kwargs: Any) -> None:
+        """Take TorchRec's arguments, how to exchange, and the order of the output."""
         super().__init__(*args, **kwargs)
-        self._options = options
+        self._options, self._output_order = options, output_order
+        self._weights_told = False
         self.exchange: Exchange | None = None
         self._set_up_exchange()
 
@@ -75,13 +77,20 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         group, device = self._env.process_group, self._device
         assert group is not None
         assert device is not None
-        shardings: list[Any] = [self._embedding_shardings[i] for i in self._exchanged]
-        others: list[Any] = [s for s, reason in zip(self._embedding_shardings, reasons, strict=True) if reason]
-        layout = build_layout(shardings, [config.name for config in self._embedding_bag_configs], group.size())
+        every: list[Any] = self._embedding_shardings
+        shardings = [every[i] for i in self._exchanged]
+        names = [name for sharding in shardings for name in sharding.embedding_names()]
+        if self._output_order == "model":
+            places = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
+            names.sort(key=places.__getitem__)
+        layout = build_layout(shardings, names, group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
         self.exchange = Exchange(layout, tables, self._options_for(shardings), group, device)
-        self._output_names = layout.names + [name for sharding in others for name in sharding.embedding_names()]
-        self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
+        self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
+        if self._output_order == "model":
+            others = [every[i] for i in range(len(every)) if i not in self._exchanged]
+            self._output_names = names + [name for sharding in others for name in sharding.embedding_names()]
+            self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
         """Return the options, with the collective's backward where the rows' update is FBGEMM's alone."""
@@ -127,15 +136,20 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or ctx.variable_batch_per_feature or self.post_lookup_tracker_fn is not None:
             return super().compute_and_output_dist(ctx, input)
+        if any(_weighted(input[i]) for i in self._exchanged):  # which FBGEMM applies, whatever is_weighted says
+            if not self._weights_told and self._env.rank == 0:
+                log.warning("backend %s: ids with weights stay with TorchRec", self._options.backend)
+            self._weights_told = True
+            return super().compute_and_output_dist(ctx, input)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        awaitables: list[Awaitable[torch.Tensor]] = [
-            self.exchange.start([input[i] for i in self._exchanged], batch_sizes)
-        ]
-        for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True)):
-            if i not in self._exchanged:
-                awaitables.append(output_dist(lookup(input[i]), ctx.sharding_contexts[i]))
+        exchanged = self.exchange.start([input[i] for i in self._exchanged], batch_sizes)
+        others = {
+            i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
+            for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
+            if i not in self._exchanged
+        }
         awaitable = EmbeddingBagCollectionAwaitable(
-            awaitables=awaitables,
+            awaitables=self._in_order(exchanged, others),
             embedding_dims=self._output_dims,
             embedding_names=self._output_names,
             module_fqn=self._module_fqn,
@@ -145,8 +159,24 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
 
+    def _in_order(
+        self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
+    ) -> list[Awaitable[torch.Tensor]]:
+        """Return what waits for the columns of the output, in their order.
+
+        Args:
+            others: by sharding, of those that are not exchanged.
+        """
+        if self._output_order == "model" or not others:
+            return [exchanged, *others.values()]
+        every: list[Any] = self._embedding_shardings
+        widths = [sum(every[i].embedding_dims()) for i in self._exchanged]
+        parts = cache(lambda: exchanged.wait().split(widths, dim=1))
+        ours = {i: _Part(parts, number) for number, i in enumerate(self._exchanged)}
+        return [ours[i] if i in ours else others[i] for i in range(len(every))]
+
     def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
-        """Divide by the bags' lengths where row-wise shards hold parts of a mean; TorchRec's order, then ours."""
+        """Divide by the bags' lengths, given in TorchRec's order, where row-wise shards hold parts of a mean."""
         divisors = dict(zip(self._embedding_names, divisor.split(self._embedding_dims, dim=1), strict=True))
         values = pooled.values() / torch.cat([divisors[name] for name in pooled.keys()], dim=1)  # noqa: SIM118
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), values)
@@ -160,20 +190,39 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._set_up_exchange()
 
 
-def build_layout(shardings: Sequence[Any], tables: Sequence[str], world_size: int) -> Layout:
-    """Lay out table-wise and column-wise shardings, the output's features in the order of `tables`.
+class _Part(Awaitable[torch.Tensor]):
+    """Some columns of what an exchange returns, for an output that has others between them."""
+
+    def __init__(self, parts: Callable[[], Sequence[torch.Tensor]], number: int) -> None:
+        super().__init__()
+        self._parts, self._number = parts, number
+
+    def _wait_impl(self) -> torch.Tensor:
+        return self._parts()[self._number]
+
+
+def _weighted(ids: KeyedJaggedTensor) -> bool:
+    weights = ids.weights_or_none()
+    return weights is not None and weights.is_floating_point()
+
+
+def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
+    """Return the names of the pooled embeddings in the order of the unsharded module."""
+    return [name for names in get_embedding_names_by_table(tables) for name in names]
+
+
+def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
+    """Lay out table-wise and column-wise shardings, the output's features in the order of `names`.
 
     All ranks build the same from the plan.
     """
     pieces: list[Piece] = []
-    names: dict[str, list[str]] = {}
     for owner in range(world_size):
         group = 0
         for source, sharding in enumerate(shardings):
             position = 0
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
-                    names[table.name] = table.embedding_names
                     for name in table.embedding_names:
                         pieces.append(
                             Piece(
@@ -191,14 +240,15 @@ def build_layout(shardings: Sequence[Any], tables: Sequence[str], world_size: in
                         )
                         position += 1
                 group += 1
-    return Layout(pieces, [name for table in tables for name in names.get(table, [])], world_size)
+    return Layout(pieces, names, world_size)
 
 
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange: any model that `DistributedModelParallel` takes gets it by this.
 
     Table-wise and column-wise shards in GPU memory (or the host's, for CPU ranks) with SGD, Adagrad or row-wise Adagrad
-    are exchanged; all else stays with TorchRec, which the log says once. Checkpoints are TorchRec's own.
+    are exchanged; all else stays with TorchRec, which the log says once. Checkpoints are TorchRec's own, and so is the
+    order of the output's columns. docs/torchrec.md says what else to know.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -217,8 +267,17 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         wire_dtype: str = "fp32",
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
         backward: str = "auto",
+        copy_output: bool = True,
+        output_order: str = "plan",
     ) -> None:
-        """Take TorchRec's arguments, then the configuration's keys of section `embedding`.
+        """Take TorchRec's arguments, the configuration's keys of section `embedding`, and what the output is.
+
+        Args:
+            copy_output: return a copy of the pooled embeddings. False returns the window that peers have stored them
+                in, which saves reading and writing them once more; it must be let go of before the next forward of the
+                module, which raises `WindowHeldError` otherwise.
+            output_order: of the features in the output: "plan", as TorchRec has it, or "model", as the unsharded
+                module has it.
 
         Raises:
             InputError: if a value breaks a rule.
@@ -229,11 +288,13 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ("schedule", schedule, ("auto", *SCHEDULES)),
             ("wire_dtype", wire_dtype, tuple(_WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
+            ("output_order", output_order, ("plan", "model")),
         ):
             if value not in known:
                 raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
         # The configuration's own checks of the other keys.
         EmbeddingConfig(slice_bags=slice_bags, programs_per_sm=programs_per_sm, wait_timeout_s=wait_timeout_s)
+        self.output_order = output_order
         self.options = ExchangeOptions(
             backend,
             schedule,
@@ -242,6 +303,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             _WIRE_DTYPES[wire_dtype],
             wait_timeout_s,
             backward="push" if backward == "auto" else backward,
+            copy_output=copy_output,
         )
 
     def shard(
@@ -263,6 +325,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             module_fqn=module_fqn,
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             options=self.options,
+            output_order=self.output_order,
         )
 
     @property
@@ -299,6 +362,8 @@ def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
             wire_dtype=config.wire_dtype,
             wait_timeout_s=config.wait_timeout_s,
             backward=config.backward,
+            copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
+            output_order="model",
         )
     codecs = None
     if config.wire_dtype != "fp32":

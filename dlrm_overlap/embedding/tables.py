@@ -1,7 +1,7 @@
 """This rank's rows, where FBGEMM keeps them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -15,6 +15,19 @@ OPTIMIZERS = {
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
+
+
+class UpdateRule(NamedTuple):
+    """The numbers of one lookup's optimizer."""
+
+    lr: float
+    arguments: Any
+    """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
+
+    @property
+    def only_fbgemm(self) -> bool:
+        """Whether FBGEMM's own operator alone updates rows so."""
+        return bool(self.arguments.weight_decay or self.arguments.max_norm)
 
 
 class LocalTables:
@@ -57,7 +70,10 @@ class LocalTables:
         states = self._states[piece.group]
         return states[piece.table][0] if states else None
 
-    def optimizer(self, piece: Piece) -> tuple[str, float, float]:
-        """Return the optimizer of a piece's rows, its learning rate now and its eps."""
-        tbe = self.lookups[piece.group]
-        return OPTIMIZERS[tbe.optimizer], tbe.get_learning_rate(), tbe.optimizer_args.eps
+    def optimizer(self, piece: Piece) -> str:
+        """Return the optimizer of a piece's rows: sgd | adagrad | rowwise_adagrad."""
+        return OPTIMIZERS[self.lookups[piece.group].optimizer]
+
+    def rules(self) -> list[UpdateRule]:
+        """Return how each lookup's rows are updated by a step whose forward is now: as FBGEMM, which reads it there."""
+        return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args) for tbe in self.lookups]

@@ -59,7 +59,7 @@ class OutputWindows:
         if self._held():
             raise WindowHeldError(
                 "pooled embeddings: a forward began while the output of the one before is in use, and peers would "
-                "overwrite it; run its backward or drop it first, evaluate under torch.no_grad(), keep a clone()"
+                "overwrite it; give the sharder copy_output=True, or run its backward or drop it first"
             )
         self.epoch += 1
         return self.epoch

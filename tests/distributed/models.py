@@ -62,12 +62,15 @@ class Model(nn.Module):
             modules.append(EmbeddingBagCollection(configs, is_weighted=weighted, device=torch.device("meta")))
             self.names.append([name for names in get_embedding_names_by_table(configs) for name in names])
         self.embedding, self.other = modules
+        self.keys: list[list[str]] = []
+        """of the last outputs, the other module's first"""
         self.dense = nn.Linear(1, 1, bias=False)
         nn.init.ones_(self.dense.weight)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         pooled, other = self.embedding(batch.sparse), self.other(batch.sparse)
         scale = self.dense(batch.dense)
+        self.keys = [other.keys(), pooled.keys()]
         by_name = other.to_dict()  # waits for the later one first
         outputs = {name: by_name[name] for name in self.names[1]}
         by_name = pooled.to_dict()
@@ -122,8 +125,9 @@ def train(
     }
     result = {
         "outputs": outputs,
-        "weights": dict(_local(sharded.state_dict())),
-        "states": dict(_local(states)),
+        "weights": dict(local_tensors(sharded.state_dict())),
+        "states": dict(local_tensors(states)),
+        "keys": model.keys,
         "exchanged": [_way(exchange) for exchange in exchanges(sharded)],
     }
     for exchange in exchanges(sharded):
@@ -134,11 +138,11 @@ def train(
 def _way(exchange: Exchange) -> tuple[str, str, int]:
     """Return backend, backward and the parts of the gradient windows, 0 without any."""
     backward = exchange._made().backward
-    parts = backward._gradients.parts if isinstance(backward, HostPush) else 0
+    parts = backward.gradients.parts if isinstance(backward, HostPush) else 0
     return exchange.options.backend, type(backward).__name__, parts
 
 
-def _local(tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def local_tensors(tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield copies of what this rank holds of each tensor."""
     for name, tensor in tensors.items():
         shards = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]

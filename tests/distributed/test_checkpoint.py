@@ -1,5 +1,6 @@
 """A run that stops and goes on is the run that did not stop."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -63,11 +64,17 @@ def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> No
     assert "has optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']" in line
 
 
-def test_a_new_run_does_not_save_among_an_earlier_ones(whole: Path) -> None:
+def test_a_finished_run_is_left_as_it_was(whole: Path) -> None:
+    files = [path for path in whole.rglob("*") if path.is_file()]
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
     argv = ["train", "--config", "configs/quickstart.yaml", "--log.dir", str(whole.parent), "--log.name", "run"]
-    result = run_cli(*argv, *SAVING, "--checkpoint.resume", "never", "--train.device", "cpu")
-    assert result.returncode == 2
-    assert "step_30 is an earlier run's" in result.stderr
+    result = run_cli(*argv, *SAVING, "--train.steps", "30", "--train.device", "cpu", "--nproc", "2")
+    assert result.returncode == 0, result.stderr
+    assert "nothing is trained: step 30 was the last, since train.steps is 30" in result.stderr
+    summary = json.loads((whole / "summary.json").read_text())
+    assert result.stdout.startswith(f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, ")
+    assert [path for path in whole.rglob("*") if path.is_file()] == files
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
 
 
 @pytest.mark.slow

@@ -16,14 +16,25 @@ COMPARE = ["compare", "--config", "configs/quickstart.yaml", "--train.device", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A comparison on 2 processes, in a folder that holds an earlier run's checkpoint and an earlier comparison."""
+    """A comparison on 2 processes, in a folder that holds an earlier one and its first run."""
     folder = tmp_path_factory.mktemp("compare")
-    train_quickstart(folder, "torchrec", 1, "--train.steps", "4", "--checkpoint.every", "4")
-    (folder / "comparison.json").write_text("an earlier one")
+    (folder / "torchrec").mkdir()
+    for file in ("comparison.json", "torchrec/events.out.tfevents.1.earlier", "torchrec/summary.json"):
+        (folder / file).write_text("an earlier one's")
+    (folder / "torchrec" / "metrics.jsonl").write_text('{"step": 21, "train/loss": 0.5}\n')
     result = run_cli(*COMPARE, "--backends", *BACKENDS, "--nproc", "2", "--log.dir", str(folder))
     assert result.returncode == 0, result.stderr
     (folder / "stdout").write_text(result.stdout)
+    (folder / "stderr").write_text(result.stderr)
     return folder
+
+
+def test_an_earlier_comparisons_runs_are_replaced_and_the_log_says_so(folder: Path) -> None:
+    lines = (folder / "stderr").read_text().splitlines()
+    (line,) = [line for line in lines if "in place of" in line]
+    assert line.endswith("backend torchrec, in place of the run that lay there")
+    assert not (folder / "torchrec" / "events.out.tfevents.1.earlier").exists()
+    assert not list(folder.glob("*/checkpoints"))
 
 
 def test_every_backend_agrees_with_the_reference(folder: Path) -> None:

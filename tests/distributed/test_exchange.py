@@ -15,6 +15,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding import gradients
 from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
 from dlrm_overlap.kernels.launch import INTERPRETED
@@ -88,6 +89,20 @@ def check_a_silent_peer_is_named_in_time(rank: int, world_size: int) -> None:
         arena.wait("ready", torch.tensor([4] * world_size), epoch=5, timeout_s=0.3)
     assert 0.3 <= time.monotonic() - began < 3
     assert f"rank {rank} waited 0.3 s for slice 3 of rank 2: expected epoch 5, seen 0;" in str(raised.value)
+
+
+def check_what_one_rank_cannot_make_is_told_on_all(rank: int, world_size: int) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(
+            InputError, match=r"no room for .* \(No space left" + (r".*\(rank 1\)" if rank != 1 else "")
+        ):
+            _open(window=Region((1000,), torch.int64))
+    assert _open(window=Region((1,), torch.int64)).local("window").tolist() == [0]
 
 
 def check_arenas_side_by_side(rank: int, world_size: int) -> None:
@@ -170,6 +185,7 @@ def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
     exchange = stage.exchange(_group(), "pgas")
     step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
     exchange.launch(step)
+    exchange.expect_gradient(step)
     exchange.collect(step)
     for number in range(6):
         exchange.send_gradient(step, torch.full((4, stage.layout.total_dim), float(number)))
@@ -332,9 +348,9 @@ def _lose_a_rank(folder: Path) -> None:
         ):
             pooled.pop(backend).sum().backward()
         with pytest.raises(
-            ExchangeTimeoutError, match=r"rank 0 waited 0.5 s for slice \d of rank 1: expected epoch 2, seen"
+            RuntimeError, match=r"update has failed \(ExchangeTimeoutError: .* of rank 1: .* start again"
         ):
-            exchange.start(inputs, sizes).wait()
+            exchange.start(inputs, sizes)
         assert time.monotonic() - began < 5
         (folder / backend).touch()
     os._exit(0)  # the group is broken

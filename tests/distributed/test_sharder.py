@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import UserEnabledConfigDefinition, WeightDecayMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
+    column_wise,
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
@@ -186,6 +188,7 @@ def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
             assert_all_near(outputs, expected, tolerance if step else 0.0, f"rank {rank}, step {step}, output")
         assert_all_near(ours["weights"], stock["weights"], tolerance, f"rank {rank}, weight")
         assert_all_near(ours["states"], stock["states"], tolerance, f"rank {rank}, state")
+        assert ours["keys"] == stock["keys"], "columns lie where a model finds them that reads them by position"
         used = WAYS[way]["backend"], *(("HostPush", 1) if pushed else ("CollectiveBackward", 0))
         assert ours["exchanged"] == ([] if case.weighted else [used] * 2)
 
@@ -208,6 +211,21 @@ def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> No
         assert sorted(saved[way]["log"]) == (sorted(lines) if rank == 0 else [])
 
 
+def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:
+    tables: Tables = {"a": (5, 4, ["x", "y"], SUM), "b": (5, 8, ["y"], SUM), "c": (5, 4, ["z"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    ways = {"a": FUSED, "b": data_parallel(), "c": column_wise([0], compute_kernel="fused")}
+    sharder: Any = OverlapEmbeddingBagCollectionSharder(output_order="model")
+    ordered: Any = OverlapEmbeddingBagCollectionSharder()
+    plan = dict(construct_module_sharding_plan(module, dict(reversed(ways.items())), sharder, 1, 1, "cpu"))
+    environment = ShardingEnv.from_process_group(world_of_one)
+    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 3]), lengths=torch.ones(3, dtype=torch.int64))
+    by_model, by_plan = (each.shard(module, plan, environment, CPU)(ids) for each in (sharder, ordered))
+    assert by_model.keys() == ["x", "y@a", "z", "y@b"], "what TorchRec keeps comes last"
+    assert by_plan.keys() != by_model.keys()
+    assert by_plan.keys() == EmbeddingBagCollectionSharder().shard(module, plan, environment, CPU)(ids).keys()
+
+
 def _bf16_codecs() -> dict[str, QuantizedCommCodecs] | None:
     return get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16))
 
@@ -218,6 +236,7 @@ def _shard_alone(sharder: Any, way: ParameterShardingGenerator, group: dist.Proc
     return sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
 
 
+WRITEBACK = UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
 FUSED = table_wise(0, compute_kernel="fused")
 
 
@@ -228,9 +247,10 @@ FUSED = table_wise(0, compute_kernel="fused")
         (table_wise(0, compute_kernel="dense"), {}, None, "compute kernel dense"),
         (FUSED, {"optimizer": EmbOptimType.EXACT_ADAGRAD, "gradient_clipping": True}, None, "gradient clipping"),
         (FUSED, {"output_dtype": SparseType.FP16}, None, "output of type fp16"),
+        (FUSED, {"extra_optimizer_config": WRITEBACK}, None, "a writeback hook"),
         (FUSED, {}, _bf16_codecs, "quantised communication: use wire_dtype instead"),
     ],
-    ids=["row_wise", "dense", "gradient_clipping", "output_dtype", "codecs"],
+    ids=["row_wise", "dense", "gradient_clipping", "output_dtype", "writeback", "codecs"],
 )
 def test_reasons_to_fall_back(
     world_of_one: dist.ProcessGroup,
@@ -277,7 +297,14 @@ def test_reasons_for_the_collective(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("backend", "x"), ("schedule", "x"), ("wire_dtype", "x"), ("backward", "x"), ("slice_bags", 3)],
+    [
+        ("backend", "x"),
+        ("schedule", "x"),
+        ("wire_dtype", "x"),
+        ("backward", "x"),
+        ("slice_bags", 3),
+        ("output_order", "x"),
+    ],
 )
 def test_wrong_arguments_are_told_in_one_line(option: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{option}.*{value}") as raised:

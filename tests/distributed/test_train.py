@@ -102,13 +102,31 @@ def test_tensorboard_shows_curves_and_texts(run: Path) -> None:
     assert losses == pytest.approx(read_metrics(run, "train/loss"))
 
 
-def test_a_second_run_in_the_folder_replaces_the_first(tmp_path: Path) -> None:
-    for steps in ("12", "8"):
-        run = train_quickstart(tmp_path, "again", 1, "--train.steps", steps, "--data.eval_samples", "512")
-    assert list(read_metrics(run, "train/loss")) == list(range(1, 9))
-    events = EventAccumulator(str(run))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+def _refusal(*argv: str) -> str:
+    """Return the line that two ranks refuse to train the quickstart with."""
+    options = ["train", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu", *argv]
+    result = run_cli(*options)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
+    assert "Traceback" not in result.stderr
+    return line
+
+
+def test_a_second_run_in_the_folder_is_refused(run: Path) -> None:
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    line = _refusal("--log.dir", str(run.parent), "--log.name", run.name, "--train.steps", "8")
+    assert f"log.name: {run} holds the results of an earlier run" in line
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
+    rates = ["--train.lr", "1e30", "--train.optimizer", "sgd", "--embedding.backend", "pgas"]
+    line = _refusal("--log.dir", str(tmp_path), *rates, "--checkpoint.every", "2", "--log.every", "1")
+    assert "the training loss is nan and must be finite" in line
+    assert "lower train.lr 1e+30" in line
+    losses = list(read_metrics(tmp_path / "pgas", "train/loss").values())
+    assert losses[-1] is None
+    assert not list(tmp_path.glob("pgas/checkpoints/*"))
 
 
 def test_early_stop_at_the_target(several: Path) -> None:

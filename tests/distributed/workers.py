@@ -62,6 +62,7 @@ def quickstart(folder: Path, name: str, *options: str) -> Config:
     """Return the quickstart's configuration for a run `name` in `folder`, changed by dotted `options`."""
     argv = ["--config", str(ROOT / "configs/quickstart.yaml"), "--train.device", "cpu"]
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
+    argv += ["--checkpoint.last", "false"]
     return parse_config("train", "", [*argv, *options], lambda parser: None)[0]
 
 

@@ -25,6 +25,7 @@ from tests.agreement import assert_same
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
 
 GUARD = -7.0  # what lies around the elements that a kernel may write; those are poisoned with NaN
+_GUARDS = 8  # at each end of what must begin at a multiple of 16 bytes
 CPU = torch.device("cpu")
 
 
@@ -210,12 +211,14 @@ class SlicedWorld(World):
     def _make_shared(self, grid: TaskGrid) -> tuple[SliceState, torch.Tensor, torch.Tensor]:
         """Return the state of a rank's programs, and its staging and counters with a guard at each end."""
         pairs = grid.world_size * grid.features
-        staging = torch.full((pairs * grid.blocks * grid.task_bags * self.case.dim + 2,), GUARD, dtype=self.case.wire)
-        staging[1:-1] = torch.nan
-        done = torch.tensor([GUARD, *[0] * (pairs * grid.slices), GUARD]).int()
+        staged = pairs * grid.blocks * grid.task_bags * self.case.dim
+        staging = torch.full((staged + 2 * _GUARDS,), GUARD, dtype=self.case.wire)
+        staging[_GUARDS:-_GUARDS] = torch.nan
+        done = torch.full((pairs * grid.slices + 2 * _GUARDS,), int(GUARD), dtype=torch.int32)
+        done[_GUARDS:-_GUARDS] = 0
         ticket = torch.zeros(2, dtype=torch.int32)
         trace = torch.full((len(grid), len(TRACE_COLUMNS)), -1)
-        return SliceState(staging[1:-1], done[1:-1], ticket, trace), staging, done
+        return SliceState(staging[_GUARDS:-_GUARDS], done[_GUARDS:-_GUARDS], ticket, trace), staging, done
 
     def flags(self, rank: int, counts: Sequence[int] | None = None, timeout: int = 3) -> Flags:
         """Return a rank's flags; it waits for the first counts[w] of rank w, `timeout` turns at most."""
@@ -256,11 +259,12 @@ class SlicedWorld(World):
 
     def assert_ready_for_another_launch(self) -> None:
         for rank, (state, staging, done) in enumerate(self.shared):
-            expected = torch.zeros_like(done)
-            expected[[0, -1]] = int(GUARD)
+            expected = torch.full_like(done, int(GUARD))
+            expected[_GUARDS:-_GUARDS] = 0
             assert_same(done, expected, f"done of rank {rank}")
             assert_same(state.ticket, torch.zeros_like(state.ticket), f"ticket of rank {rank}")
-            assert (staging[0], staging[-1]) == (GUARD, GUARD), f"staging of rank {rank}"
+            guards = torch.cat((staging[:_GUARDS], staging[-_GUARDS:]))
+            assert_same(guards, torch.full_like(guards, GUARD), f"guards of the staging of rank {rank}")
 
 
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
@@ -286,7 +290,7 @@ CASES = {
 # Every dim with every type of rows, and every type of rows with every type of the wire.
 CASES |= {
     f"dim_{dim}_{str(weights)[6:]}_rows_{str(wire)[6:]}_wire": Case((2, 3), (2, 1), dim, weights, wire, longest=2)
-    for turn, dim in enumerate((4, 12, 64, 92, 128, 1024))
+    for turn, dim in enumerate((4, 12, 64, 92, 128, 1020, 1024))
     for row, weights in enumerate((fp32, fp16, bf16))
     for wire in [(fp32, bf16, fp16)[(turn + row) % 3]]
 }

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from dlrm_overlap.comm.arena import Record
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 
@@ -28,7 +31,7 @@ def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
 
 
 def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:
-    """Let rank 1 wait and return what is recorded."""
+    """Let rank 1 wait, and return what is recorded."""
     record = Record(CPU)
     before = ready.clone()
     wait_flags(_flags([ready] * len(counts), 1, counts, record), 1, epoch)
@@ -40,6 +43,12 @@ def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | Non
 def test_a_wait_returns_when_all_flags_have_reached_the_epoch() -> None:
     ready = torch.tensor([[4, 5, 0], [0, 0, 0], [4, 4, 4]])
     assert _wait(ready, counts=[2, 0, 3], epoch=4) is None
+
+
+def test_a_rank_alone_waits_for_nothing() -> None:
+    told = Record(CPU)
+    wait_flags(_flags([torch.tensor([[0]])], 0, [0], told), 0, epoch=1)
+    assert told.empty
 
 
 @pytest.mark.parametrize("peer", [0, 1, 2])
@@ -61,3 +70,43 @@ def test_of_several_missing_flags_the_one_furthest_behind_is_named() -> None:
     ready = torch.full((3, 5), 9)
     ready[0, 1], ready[2, 3], ready[2, 4] = 8, 2, 7
     assert _wait(ready, counts=[5] * 3, epoch=9) == [1, 2, 3, 9, 2]
+
+
+@triton.jit
+def _record(status, a, b, c, KIND: tl.constexpr):
+    zero = tl.full((), 0, tl.int64)
+    record(status, KIND, a + zero, b + zero, c + zero, zero, zero)
+
+
+def _record_bad_id(told: Record, position: int, sample: int, rows: int) -> None:
+    _record[(1,)](told.status, position, sample, rows, KIND=BAD_ID)
+
+
+def test_a_wait_that_expires_after_a_bad_id_is_told_and_the_bad_id_too() -> None:
+    told = Record(CPU)
+    _record_bad_id(told, 4, 5, 6)
+    assert (told.bad_id(), told.expired(), told.empty) == ([4, 5, 6], None, False)
+    wait_flags(_flags([torch.tensor([[3]])], 0, [1], told), 0, epoch=4)
+    assert told.expired() == [0, 0, 0, 4, 3]
+    _record_bad_id(told, 7, 8, 9)
+    assert told.bad_id() == [4, 5, 6], "the first one stays"
+
+
+def test_a_bad_id_after_an_expired_wait_is_told_too() -> None:
+    told = Record(CPU)
+    wait_flags(_flags([torch.tensor([[3]])], 0, [1], told), 0, epoch=4)
+    assert (told.bad_id(), told.empty) == (None, False)
+    _record_bad_id(told, 4, 5, 6)
+    assert (told.bad_id(), told.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])
+
+
+def test_a_bad_id_that_was_cleared_gives_way_to_another() -> None:
+    told = Record(CPU)
+    told.clear_bad_id()
+    assert told.empty
+    _record_bad_id(told, 4, 5, 6)
+    wait_flags(_flags([torch.tensor([[3]])], 0, [1], told), 0, epoch=4)
+    told.clear_bad_id()
+    assert (told.bad_id(), told.expired()) == (None, [0, 0, 0, 4, 3])
+    _record_bad_id(told, 7, 8, 9)
+    assert told.bad_id() == [7, 8, 9]

@@ -143,7 +143,9 @@ def test_ranks_of_unlike_batches_and_pieces(
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("dim", "samples"), [(4, 8195), (12, 2051), (128, 259), (1024, 35)])  # all but 3 in full tasks
+@pytest.mark.parametrize(
+    ("dim", "samples"), [(4, 8195), (12, 2051), (128, 259), (1020, 35), (1024, 35)]
+)  # all but 3 in full tasks
 def test_dims_and_types(wire: torch.dtype, dim: int, samples: int) -> None:
     _check(Case((samples, 3), ((dim,), (dim, dim)), wire))
 

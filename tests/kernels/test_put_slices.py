@@ -119,11 +119,13 @@ def test_tasks_can_store_in_place_without_staging() -> None:
         assert state.staging.isnan().all()
 
 
-def test_the_end_wait_returns_when_the_peers_flags_are_there() -> None:
+@pytest.mark.parametrize("programs", [1, 2, 40])
+def test_the_end_wait_returns_when_the_peers_flags_are_there(programs: int) -> None:
+    """Also where one program runs at a time, as here: it waits before the next one starts, which has but its share."""
     world = SlicedWorld(Case())
     world.ready[0][1, : world.used[1]] = 5  # as rank 1 would have raised them
-    world.put_slices(0, epoch=5, counts=[0, world.used[1]])
-    world.put_slices(1, epoch=5, counts=[world.used[0], 0])
+    world.put_slices(0, epoch=5, programs=programs, counts=[0, world.used[1]])
+    world.put_slices(1, epoch=5, programs=programs, counts=[world.used[0], 0])
     world.assert_windows()
     world.assert_flags(epoch=5)
     world.assert_no_record()

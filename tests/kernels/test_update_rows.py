@@ -24,7 +24,7 @@ RANGES = (
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("means", [False, True], ids=["sums", "means"])
-@pytest.mark.parametrize("dim", [4, 12, 128, 1024])
+@pytest.mark.parametrize("dim", [4, 12, 128, 1020, 1024])
 def test_rows_are_updated_once_by_the_sum_of_their_gradients(optimizer: str, means: bool, dim: int) -> None:
     model = Model(Case((replace(MIXED, dim=dim, optimizer=optimizer, means=means),)))
     bags_by_key = list(zip(model.keys.tolist(), model.bags.tolist(), strict=True))
@@ -133,6 +133,13 @@ def test_equal_beginnings_end_in_the_same_bits() -> None:
     assert_same(models[0].states[0], models[1].states[0], "states")
 
 
+def test_a_window_whose_places_do_not_fit_is_refused() -> None:
+    model = Model(Case())
+    window = model.window[:1].expand(2**33 + 4)  # takes no memory
+    with pytest.raises(AssertionError, match="window of 8589934596 elements"):
+        update_rows(model.prepare(), model.row_range(0), window, RULE, model.case.piece_ids)
+
+
 def test_no_ids() -> None:
     model = Model(Case((Rows(((0, 0),), optimizer="adagrad", means=True),)))
     runs = model.prepare()
@@ -217,7 +224,7 @@ def test_the_seed_tells_how_to_round(weights: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dim", [4, 12, 128, 1024])
+@pytest.mark.parametrize("dim", [4, 12, 128, 1020, 1024])
 def test_atomic_additions_of_sums(ids: torch.dtype, dim: int) -> None:
     model = Model(Case((MIXED, replace(MIXED, dim=dim)), ids=ids, offsets=ids))
     for index in (1, 0):

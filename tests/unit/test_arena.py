@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_too_little_shared_memory_is_told(world_of_one: dist.ProcessGroup, monke
         open_arena(REGIONS, world_of_one, CPU)
     assert "\n" not in str(raised.value)
     assert not Path(reserved[0]).exists()
+
+
+def test_a_machine_that_stores_in_another_order_is_refused(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(InputError, match=r"x86-64 stores, and this is aarch64; use --embedding.backend torchrec"):
+        open_arena(REGIONS, world_of_one, CPU)
 
 
 def test_a_loan_is_held_as_long_as_a_tensor_lives(arena: HostArena) -> None:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -11,10 +12,62 @@ import pytest
 import torch
 
 import dlrm_overlap
-from dlrm_overlap.cli import main
+from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.parsing import parse_config
 from dlrm_overlap.ranks import run_on_ranks
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def _end(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int) -> int:
+    """Return the code that `run` ends the process with where `main` ends by `ends`."""
+
+    def main() -> int:
+        if isinstance(ends, int):
+            return ends
+        raise ends
+
+    def exit_at_once(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr("dlrm_overlap.cli.main", main)
+    monkeypatch.setattr("os._exit", exit_at_once)
+    with pytest.raises(Ended) as ended:
+        run()
+    return ended.value.args[0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(0, 0), (2, 2), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (Ended(), 1)],
+)
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int, code: int) -> None:
+    assert _end(monkeypatch, ends) == code
+
+
+def test_an_error_is_told_and_ends_the_process_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end(monkeypatch, RuntimeError("CUDA error: an illegal memory access")) == 1
+    assert "RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().err
+
+
+def test_a_thread_that_never_ends_does_not_hold_up_a_failure() -> None:
+    """As a dead CUDA context does, it would hold up the end of the interpreter."""
+    script = """
+import threading
+from dlrm_overlap import cli
+threading.Thread(target=threading.Event().wait).start()
+cli.COMMANDS["train"] = lambda argv: [].pop()
+cli.run()
+"""
+    command = [sys.executable, "-c", script, "train"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "IndexError: pop from empty list" in result.stderr
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlrm_overlap.compare import (
     backend_configs,
@@ -14,8 +16,11 @@ from dlrm_overlap.compare import (
     format_comparison,
     greatest_difference,
     report,
+    train_backends,
 )
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.trainer import NotFiniteError, check_device
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
 
@@ -31,6 +36,11 @@ def _run(folder: Path, losses: dict[int, float | None], step_ms: float = 10.0) -
     summary |= {"world_size": 4, "device": "cpu", "global_batch_size": 64, "versions": {"torch": "2"}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+def _config(folder: Path, *options: str) -> Config:
+    argv = ["--config", "configs/quickstart.yaml", "--log.dir", str(folder), *options]
+    return parse_config("test", "", argv, lambda parser: None)[0]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +137,65 @@ def test_table_fits_100_columns(tmp_path: Path) -> None:
     assert len(table.splitlines()) == 5
 
 
-def test_runs_differ_in_the_backend_alone_and_start_anew() -> None:
-    argv = ["--config", "configs/quickstart.yaml", "--checkpoint.every", "50"]
-    config, _ = parse_config("test", "", argv, lambda parser: None)
+def test_runs_differ_in_the_backend_alone_and_start_anew(tmp_path: Path) -> None:
+    config = _config(tmp_path, "--checkpoint.every", "50")
     first, second = (config.as_dict() for config in backend_configs(config, ["pgas", "torchrec"]).values())
     assert (first["embedding"].pop("backend"), second["embedding"].pop("backend")) == ("pgas", "torchrec")
     assert first == second
-    assert (first["checkpoint"]["resume"], first["checkpoint"]["every"]) == ("never", 0)
+    assert first["checkpoint"] == config.as_dict()["checkpoint"] | {"resume": "never", "every": 0, "last": False}
     assert first["train"] == config.as_dict()["train"]
+
+
+def test_a_backward_is_for_the_backends_that_have_it(tmp_path: Path) -> None:
+    config = _config(tmp_path, "--embedding.backward", "collective")
+    configs = backend_configs(config, ["torchrec", "nccl", "pgas"])
+    assert [config.embedding.backward for config in configs.values()] == ["auto", "collective", "collective"]
+    for config in configs.values():
+        check_device(config, torch.device("cpu"))
+
+
+def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "pgas" / "checkpoints" / "step_4").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"log\.dir: .*pgas/checkpoints/step_4 .*; give another --log\.dir, or remove"):
+        backend_configs(_config(tmp_path), ["torchrec", "pgas"])
+    assert list(backend_configs(_config(tmp_path), ["torchrec", "fused"])) == ["torchrec", "fused"]
+
+
+class _Trainer:
+    """Stands for a trainer whose run has the losses `losses`, and ends early at one that is not finite."""
+
+    def __init__(self, config: Config, losses: dict[int, float | None]) -> None:
+        self.folder, self.losses = config.folder, losses
+
+    def fit(self, replace: bool) -> None:
+        assert replace
+        shutil.rmtree(self.folder, ignore_errors=True)
+        _run(self.folder, self.losses)
+        if None in self.losses.values():
+            (self.folder / "summary.json").unlink()
+            raise NotFiniteError("step 40: the training loss is nan")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", ["torchrec", "pgas"])
+def test_a_backend_whose_loss_is_not_finite_does_not_end_the_comparison(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    losses = {"torchrec": {**REFERENCE}, "pgas": {**REFERENCE}, "fused": {**REFERENCE}} | {broken: {20: 0.5, 40: None}}
+    _run(tmp_path / "torchrec", {20: 0.1})
+    with caplog.at_level("INFO", "dlrm_overlap"):
+        folders = train_backends(
+            backend_configs(_config(tmp_path), list(losses)),
+            lambda config: _Trainer(config, losses[config.embedding.backend]),  # type: ignore[return-value]
+        )
+    assert caplog.messages[0] == "backend torchrec, in place of the run that lay there"
+    assert "backend fused" in caplog.messages
+    assert f"backend {broken}: step 40: the training loss is nan" in caplog.messages
+    comparison = compare_runs(folders, 1e-4)
+    assert comparison["backends"][broken]["eval_auroc"] is None
+    assert "step 40: loss nan" in comparison["backends"][broken]["fault"]
+    assert comparison["backends"]["fused"]["agree"] is (broken != "torchrec")
+    assert (comparison["device"], comparison["agree"]) == ("cpu", False)
+    assert "DISAGREE" in format_comparison(comparison)

@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from dlrm_overlap.config import (
@@ -10,6 +13,15 @@ from dlrm_overlap.config import (
     TrainConfig,
     parse_multi_hot,
 )
+from dlrm_overlap.parsing import parse_config
+
+
+def _read(*argv: str) -> Config:
+    return parse_config("test", "", argv, lambda parser: None)[0]
+
+
+def _quickstart(*options: str) -> Config:
+    return _read("--config", "configs/quickstart.yaml", *options)
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])
@@ -103,3 +115,86 @@ def test_ranks_share_the_global_batch() -> None:
 def test_decay_must_follow_the_warm_up() -> None:
     with pytest.raises(InputError, match="must not lie before the end of the warm-up"):
         TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--train.target_auroc 0.8 --train.eval_every 0",
+            "train.target_auroc: 0.8 has no effect while",
+        ),
+        ("--train.decay_start_step 5", "train.decay_start_step: 5 .* set train.decay_steps"),
+        ("--train.optimizer sgd --train.eps 0.1", "train.eps: 0.1 has no effect on sgd"),
+        ("--embedding.optimizer sgd --embedding.eps 0.1", "embedding.eps: 0.1 has no effect on sgd"),
+        ("--model.cross_layers 5", "model.cross_layers: 5 .* set model.arch dcn"),
+        ("--model.cross_rank 5", "model.cross_rank: 5 .* under model.arch dot"),
+        ("--data.path days", "data.path: days has no effect under data.kind synthetic; set data.kind"),
+        ("--data.eval_path days", "data.eval_path: days has no effect under data.kind synthetic"),
+        ("--data.eval_fraction 0.5", "data.eval_fraction: 0.5 has no effect under data.kind synthetic"),
+        ("--log.trace_first 5", "log.trace_first: 5 .* set log.trace_steps"),
+    ],
+)
+def test_a_key_without_effect_is_refused(options: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _quickstart(*options.split())
+
+
+def test_the_order_of_files_has_no_seed() -> None:
+    with pytest.raises(InputError, match=r"data\.seed: 5 has no effect on the samples of data\.kind criteo_npy"):
+        _read("--config", "configs/criteo_kaggle.yaml", "--data.seed", "5")
+
+
+def test_keys_that_others_give_an_effect_are_taken() -> None:
+    options = "--train.target_auroc 0.8 --train.decay_start_step 5 --train.decay_steps 9 --model.arch dcn"
+    options += " --model.cross_rank 5 --log.trace_first 5 --log.trace_steps 1 --data.seed 5"
+    assert _quickstart(*options.split()).train.target_auroc == 0.8
+    days = ["--data.kind", "criteo_multihot", "--data.path", "days", "--data.eval_path", "last"]
+    beside_a_synthetic_shape = _read("--config", "configs/mlperf_dcnv2.yaml", *days)
+    assert beside_a_synthetic_shape.data.eval_path == "last"
+    overridden = ["--train.steps", "5", "--train.epochs", "2", "--train.batch_size", "8", "--data.eval_fraction", "0.5"]
+    trial = _read("--config", "configs/criteo_kaggle.yaml", *overridden, "--data.eval_path", "last")
+    assert trial.train.global_batch_size == 128
+    tuned = _quickstart("--embedding.wait_timeout_s", "5", "--embedding.schedule", "linear")
+    assert (tuned.embedding.backend, tuned.embedding.slice_bags) == ("torchrec", 128)
+
+
+@pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
+@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0"])
+def test_floats_must_be_finite(key: str, value: str) -> None:
+    with pytest.raises(InputError, match=key):
+        _quickstart(f"--{key}={value}")
+
+
+@pytest.mark.parametrize("key", ["data.eval_fraction", "train.target_auroc", "data.tables.zipf_alpha"])
+def test_floats_from_zero_on_must_be_finite(key: str) -> None:
+    with pytest.raises(InputError, match=key):
+        _quickstart(f"--{key}=inf")
+    with pytest.raises(InputError, match="zipf_alpha"):
+        _quickstart("--data.tables.zipf_alpha=[1,1,1,1,1,1,1,inf]")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/"])
+def test_a_runs_name_is_one_folder(name: str) -> None:
+    with pytest.raises(InputError, match=r"log\.name: .* must be the name of one folder"):
+        _quickstart("--log.name", name)
+
+
+def test_folder_of_a_run() -> None:
+    assert _quickstart("--embedding.backend", "pgas").folder == Path("runs/quickstart/pgas")
+    assert _quickstart("--log.name", "..mine").folder == Path("runs/quickstart/..mine")
+
+
+@pytest.mark.parametrize(
+    ("backend", "known"),
+    [
+        ("torchrec", ["auto"]),
+        ("nccl", ["auto", "collective"]),
+        ("pgas", ["auto", "collective", "push", "atomic"]),
+        ("fused", ["auto", "collective", "push", "atomic"]),
+    ],
+)
+def test_backwards_of_a_backend(backend: Any, known: list[str]) -> None:
+    backwards: list[Any] = ["auto", "collective", "push", "atomic"]
+    taken = [b for b in backwards if EmbeddingConfig(backend=backend, backward=b, optimizer="sgd").has_backward]
+    assert taken == known

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
+from dlrm_overlap.embedding.backward import HostPush
+from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step, WindowForward
 from dlrm_overlap.embedding.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from tests.agreement import assert_same
@@ -66,7 +67,103 @@ def test_a_cast_from_the_wires_type_lets_go(world_of_one: dist.ProcessGroup) -> 
     exchange.close()
 
 
-def _with_a_bad_id(mode: BoundsCheckMode) -> tuple[Stage, list[KeyedJaggedTensor], torch.Tensor]:
+def test_a_copy_may_be_kept(world_of_one: dist.ProcessGroup) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas", copy_output=True)
+    outputs = []
+    for number in range(4):
+        inputs, expected = stage.inputs(number, (5,))
+        outputs.append((exchange.start(inputs, (5,)).wait(), expected))
+    for number, (pooled, expected) in enumerate(outputs):
+        assert_same(pooled.detach(), expected, f"step {number}")
+    exchange.close()
+
+
+@pytest.mark.parametrize("copy_output", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lookups_that_overlap(world_of_one: dist.ProcessGroup, backend: str, copy_output: bool) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, backend, copy_output=copy_output)
+    begun = [stage.inputs(number, (5,)) for number in range(3)]
+    awaitables = [exchange.start(inputs, (5,)) for inputs, _ in begun]
+    for number in (1, 0, 2):
+        assert_same(awaitables[number].wait().detach(), begun[number][1], f"lookup {number}")
+    with pytest.raises(RuntimeError, match="asked for a second time"):
+        awaitables[1].wait()
+    exchange.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_output_may_be_changed_in_place(world_of_one: dist.ProcessGroup, backend: str) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, backend)
+    rows = {piece.name: stage.tables.weight(piece).clone() for piece in stage.pieces}
+    inputs, expected = stage.inputs(0, (5,))
+    pooled = exchange.start(inputs, (5,)).wait()
+    pooled.mul_(0.0).add_(1.0)
+    assert_same(pooled.detach(), torch.ones_like(expected), "changed")
+    pooled.sum().backward()
+    for piece in stage.pieces:
+        assert_same(stage.tables.weight(piece), rows[piece.name], "the factor is 0, and so is the gradient")
+    exchange.close()
+
+
+def test_a_gradient_is_held_until_the_update(world_of_one: dist.ProcessGroup) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas")
+    step = Step(stage.inputs(0, (5,))[0], BatchSizes.of((5,)))
+    exchange.launch(step)
+    exchange.expect_gradient(step)
+    gradient = torch.zeros_like(exchange.collect(step))
+    exchange.send_gradient(step, gradient)
+    assert step.gradient is gradient, "else autograd may add to it in place, where another stream still reads it"
+    exchange.update(step)
+    assert step.gradient is None
+    exchange.close()
+
+
+def test_rows_are_updated_in_autograds_order(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas", copy_output=True)
+    sent: list[int] = []
+    monkeypatch.setattr(HostPush, "send", lambda _, step, gradient: sent.append(step.number))
+    monkeypatch.setattr(HostPush, "update", lambda _, step: sent.append(-step.number))
+    (first, _), (second, _) = (stage.inputs(number, (5,)) for number in range(2))
+    exchange.steps = 7  # a run that resumes
+    awaitables = [exchange.start(inputs, (5,)) for inputs in (first, second)]
+    outputs = [awaitables[i].wait() for i in (1, 0)]
+    sum(output.square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+    assert sent == [8, -8, 7, -7], "the later lookup's first, as FBGEMM's own nodes"
+    exchange.close()
+
+
+def test_a_step_that_fails_is_the_last(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, "pgas")
+    inputs, _ = stage.inputs(0, (5,))
+    exchange.start(inputs, (5,)).wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "pool", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            exchange.start(inputs, (5,))
+    for _ in range(2):  # peers may wait for that step, and would take the next one's data for its
+        with pytest.raises(RuntimeError, match=r"launch has failed \(MemoryError: no room\) on this rank"):
+            exchange.start(inputs, (5,))
+    exchange.close()
+
+
+def test_an_epoch_begins_when_the_ids_have_been_checked(world_of_one: dist.ProcessGroup) -> None:
+    stage, inputs, _ = _with_a_bad_id(BoundsCheckMode.FATAL)
+    exchange = stage.exchange(world_of_one, "fused")
+    with pytest.raises(ValueError, match="outside its table"):
+        exchange.start(inputs, (5,))
+    forward = exchange._made().forward
+    assert isinstance(forward, WindowForward)
+    assert forward.windows.epoch == 0
+    exchange.close()
+
+
+def _with_a_bad_id(mode: BoundsCheckMode, bad: int = ROWS) -> tuple[Stage, list[KeyedJaggedTensor], torch.Tensor]:
     """Return a stage whose second feature has an id outside its table, and what taking row 0 for it gives."""
     stage = Stage(ALONE, 0, mode)
     inputs, expected = stage.inputs(0, (5,))
@@ -78,12 +175,14 @@ def _with_a_bad_id(mode: BoundsCheckMode) -> tuple[Stage, list[KeyedJaggedTensor
     column = stage.layout.column(piece)
     pooled = reference.pool(stage.weights[piece.name], ids.lengths()[5:10], ids.values()[begin:end])
     expected[:, column : column + piece.dim] = pooled
-    ids.values()[int(ids.offsets()[bag])] = ROWS
+    ids.values()[int(ids.offsets()[bag])] = bad
     return stage, inputs, expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_id_outside_its_table(world_of_one: dist.ProcessGroup, backend: str) -> None:
+def test_an_id_outside_its_table(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
     stage, inputs, _ = _with_a_bad_id(BoundsCheckMode.FATAL)
     with pytest.raises(ValueError, match="rank0_1: id 20 is outside its table of 20 rows"):
         stage.exchange(world_of_one, backend).start(inputs, (5,))
@@ -92,6 +191,21 @@ def test_an_id_outside_its_table(world_of_one: dist.ProcessGroup, backend: str) 
         pooled = stage.exchange(world_of_one, backend).start(inputs, (5,)).wait()
         assert_same(pooled.detach(), expected, mode.name)
         assert inputs[0].values().max() < ROWS, "the backward reads the ids once more"
+        said = ["rank0_1: id 20 is outside its table of 20 rows; map ids into 0 .. 19 where they are read; row 0 was"]
+        assert [message[: len(said[0])] for message in caplog.messages] == said, "under WARNING, and never again"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.NONE])
+def test_the_id_minus_one_stops_a_cpu_as_it_does_fbgemms(
+    world_of_one: dist.ProcessGroup, backend: str, mode: BoundsCheckMode
+) -> None:
+    stage, inputs, _ = _with_a_bad_id(mode, bad=-1)
+    ids, (lookup,) = inputs[0], stage.tables.lookups[:1]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        lookup(ids.values()[: int(ids.offsets()[10])].clone(), ids.offsets()[:11])
+    with pytest.raises(ValueError, match="rank0_1: id -1 is outside its table of 20 rows"):
+        stage.exchange(world_of_one, backend).start(inputs, (5,))
 
 
 @interpreted

@@ -40,6 +40,12 @@ def test_labels_all_alike_have_neither() -> None:
     assert math.isnan(result["ne"])
 
 
+def test_a_logit_that_is_nan_leaves_nothing_defined() -> None:
+    result = evaluation_metrics(torch.tensor([math.nan, 1.0, -1.0]), torch.tensor([0.0, 1, 0]))
+    assert all(math.isnan(value) for value in result.values())
+    assert evaluation_metrics(torch.tensor([math.inf, 1.0, -1.0]), torch.tensor([1.0, 1, 0]))["auroc"] == 1
+
+
 def test_quantile() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert math.isnan(quantile([], 0.5))
@@ -64,6 +70,13 @@ def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
         file.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]
+
+
+def test_a_line_that_a_crash_cut_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    MetricsFile(path, 2).close()
+    assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
 
 
 def test_slowed_steps_are_left_out_where_others_are_left() -> None:

@@ -42,7 +42,7 @@ def test_steps_count_up_and_windows_take_turns(windows: OutputWindows) -> None:
 def test_a_step_is_refused_while_an_output_is_held(windows: OutputWindows) -> None:
     lent = _produce(windows)
     for _ in range(2):
-        with pytest.raises(WindowHeldError, match="run its backward or drop it first") as raised:
+        with pytest.raises(WindowHeldError, match="give the sharder copy_output=True, or run its backward") as raised:
             windows.begin()
         assert "\n" not in str(raised.value)
     assert windows.epoch == 1, "a refused step is no step"

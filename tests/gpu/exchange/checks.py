@@ -1,11 +1,12 @@
 """All checks, in the order in which they run."""
 
-from tests.gpu.exchange import backward, backward_steps, faults, lookups, overlap, stress, training, windows
+from tests.gpu.exchange import backward, backward_steps, faults, lookups, overlap, streams, stress, training, windows
 
 CHECKS = (
     lookups.CHECKS
     | windows.CHECKS
     | stress.CHECKS
+    | streams.CHECKS
     | backward.CHECKS
     | backward_steps.CHECKS
     | overlap.CHECKS

@@ -1,0 +1,371 @@
+"""Ways in which models use an embedding collection, each trained under any sharder. Imports no pytest.
+
+What stock TorchRec takes, the drop-in must take: outputs that are changed in place or kept, collections that are called
+more than once a step, forwards without a backward, backwards that come late, and optimizers that change on the way.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
+from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.data import batch as data
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, exchanges
+from dlrm_overlap.embedding.weights import initialise_tables
+from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_near
+from tests.distributed.models import local_tensors
+
+STEPS = 4
+SAMPLES = 12
+ROWS, DIM, FEATURES = 30, 16, 4
+LEARNING_RATES = {"sgd": 0.5, "rowwise_adagrad": 0.05}
+_OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+
+
+class Tower(nn.Module):
+    """An embedding collection and what is made of its output, [b, FEATURES * DIM]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name=f"table{i}",
+                    num_embeddings=ROWS,
+                    embedding_dim=DIM,
+                    feature_names=[f"feature{i}"],
+                    pooling=PoolingType.MEAN if i == 2 else PoolingType.SUM,
+                )
+                for i in range(FEATURES)
+            ],
+            device=torch.device("meta"),
+        )
+        self.dense = nn.Linear(3, FEATURES * DIM)
+        self.over = nn.Linear(FEATURES * DIM, 1)
+
+    def pooled(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the pooled embeddings by position, so that columns in another order give another loss."""
+        return self.embedding(ids).values()
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.loss(self.pooled(ids) * self.dense(dense))
+
+    def loss(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the loss of [b, FEATURES * DIM]."""
+        return (self.over(hidden) - 1).square().mean() + hidden.square().mean()
+
+
+class InPlace(Tower):
+    """Changes the output in place."""
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.pooled(ids)
+        pooled.mul_(3.0).add_(0.01).relu_()
+        return self.loss(pooled * self.dense(dense))
+
+
+class Twins(Tower):
+    """Calls one collection twice, one tower after the other."""
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> torch.Tensor:
+        left = self.pooled(ids) * self.dense(dense)
+        right = self.pooled(others) * self.dense(dense + 1)
+        return self.loss(left) + self.loss(right * left)
+
+
+class TwoLookups(Tower):
+    """Starts two lookups of one collection before it uses either, the later one first."""
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> torch.Tensor:
+        first, second = self.embedding(ids), self.embedding(others)
+        hidden = self.dense(dense)
+        return self.loss(second.values() * hidden) + self.loss(first.values() * hidden * 2)
+
+
+class Recomputation(Tower):
+    """Computes the lookup and what follows once more in the backward."""
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        hidden: Any = checkpoint(lambda x: (self.pooled(ids) * x).tanh(), self.dense(dense), use_reentrant=False)
+        return self.loss(hidden)
+
+
+class SharedGradient(Tower):
+    """Adds the output to what is used elsewhere too, so that autograd has one gradient for both and adds to it."""
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        hidden, output = self.dense(dense), self.embedding(ids)
+        # Made between lookup and wait, it is added to the gradient while that one travels.
+        between = (hidden * 5).square().mean() + self.loss(hidden * 3)
+        return self.loss(hidden + output.values()) + between
+
+
+Batch = tuple[torch.Tensor, KeyedJaggedTensor, KeyedJaggedTensor]
+Take = Callable[[Callable[..., torch.Tensor], Tower, torch.optim.Optimizer, Batch, int], torch.Tensor]
+"""takes step number .. on a batch, and returns what is compared, []"""
+
+
+def _take(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    loss = call(*batch) if isinstance(tower, Twins | TwoLookups) else call(*batch[:2])
+    dense.zero_grad()
+    loss.backward()
+    dense.step()
+    return loss.detach()
+
+
+def _take_accumulated(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Two forwards, then their backwards: the earlier one's first."""
+    first, second = call(batch[0], batch[1]), call(batch[0] * 2, batch[2])
+    dense.zero_grad()
+    first.backward()
+    second.backward()
+    dense.step()
+    return (first + second).detach()
+
+
+def _take_with_evaluation(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Evaluate between forward and backward, and keep what evaluation has given."""
+    loss = call(*batch[:2])
+    with torch.no_grad():
+        kept = [tower.pooled(ids) for ids in (batch[2], batch[1], batch[2])]
+    dense.zero_grad()
+    loss.backward()
+    dense.step()
+    assert torch.equal(kept[0], kept[2]), "what was kept has changed"
+    return loss.detach() + sum(pooled.sum() for pooled in kept)
+
+
+def _take_or_skip(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Take no backward of every other forward, whose graph lives on behind the next one."""
+    skipped = call(*batch[:2]) if step % 2 else None
+    taken = _take(call, tower, dense, (batch[0], batch[2], batch[1]), step)
+    return taken if skipped is None else taken + skipped.detach()
+
+
+def _take_compiled(
+    call: Callable[..., torch.Tensor],
+    tower: Tower,
+    dense: torch.optim.Optimizer,
+    batch: Batch,
+    step: int,
+    compiler: str = "eager",
+) -> torch.Tensor:
+    compiled = torch.compile(call, backend=compiler)  # which keeps what it has compiled
+    return _take(compiled, tower, dense, batch, step)
+
+
+def _lookups(tower: Tower) -> list[Any]:
+    """Return the fused lookups that hold this rank's rows."""
+    sharded: Any = tower.embedding
+    return [module.emb_module for lookup in sharded._lookups for module in lookup._emb_modules]
+
+
+def _take_with_a_learning_rate_that_changes(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Set another learning rate between forward and backward, as a schedule may that a hook calls."""
+    loss = call(*batch[:2])
+    for lookup in _lookups(tower):
+        lookup.set_learning_rate(0.01 / (step + 1))
+    dense.zero_grad()
+    loss.backward()
+    return loss.detach()
+
+
+def _take_with_weight_decay_from_step_1(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    for lookup in _lookups(tower):
+        lookup.update_hyper_parameters({"weight_decay": 0.2 * step, "eps": 1e-3 * (step + 1)})
+    return _take(call, tower, dense, batch, step)
+
+
+def _take_weighted(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Give the ids of every other step weights, which FBGEMM applies though the collection is not weighted."""
+    ids = batch[1]
+    if step % 2:
+        weights = torch.linspace(0.5, 2.0, ids.values().numel(), device=ids.values().device)
+        ids = KeyedJaggedTensor(ids.keys(), ids.values(), weights=weights, lengths=ids.lengths())
+    return _take(call, tower, dense, (batch[0], ids, batch[2]), step)
+
+
+def _take_gradients(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Ask autograd for some gradients, which updates no row, then for all, which does."""
+    pooled = tower.pooled(batch[1])
+    loss = tower.loss(pooled * tower.dense(batch[0]))
+    some = torch.autograd.grad(loss, [pooled, tower.over.weight], retain_graph=True)
+    dense.zero_grad()
+    loss.backward()
+    dense.step()
+    return loss.detach() + sum(gradient.abs().sum() for gradient in some)
+
+
+USAGES: dict[str, tuple[type[Tower], Take]] = {
+    "in_place": (InPlace, _take),
+    "twins": (Twins, _take),
+    "two_lookups": (TwoLookups, _take),
+    "accumulation": (Tower, _take_accumulated),
+    "recomputation": (Recomputation, _take),
+    "shared_gradient": (SharedGradient, _take),
+    "evaluation_between": (Tower, _take_with_evaluation),
+    "skipped_backward": (Tower, _take_or_skip),
+    "compiled": (Tower, _take_compiled),
+    "autograd_grad": (Tower, _take_gradients),
+    "learning_rate_between": (Tower, _take_with_a_learning_rate_that_changes),
+    "weight_decay_later": (Tower, _take_with_weight_decay_from_step_1),
+    "weights_unasked": (Tower, _take_weighted),
+}
+
+
+def _plan(tower: Tower, sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device) -> ShardingPlan:
+    """Tables on ranks in turn, the last one's columns on several."""
+    world_size = group.size()
+    ways = {f"table{i}": table_wise((i + 1) % world_size, compute_kernel="fused") for i in range(FEATURES - 1)}
+    ways[f"table{FEATURES - 1}"] = column_wise([i % world_size for i in range(4)], compute_kernel="fused")
+    plan = construct_module_sharding_plan(
+        tower.embedding, ways, sharder, local_size=world_size, world_size=world_size, device_type=device.type
+    )
+    return ShardingPlan({"embedding": plan})
+
+
+def _batches(rank: int, device: torch.device) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+
+    def ids() -> KeyedJaggedTensor:
+        lengths = torch.randint(0, 4, (FEATURES * SAMPLES,), generator=generator)
+        values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        return KeyedJaggedTensor([f"feature{i}" for i in range(FEATURES)], values, lengths=lengths).to(device)
+
+    for _ in range(STEPS):
+        yield torch.rand(SAMPLES, 3, generator=generator).to(device), ids(), ids()
+
+
+def _shard(
+    kind: type[Tower], sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tower, DistributedModelParallel]:
+    torch.manual_seed(0)
+    tower = kind()
+    model = DistributedModelParallel(
+        tower,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=_plan(tower, sharder, group, device),
+        sharders=[sharder],
+        init_data_parallel=False,
+    )
+    tower.to(device)
+    initialise_tables(model, seed=0)
+    return tower, model
+
+
+def train(
+    usage: str, optimizer: str, sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device
+) -> Mapping[str, torch.Tensor]:
+    """Return this rank's losses, by step, and its rows and their state."""
+    kind, take = USAGES[usage]
+    torch.compiler.reset()
+    tower, model = _shard(kind, sharder, group, device)
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = torch.optim.SGD(parameters.values(), lr=0.1)
+    given = {
+        f"loss of step {step}": take(model, tower, dense, batch, step)
+        for step, batch in enumerate(_batches(group.rank(), device))
+    }
+    rows = dict(local_tensors(model.state_dict()))
+    states = {
+        f"{name}, {key}": state
+        for name, states in model.fused_optimizer.state_dict()["state"].items()
+        for key, state in states.items()
+    }
+    for exchange in exchanges(model):
+        exchange.close()
+    return given | rows | dict(local_tensors(states))
+
+
+def compare(
+    usage: str, optimizer: str, options: Sequence[Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Check that the drop-in, with each of `options`, gives what stock TorchRec gives."""
+    params = {"optimizer": _OPTIMIZERS[optimizer], "learning_rate": LEARNING_RATES[optimizer], "eps": 1e-3}
+    if usage == "weight_decay_later":
+        params["weight_decay_mode"] = WeightDecayMode.L2
+    run = partial(train, usage, optimizer, group=group, device=device)
+    stock = run(EmbeddingBagCollectionSharder(dict(params)))
+    for chosen in options:
+        ours = run(OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **chosen))
+        what = f"{usage}, {optimizer}, {chosen}:"
+        assert list(ours) == list(stock), what
+        for name, expected in stock.items():
+            tolerance = LOSS_TOLERANCE[optimizer] if name.startswith("loss") else WEIGHT_TOLERANCE["fp32"]
+            assert_near(ours[name], expected, tolerance, f"{what} {name}")
+
+
+class Evaluated(Tower):
+    """Takes batches as TorchRec's pipelines give them, and returns what is made of the pooled embeddings."""
+
+    def forward(self, batch: data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = self.pooled(batch.sparse)
+        hidden = pooled * self.dense(batch.dense)
+        return hidden.mean(), hidden
+
+
+def evaluate_in_pipeline(
+    name: str, options: Sequence[Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device, steps: int = 24
+) -> None:
+    """Check that one of TorchRec's pipelines for GPUs evaluates under the drop-in as under stock, ranks being slow."""
+
+    def evaluate(sharder: ModuleSharder) -> list[torch.Tensor]:
+        tower, model = _shard(Evaluated, sharder, group, device)
+        calls = itertools.count()
+
+        def hesitate(*_: Any) -> None:
+            if next(calls) % group.size() == group.rank():
+                torch.cuda._sleep(2_000_000)  # about a millisecond
+
+        tower.dense.register_forward_pre_hook(hesitate)
+        model.eval()
+        pipeline = getattr(train_pipelines, name)(model, torch.optim.SGD(tower.dense.parameters(), lr=0.0), device)
+        given = list(_batches(group.rank(), torch.device("cpu")))
+        batches = (data.Batch(dense, ids, torch.empty(0)) for dense, ids, _ in itertools.cycle(given))
+        batches = itertools.islice(batches, steps)
+        with torch.no_grad():
+            outputs = [pipeline.progress(batches) for _ in range(steps)]
+        torch.cuda.synchronize(device)
+        for exchange in exchanges(model):
+            exchange.close()
+        return outputs
+
+    stock = evaluate(EmbeddingBagCollectionSharder())
+    for chosen in options:
+        ours = evaluate(OverlapEmbeddingBagCollectionSharder(slice_bags=4, **chosen))
+        for step, (actual, expected) in enumerate(zip(ours, stock, strict=True)):
+            assert_near(actual, expected, WEIGHT_TOLERANCE["fp32"], f"{name}, {chosen}: step {step}")

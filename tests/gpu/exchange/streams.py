@@ -1,0 +1,137 @@
+"""Work on several streams, and models that use a collection in unusual ways."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from dlrm_overlap.embedding.forward import BACKENDS, ExchangeOptions
+from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.distributed.usages import LEARNING_RATES, USAGES, compare, evaluate_in_pipeline
+from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+
+_DELAY_CYCLES = 2_000_000  # about a millisecond
+_STEPS = 40
+
+
+@torch.no_grad()
+def _check_two_streams(place: Place, backend: str, copy_output: bool) -> None:
+    """Lookups on one stream, collected and slowly read on another: nobody overwrites what is still to be read."""
+    tables = [Table(100, dim, owner) for dim in (64, 12) for owner in range(place.world_size)]
+    stage = Stage(place, tables)
+    everyones = stage.fill(integers=True)
+    batches = [Batch(place, tables, [65] * place.world_size, seed) for seed in range(3)]
+    inputs = [stage.inputs(batch) for batch in batches]
+    expected = [pool_exactly(batch, everyones, place.rank) for batch in batches]
+    exchange = stage.exchange(ExchangeOptions(backend, copy_output=copy_output, wait_timeout_s=20.0))
+    lookups, readers = torch.cuda.Stream(place.device), torch.cuda.Stream(place.device)
+    place.meet()
+    errors = []
+    for step in range(_STEPS):
+        which = step % len(batches)
+        with torch.cuda.stream(lookups):
+            if step % 5 == place.rank:
+                torch.cuda._sleep(_DELAY_CYCLES)
+            awaitable = exchange.start(inputs[which], batches[which].sizes)
+        with torch.cuda.stream(readers):
+            pooled = awaitable.wait()
+            if step % place.world_size == place.rank:
+                torch.cuda._sleep(_DELAY_CYCLES)
+            errors.append((pooled - expected[which]).abs().max())
+            del pooled, awaitable
+    place.synchronize()
+    wrong = [step for step, error in enumerate(errors) if error.item() != 0]
+    assert not wrong, f"steps {wrong} of {_STEPS} read what was not theirs"
+    place.meet()
+    exchange.close()
+
+
+def _check_shared_gradient(place: Place) -> None:
+    """What autograd adds to the gradient of the pooled embeddings while that is still to be pushed changes no row."""
+    tables = [Table(100, 64, owner) for owner in range(place.world_size)]
+    rows: dict[str, list[torch.Tensor]] = {}
+    for backward in ("collective", "push"):
+        stage = Stage(place, tables, lr=0.5)
+        stage.fill(integers=False)
+        batch = Batch(place, tables, [512] * place.world_size, seed=0)
+        exchange: Any = stage.exchange(ExchangeOptions(backward=backward, wait_timeout_s=20.0))
+        inputs = stage.inputs(batch)
+        dense = torch.randn(512, stage.columns[-1], device=place.device, generator=place.generator(1))
+        for _ in range(3):
+            weight = dense.clone().requires_grad_()
+            hidden = weight * 1.0
+            awaitable = exchange.start(inputs, batch.sizes)
+            between = (hidden * 50.0 * dense).sum()  # whose gradient is added behind the push's begin
+            loss = ((hidden + awaitable.wait()) * dense).sum() + between
+            if backward == "push":
+                with torch.cuda.stream(exchange._made().backward._push_stream):
+                    torch.cuda._sleep(5 * _DELAY_CYCLES)
+            loss.backward()
+            del awaitable, loss
+        place.synchronize()
+        rows[backward] = [stage.weight(t).clone() for t in stage.owned[place.rank]]
+        place.meet()
+        exchange.close()
+    for t, (actual, expected) in enumerate(zip(rows["push"], rows["collective"], strict=True)):
+        assert_near(actual, expected, 10 * WEIGHT_TOLERANCE["fp32"], f"rows of table {t}")
+
+
+@torch.no_grad()
+def _check_capture(place: Place, backend: str) -> None:
+    """A forward within a graph's capture is refused, and the exchange goes on."""
+    tables = [Table(100, 64, owner) for owner in range(place.world_size)]
+    stage = Stage(place, tables)
+    everyones = stage.fill(integers=True)
+    batch = Batch(place, tables, [65] * place.world_size, seed=0)
+    exchange, inputs = stage.exchange(ExchangeOptions(backend)), stage.inputs(batch)
+    exchange.start(inputs, batch.sizes).wait()
+    place.meet()
+    told = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            exchange.start(inputs, batch.sizes)
+    except RuntimeError as error:
+        told = str(error)
+    assert "within a CUDA graph's capture" in told, told
+    assert_same(exchange.start(inputs, batch.sizes).wait(), pool_exactly(batch, everyones, place.rank), "behind it")
+    place.meet()
+    exchange.close()
+
+
+def _check_usage(place: Place, usage: str, optimizer: str) -> None:
+    compare(usage, optimizer, [{"backend": backend} for backend in BACKENDS], place.group, place.device)
+
+
+def _check_pipeline(place: Place, pipeline: str, copy_output: bool) -> None:
+    """TorchRec's pipelines that look up on a stream of their own evaluate as under stock."""
+    options = [{"backend": backend, "copy_output": copy_output} for backend in BACKENDS]
+    evaluate_in_pipeline(pipeline, options, place.group, place.device)
+
+
+CHECKS = (
+    {
+        f"two_streams_{backend}_{'copies' if copies else 'lends'}": Check(
+            partial(_check_two_streams, backend=backend, copy_output=copies), gpu_only=True
+        )
+        for backend in BACKENDS
+        for copies in (False, True)
+    }
+    | {"shared_gradient_while_pushed": Check(_check_shared_gradient, gpu_only=True)}
+    | {
+        f"capture_{backend}": Check(partial(_check_capture, backend=backend), gpu_only=True)
+        for backend in ("pgas", "fused")
+    }
+    | {
+        f"usage_{usage}_{optimizer}": Check(partial(_check_usage, usage=usage, optimizer=optimizer))
+        for usage in USAGES
+        for optimizer in LEARNING_RATES
+    }
+    | {
+        f"pipeline_{pipeline}_{'copies' if copies else 'lends'}": Check(
+            partial(_check_pipeline, pipeline=pipeline, copy_output=copies), gpu_only=True
+        )
+        for pipeline in ("EvalPipelineFusedSparseDist", "TrainPipelineFusedSparseDist")
+        for copies in (False, True)
+    }
+)

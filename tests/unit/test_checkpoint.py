@@ -1,0 +1,134 @@
+"""What a run goes on with, and what it refuses to, by the files of its folder alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.run_log import check_folder
+
+ROWS = [10, 20]
+
+
+def _config(*options: str) -> Config:
+    argv = ["--config", "configs/quickstart.yaml", *options]
+    return parse_config("train", "", argv, lambda parser: None)[0]
+
+
+def _run(folder: Path, *options: str) -> Config:
+    return _config("--log.dir", str(folder), "--log.name", "run", *options)
+
+
+def _checkpointer(folder: Path, config: Config, world_size: int) -> Checkpointer:
+    settings = trained_with(config, config.train.samples_per_rank(world_size) * world_size)
+    return Checkpointer(folder, 2, checkpoint_shape(config, ROWS), settings)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """What a checkpoint of the quickstart on two ranks tells of itself."""
+    checkpointer = _checkpointer(tmp_path, _config(), 2)
+    path = tmp_path / "step_2"
+    path.mkdir()
+    about = {"step": 2, "shape": checkpointer.shape, "settings": checkpointer.settings}
+    (path / "checkpoint.json").write_text(json.dumps(about))
+    return path
+
+
+def _find(checkpoint: Path, *options: str, world_size: int = 2, changed: bool = False) -> Path | None:
+    return _checkpointer(checkpoint.parent, _config(*options), world_size).find("auto", changed)
+
+
+CHANGES = {
+    "--train.batch_size 256": "train.global_batch_size 1024, now 512",
+    "--train.seed 1": "train.seed 0, now 1",
+    "--data.seed 1": "data.seed 0, now 1",
+    "--data.distinct_steps 7": "data.distinct_steps 0, now 7",
+    "--data.eval_samples 9": "data.eval_samples 20000, now 9",
+    "--data.tables.zipf_alpha 1.5": "data.tables.zipf_alpha 1.05, now 1.5",
+    "--data.tables.multi_hot 3": "data.tables.multi_hot [4, '0..6', 1, 1, 2, 1, 1, 1], now 3",
+}
+
+
+@pytest.mark.parametrize(("option", "change"), CHANGES.items())
+def test_other_samples_are_refused(checkpoint: Path, option: str, change: str) -> None:
+    with pytest.raises(InputError) as error:
+        _find(checkpoint, *option.split())
+    assert f"{checkpoint} was trained with {change}; set what it had" in str(error.value)
+    assert "--checkpoint.resume_changed true" in str(error.value)
+    assert _find(checkpoint, *option.split(), changed=True) == checkpoint
+
+
+def test_all_that_differs_is_told(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = " ".join(CHANGES).split()
+    with pytest.raises(InputError) as error:
+        _find(checkpoint, *options)
+    assert all(change in str(error.value) for change in CHANGES.values())
+    with caplog.at_level("INFO", "dlrm_overlap"):
+        _find(checkpoint, *options, changed=True)
+    (line,) = caplog.messages
+    assert all(change in line for change in CHANGES.values())
+
+
+def test_what_may_change_on_the_way(checkpoint: Path) -> None:
+    free = "--embedding.backend pgas --embedding.plan table_wise --embedding.lr 1 --train.lr 1 --train.steps 9"
+    free += " --train.warmup_steps 5 --train.eval_every 3 --train.precision bf16 --train.pipeline none"
+    free += " --log.name x --log.every 2 --checkpoint.every 1 --data.workers 1 --data.prefetch 1"
+    assert _find(checkpoint, *free.split()) == checkpoint
+
+
+@pytest.mark.parametrize("options", ["--train.batch_size 1024", "--train.batch_size 9 --train.global_batch_size 1024"])
+def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, options: str) -> None:
+    assert _find(checkpoint, *options.split(), world_size=1) == checkpoint
+    with pytest.raises(InputError, match="global_batch_size 1024, now 512"):
+        _find(checkpoint, world_size=1)
+
+
+def test_a_path_is_the_same_however_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def keys(path: str) -> dict[str, object]:
+        argv = ["--data.kind", "criteo_npy", "--data.path", path]
+        return trained_with(parse_config("train", "", argv, lambda parser: None)[0], 64)
+
+    assert keys("days") == keys(str(tmp_path / "days"))
+    assert keys("days") != keys("other_days")
+
+
+def test_a_checkpoint_that_does_not_tell_what_it_was_trained_with(checkpoint: Path) -> None:
+    about = json.loads((checkpoint / "checkpoint.json").read_text())
+    del about["settings"]
+    (checkpoint / "checkpoint.json").write_text(json.dumps(about))
+    assert _find(checkpoint, "--train.seed", "1") == checkpoint
+
+
+@pytest.mark.parametrize("results", ["summary.json", "metrics.jsonl"])
+@pytest.mark.parametrize("resume", ["auto", "never", "elsewhere/step_2"])
+def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, results: str, resume: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / results).write_text("{}")
+    with pytest.raises(InputError, match=r"log\.name: .*run holds .* another --log\.name, or remove the folder"):
+        check_folder(_run(tmp_path, "--checkpoint.resume", resume))
+
+
+def test_a_run_that_logged_nothing_may_be_started_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "config.yaml").write_text("train: {}")
+    check_folder(_run(tmp_path))
+
+
+def test_only_the_newest_of_a_runs_own_checkpoints_is_gone_on_from(tmp_path: Path) -> None:
+    older, newest = (tmp_path / "run" / "checkpoints" / name for name in ("step_9", "step_10"))
+    for path in (older, newest):
+        path.mkdir(parents=True)
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    for resume in ("never", str(older), "elsewhere/step_2"):
+        with pytest.raises(InputError, match=rf"resume: {resume}, but {newest} is an earlier run's"):
+            check_folder(_run(tmp_path, "--checkpoint.resume", resume))
+    for resume in ("auto", str(newest), f"{older}/../step_10"):
+        check_folder(_run(tmp_path, "--checkpoint.resume", resume))
+    check_folder(_run(tmp_path, "--checkpoint.resume", str(older), "--log.name", "another"))

@@ -1,0 +1,300 @@
+"""A run in a world of one: how it ends, what it saves, and what it refuses to go on with."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.launcher import LOOPBACK, Launch
+from dlrm_overlap.run_log import RunLog
+from dlrm_overlap.trainer import NotFiniteError, Trainer
+from tests.conftest import read_metrics
+from tests.distributed.workers import quickstart
+
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+SMALL = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "0", "--data.eval_samples", "256"]
+SAVES = ["--checkpoint.last", "true"]
+
+
+def _trainer(config: Config) -> Trainer:
+    return Trainer(config, Launch(0, 0, 1, 1, LOOPBACK, 0, "single"), torch.device("cpu"), *open_datasets(config.data))
+
+
+def _fit(folder: Path, *options: str) -> dict[str, Any]:
+    return _trainer(quickstart(folder, "run", *SMALL, *options)).fit()
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*/checkpoints/*"))
+
+
+def _contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def info(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level("INFO", "dlrm_overlap"):
+        yield
+
+
+def test_the_last_step_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _fit(tmp_path, *SAVES)
+    assert _checkpoints(tmp_path) == ["step_4"]
+    (line,) = [line for line in caplog.messages if line.startswith("checkpoint: ")]
+    assert line.startswith(f"checkpoint: {tmp_path}/run/checkpoints/step_4, 0.")
+    assert line.endswith(" s")
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [("--checkpoint.last false", []), ("--checkpoint.every 2 --checkpoint.last true", [2, 4])]
+)
+def test_a_step_is_saved_once_and_only_if_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, steps: list[int]
+) -> None:
+    _fit(tmp_path, *options.split())
+    assert _checkpoints(tmp_path) == [f"step_{step}" for step in steps]
+    assert sum(line.startswith("checkpoint: ") for line in caplog.messages) == len(steps)
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrm_overlap.checkpoint._SEEN_WITHIN_S", 0.0)
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)
+    with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks"):
+        trainer.fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("last", "reason"), [("false", "File exists"), ("true", "Not a directory")])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, last: str, reason: str) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(InputError, match=rf"log\.dir: .*run.* cannot be made \({reason}\); give a folder"):
+        _fit(tmp_path, "--checkpoint.last", last)
+
+
+def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = _fit(tmp_path, *SAVES)
+    before = _contents(tmp_path)
+    for steps in ("4", "3"):
+        again = _fit(tmp_path, *SAVES, "--train.steps", steps)
+        assert {key: again[key] for key in first} == first
+        (line,) = [line for line in caplog.messages if line.startswith("finished already, nothing is trained: step 4 ")]
+        assert line.endswith(f"train.steps is {steps}; results in {tmp_path}/run/summary.json")
+        caplog.clear()
+    assert _contents(tmp_path) == before
+    more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
+    assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
+    assert "log.trace_first: 4, but the run goes on behind it: no step is traced" in caplog.messages
+    assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
+
+
+def test_tensorboard_shows_every_step_of_a_run_that_went_on(tmp_path: Path) -> None:
+    for steps in ("2", "4"):
+        _fit(tmp_path, *SAVES, "--log.tensorboard", "true", "--train.steps", steps)
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 4]
+
+
+def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    early = ["--train.eval_every", "2", "--train.target_auroc"]
+    assert _fit(tmp_path, *SAVES, *early, "0.01")["steps"] == 2
+    assert _checkpoints(tmp_path) == ["step_2"]
+    before = _contents(tmp_path)
+    assert _fit(tmp_path, *SAVES, *early, "0.02")["steps"] == 2
+    assert _contents(tmp_path) == before
+    assert "nothing is trained: step 2 was the last, since train.target_auroc 0.02 is reached" in caplog.text
+    assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
+
+
+def test_a_run_whose_last_step_was_not_saved_is_finished(tmp_path: Path) -> None:
+    options = ["--checkpoint.every", "2", "--train.steps", "3"]
+    _fit(tmp_path, *options)
+    before = _contents(tmp_path)
+    assert _fit(tmp_path, *options)["steps"] == 3
+    assert _contents(tmp_path) == before
+
+
+def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
+    first = _fit(tmp_path, *SAVES)
+    (tmp_path / "run" / "summary.json").unlink()
+    again = _fit(tmp_path, *SAVES)
+    assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
+
+
+def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    before = _contents(tmp_path)
+    with pytest.raises(InputError, match=r"run holds the results of an earlier run"):
+        _fit(tmp_path)
+    assert _contents(tmp_path) == before
+
+
+def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    (tmp_path / "run" / "traces").mkdir()
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, "--train.steps", "2", "--embedding.lr", "1e30"))
+    with pytest.raises(NotFiniteError):
+        trainer.fit(replace=True)
+    assert not (tmp_path / "run" / "traces").exists()
+    assert not (tmp_path / "run" / "summary.json").exists(), "the earlier run's beside this one's losses"
+
+
+@pytest.mark.parametrize("rate", ["train.lr", "embedding.lr"])
+@pytest.mark.parametrize("every", ["1", "100"])
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, rate: str, every: str) -> None:
+    options = [*SAVES, f"--{rate}", "1e38", "--embedding.optimizer", "sgd", "--train.optimizer", "sgd"]
+    with pytest.raises(NotFiniteError, match=r"step \d: the training loss is (nan|inf) .*; lower train\.lr") as error:
+        _fit(tmp_path, *options, "--log.every", every)
+    assert "1e+38" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert _checkpoints(tmp_path) == []
+    assert not (tmp_path / "run" / "summary.json").exists()
+    losses = read_metrics(tmp_path / "run", "train/loss")
+    assert losses[max(losses)] is None, "the log shows where it ended"
+
+
+def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    trainer.save(1)
+    tables = [tensor for tensor in trainer.model.state_dict().values() if isinstance(tensor, ShardedTensor)]
+    table = tables[0].local_shards()[0].tensor.detach()
+    for broken in (math.nan, math.inf):
+        table[3, 2] = broken
+        with pytest.raises(NotFiniteError, match="step 2: a weight is nan or infinite"):
+            trainer.save(2)
+    assert _checkpoints(tmp_path) == ["step_1"]
+
+
+def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {"loss": math.nan, "auroc": math.nan, "ne": math.nan})
+    with pytest.raises(NotFiniteError, match="step 4: the held-out loss is nan"):
+        _fit(tmp_path)
+
+
+def test_a_run_goes_on_with_other_samples_only_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _fit(tmp_path, *SAVES, "--train.steps", "2")
+    before = _contents(tmp_path)
+    changed = ["--train.batch_size", "32", "--data.seed", "1"]
+    with pytest.raises(InputError, match=r"train\.global_batch_size 64, now 32, data\.seed 0, now 1;"):
+        _fit(tmp_path, *changed)
+    assert _contents(tmp_path) == before
+    assert _fit(tmp_path, *changed, "--checkpoint.resume_changed", "true")["steps"] == 4
+    assert "step_2 was trained with train.global_batch_size 64, now 32, data.seed 0, now 1" in caplog.text
+
+
+class _Exchange:
+    """An exchange whose kernel records an id outside its table in a step."""
+
+    def __init__(self) -> None:
+        self.recorded = False
+
+    def check(self) -> None:
+        if self.recorded:
+            raise ValueError("id 20 is outside its table")
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
+    exchange = _Exchange()
+    monkeypatch.setattr("dlrm_overlap.trainer.exchanges", lambda model: [exchange])
+    return exchange
+
+
+def _record_in(exchange: _Exchange, monkeypatch: pytest.MonkeyPatch, step: int, fails: bool = False) -> None:
+    """Have a kernel of `step` record its fault; the step itself succeeds, as on a GPU, unless it `fails`."""
+    take_step, taken = Trainer.step, []
+
+    def and_record(self: Trainer, batches: Any) -> torch.Tensor:
+        loss = take_step(self, batches)
+        taken.append(loss)
+        exchange.recorded = len(taken) >= step
+        return loss
+
+    monkeypatch.setattr(Trainer, "step", and_record)
+
+
+def test_an_id_outside_its_table_ends_the_run_at_the_next_log_line(
+    tmp_path: Path, exchange: _Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _record_in(exchange, monkeypatch, step=3)
+    with pytest.raises(ValueError, match="id 20 is outside its table"):
+        _fit(tmp_path, *SAVES, "--log.every", "2")
+    assert list(read_metrics(tmp_path / "run", "train/loss")) == [2, 4]
+    assert _checkpoints(tmp_path) == []
+
+
+def test_an_id_outside_its_table_in_the_last_evaluation(
+    tmp_path: Path, exchange: _Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Trainer.evaluate
+
+    def and_record(self: Trainer) -> dict[str, float]:
+        exchange.recorded = True
+        return evaluate(self)
+
+    monkeypatch.setattr(Trainer, "evaluate", and_record)
+    with pytest.raises(ValueError, match="id 20 is outside its table"):
+        _fit(tmp_path)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_no_checkpoint_behind_an_id_outside_its_table(tmp_path: Path, exchange: _Exchange) -> None:
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    exchange.recorded = True
+    with pytest.raises(ValueError, match="id 20 is outside its table"):
+        trainer.save(1)
+    assert _checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        ("pipeline", "progress", torch.AcceleratorError("CUDA error")),
+        (RunLog, "training", torch.AcceleratorError("CUDA error")),
+        (RunLog, "summary", RuntimeError("NCCL error")),
+        (Trainer, "evaluate", RuntimeError("CUDA error")),
+        ("checkpointer", "save", torch.AcceleratorError("CUDA error")),
+        ("checkpointer", "save", CheckpointException("CUDA error", {})),
+    ],
+)
+def test_what_a_kernel_recorded_is_told_instead_of_what_follows(
+    tmp_path: Path,
+    exchange: _Exchange,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type | str,
+    name: str,
+    error: BaseException,
+) -> None:
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
+
+    def fail(*_: Any, **__: Any) -> None:
+        exchange.recorded = True
+        raise error
+
+    monkeypatch.setattr(getattr(trainer, owner) if isinstance(owner, str) else owner, name, fail)
+    with pytest.raises(ValueError, match="id 20 is outside its table"):
+        trainer.fit()
+
+
+def test_an_error_of_another_cause_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trainer.pipeline, "progress", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit()
