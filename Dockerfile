@@ -3,7 +3,7 @@
 #   docker build -t dlrm-overlap .
 #   docker run --rm --gpus all dlrm-overlap doctor
 #   docker run --rm --gpus all --shm-size 8g --user "$(id -u):$(id -g)" -v "$PWD/runs:/app/runs" \
-#     dlrm-overlap train --config configs/quickstart.yaml --nproc 2
+#     dlrm-overlap train --config configs/quickstart.yaml --nproc auto
 #   docker run --rm --network host -v "$PWD/runs:/app/runs" --entrypoint sh \
 #     dlrm-overlap -c 'tensorboard --host "$TENSORBOARD_HOST" --logdir runs'
 #

@@ -1,7 +1,10 @@
-# make train   a first run: sets up .venv if needed, trains configs/quickstart.yaml on 2 processes with the backends
-#              torchrec, pgas and fused in turn, prints a table of the three and the TensorBoard folder they share
-# make test    sets up .venv if needed, runs the tests
-# make lint    ruff, pyright, import-linter
+# make train      a first run: sets up .venv if needed, trains configs/quickstart.yaml with the backends torchrec, pgas and
+#                 fused in turn, on a process a GPU or two on the CPU, and prints a table of the three and the TensorBoard
+#                 folder they share
+# make test       sets up .venv if needed, runs the tests but the slow ones
+# make test-slow  the slow ones: runs on four ranks, and variants of what `make test` covers
+# make test-gpu   those that need GPUs
+# make lint       ruff, pyright, import-linter
 #
 # The stack is CUDA's where a GPU is seen, else the CPU's. PYTHON=python3.12 picks an interpreter (3.11 or 3.12).
 # The CPU stack needs no CUDA libraries: where pip's index gives CUDA builds of torch, point PIP_EXTRA_INDEX_URL at
@@ -16,16 +19,19 @@ TORCHREC_cpu := torchrec==1.8.0
 TORCHREC_cuda := torchrec==1.6.1
 READY := $(VENV)/.ready-$(STACK)
 
-.PHONY: train test test-gpu lint format clean
+.PHONY: train test test-slow test-gpu lint format clean
 
 train: $(READY)
-	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec pgas fused --nproc 2
+	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec pgas fused --nproc auto
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -38,7 +44,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 $(READY): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=..." >&2; exit 2; }

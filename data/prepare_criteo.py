@@ -105,8 +105,9 @@ def prepare_criteo(
     """
     if (rows is None) == (min_count is None):
         raise InputError(f"--rows {rows}, --min_count {min_count}: give one of them, to hash or to count the values")
-    if not 1 <= (rows or min_count or 0) < 2**31:
-        raise InputError(f"--rows {rows}, --min_count {min_count}: must be at least 1 and below {2**31}")
+    for option, value in (("--rows", rows), ("--min_count", min_count)):
+        if value is not None and not 1 <= value < 2**31:
+            raise InputError(f"{option}: {value} must be at least 1 and below {2**31}, so that ids fit; take another")
     files = criteo_files(source)
     stats = [file.stat() for file in files]
     days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
@@ -132,7 +133,8 @@ def prepare_criteo(
                 meta.days[i] = replace(meta.days[i], samples=samples)
                 _write_meta(target, meta)
     except OSError as error:
-        raise InputError(f"{target}: cannot be written ({error}); free it or choose another, and run again") from error
+        reason = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
+        raise InputError(f"{target}: cannot be written ({reason}); free it or choose another, and run again") from error
     return meta
 
 

@@ -16,9 +16,11 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
+import dlrm_overlap
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
-from dlrm_overlap.parsing import Parser, suggest
+from dlrm_overlap.parsing import Parser, reader_may_leave, suggest
+from dlrm_overlap.preflight import check_output, check_runs
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
@@ -42,7 +44,10 @@ def train(argv: list[str]) -> int:
             _print_places(trainer.folder / "summary.json", trainer.folder.parent)
         return 0
 
-    return run_on_ranks(["train"], train.__doc__ or "", argv, work)
+    def check(config: Config, values: Any) -> None:
+        check_runs(config, [config.folder.name])
+
+    return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
 
 
 def compare(argv: list[str]) -> int:
@@ -83,7 +88,8 @@ def _check_comparison(config: Config, values: Any) -> None:
     names = values.backends
     for name in names:
         if name not in known:
-            raise InputError(f"--backends {name}: not a backend; {suggest(name, known)}")
+            cure = "put spaces between names" if "," in name else suggest(name, known)
+            raise InputError(f"--backends {name}: not a backend; {cure}")
     if len(set(names)) < len(names):
         raise InputError(f"--backends {' '.join(names)}: one is there twice; name each once")
     if len(names) < 2:
@@ -96,6 +102,7 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
+    check_runs(config, names)
 
 
 def _print_places(result: Path, runs: Path) -> None:
@@ -110,15 +117,20 @@ def bench(argv: list[str]) -> int:
     if kind in ("-h", "--help"):
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *(f"  {k:10} {v}" for k, v in known.items())]))
         return 0
+    if not kind:
+        raise InputError(f"bench: no benchmark is named; known: {', '.join(known)}")
     if kind not in known:
-        raise InputError(f"bench {kind}: not a benchmark; known: {', '.join(known)}")
+        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, list(known))}")
     return _bench_stage(kind, argv[1:]) if kind in KINDS else _bench_input(argv[1:])
 
 
 def _bench_input(argv: list[str]) -> int:
     def add_options(parser: Parser) -> None:
         parser.add_argument("--steps", type=PositiveInt, default=200, help="timed steps of each kind")
-        parser.add_argument("--output", default="bench_input.csv", help="CSV file to append the row to")
+        parser.add_argument("--output", default="runs/bench/input.csv", help="CSV file to append the row to")
+
+    def check(config: Config, values: Any) -> None:
+        check_output(Path(values.output))
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.bench.input import measure
@@ -128,7 +140,7 @@ def _bench_input(argv: list[str]) -> int:
         trainer.close()
         return 0
 
-    return run_on_ranks(["bench", "input"], bench.__doc__ or "", argv, work, add_options)
+    return run_on_ranks(["bench", "input"], bench.__doc__ or "", argv, work, add_options, check)
 
 
 def _bench_stage(kind: str, argv: list[str]) -> int:
@@ -152,7 +164,7 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
         return Request(kind, Path(values.output), values.iterations, values.tables_per_rank, **own)
 
     def check(config: Config, values: Any) -> None:
-        request(values)
+        check_output(request(values).output)
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.bench import backward, stage
@@ -177,6 +189,9 @@ def prepare(argv: list[str]) -> int:
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
+    for name, path in (("IN", values.source), ("OUT", values.target)):
+        if not path:
+            raise InputError(f"prepare: {name} is empty; give a file or folder")
     from dlrm_overlap.data.prepare_criteo import prepare_criteo
 
     min_count = None if values.rows else values.min_count or 10
@@ -192,7 +207,9 @@ def trace(argv: list[str]) -> int:
     parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
     from dlrm_overlap.trace_summary import summarise
 
-    print("\n\n".join(summarise(Path(file)) for file in parser.read(argv).files))
+    text = "\n\n".join(summarise(Path(file)) for file in parser.read(argv).files)
+    with reader_may_leave():
+        print(text)
     return 0
 
 
@@ -201,7 +218,10 @@ def doctor(argv: list[str]) -> int:
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.doctor import run_doctor
 
-    return run_doctor()
+    code = 0
+    with reader_may_leave():
+        code = run_doctor()
+    return code
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -212,7 +232,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def usage() -> str:
     """Return the commands, a line each."""
     lines = [f"  {name:8} {function.__doc__}" for name, function in COMMANDS.items()]
-    return "\n".join(["usage: dlrm-overlap COMMAND ...; COMMAND --help tells its options", "", *lines])
+    return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,6 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else USER_ERROR
+    if argv[0] == "--version":
+        print(f"dlrm-overlap {dlrm_overlap.__version__}")
+        return 0
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")

@@ -29,10 +29,25 @@ else:
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_GREATEST_SEED = 2**31 - 1
+_WAIT_S = (0.1, 86400.0)
+# Far beyond what is of use, and well before a loop or an allocation that would not end.
+_MOST = {
+    "eval_samples": (10**9, "ten times the Terabyte set's test day"),
+    "dense_features": (100_000, "Criteo has 13"),
+    "distinct_steps": (10**9, "they are kept in memory"),
+    "workers": (256, "each is a process, and each rank has its own"),
+    "prefetch": (1000, "a few suffice, since a batch takes longer to train on than to read"),
+}
 
 
 class InputError(ValueError):
     """A user's mistake, told in one line (value, rule, cure). The command line prints it and exits with code 2."""
+
+
+def _check_most(key: str, value: int, most: int, why: str) -> None:
+    if value > most:
+        raise InputError(f"{key}: {value} is above {most}, the most there may be ({why}); take a smaller one")
 
 
 def parse_multi_hot(spec: int | str) -> tuple[int, int]:
@@ -44,6 +59,7 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
     text = str(spec)
     match = _RANGE.fullmatch(text)
     low, high = (int(match[1]), int(match[2])) if match else (int(text), int(text)) if text.isdigit() else (1, 0)
+    _check_most("data.tables.multi_hot", high, 100_000, "ids of one bag")
     if low > high or high == 0:
         raise InputError(
             f"data.tables.multi_hot: {text!r} is not a number of ids a bag, at least 1, or a range of them; "
@@ -68,10 +84,13 @@ class TablesConfig:
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
 
     def __post_init__(self) -> None:
+        _check_most("data.tables.count", self.count or 1, 100_000, "the largest models have some thousands")
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
         for name in ("rows", "multi_hot", "zipf_alpha"):
             value = getattr(self, name)
+            if value == []:
+                raise InputError(f"data.tables.{name}: an empty list, but a model has a table; give one value a table")
             if isinstance(value, list) and len(value) != (self.count or len(value)):
                 raise InputError(
                     f"data.tables.{name}: {len(value)} values for {self.count} tables; give one value, or one a table"
@@ -93,7 +112,10 @@ class TablesConfig:
             if isinstance(value, list):
                 return len(value)
         if (number := self.count or default) is None:
-            raise InputError("data.tables.count: null, and no list gives the number of tables; set data.tables.count")
+            raise InputError(
+                "data.tables.count: null, and no list gives the number of tables; set data.tables.count, or start from "
+                "a file, as in --config configs/quickstart.yaml"
+            )
         return number
 
 
@@ -125,6 +147,8 @@ class DataConfig:
     """batches each worker reads ahead"""
 
     def __post_init__(self) -> None:
+        for name, (most, why) in _MOST.items():
+            _check_most(f"data.{name}", getattr(self, name), most, why)
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
@@ -211,6 +235,12 @@ class EmbeddingConfig:
                 f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
                 f"whole tasks; take 32"
             )
+        least, most = _WAIT_S
+        if not least <= self.wait_timeout_s <= most:
+            raise InputError(
+                f"embedding.wait_timeout_s: {self.wait_timeout_s:g} must lie in {least:g} .. {most:g} s: a shorter "
+                f"wait ends a run that is well, a longer one ends none; the default is 600"
+            )
         if self.backward == "atomic" and self.optimizer != "sgd":
             raise InputError(
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
@@ -264,6 +294,8 @@ class TrainConfig:
     """seed of the initial weights"""
 
     def __post_init__(self) -> None:
+        _check_most("train.seed", self.seed, _GREATEST_SEED, "it shares 64 bits with a table's number")
+        _check_most("train.steps", self.steps or 1, 10**12, "a thousand years of steps of 30 ms")
         if self.target_auroc >= 1:
             raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
+_RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
 _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
 
 
@@ -220,6 +222,14 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> Launch:
     return Launch(rank, local, size, tasks[node], address, port, "slurm")
 
 
+def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the rank as the first launcher's mark tells it, unchecked, or None for a process on its own."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
 def free_port() -> int:
     """Return a TCP port that was free on this host a moment ago."""
     with socket.socket() as probe:
@@ -227,27 +237,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def find_device(kind: str, local_rank: int, source: str = "nproc") -> "torch.device":
+def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
     """Return the device of the rank: `kind` is train.device, auto takes the GPUs if there are any.
 
     A rank that sees a single GPU takes that one, if its launcher (Slurm, MPI, a script) may have chosen it for it.
 
+    Args:
+        kind: train.device.
+        local_rank: the rank's place among those of this host.
+        source: who started them.
+        local_ranks: processes on this host: each finds out whether all have a GPU, so that rank 0 can tell.
+
     Raises:
-        InputError: if there is no GPU for this local rank.
+        InputError: if there is no GPU for each rank of this host.
     """
     import torch
 
-    count = torch.cuda.device_count() if kind != "cpu" else 0
+    count = visible_gpus(kind)
     if kind == "cpu" or (kind == "auto" and count == 0):
         return torch.device("cpu")
-    if local_rank < count:
-        return torch.device("cuda", local_rank)
     if count == 1 and source in ("slurm", "mpi", "environment"):
         return torch.device("cuda", 0)
+    if (last := max(local_rank, local_ranks - 1)) < count:
+        return torch.device("cuda", local_rank)
     raise InputError(
-        f"train.device: {kind}, but local rank {local_rank} has no GPU of its own, {count} visible; start at most one "
-        f"a GPU, or set train.device cpu (dlrm-overlap doctor shows the GPUs)"
+        f"train.device: {kind}, but local rank {last} has no GPU of its own, {count} visible; start at most one a GPU "
+        f"(--nproc auto), or set train.device cpu (dlrm-overlap doctor shows the GPUs)"
     )
+
+
+def visible_gpus(kind: str) -> int:
+    """Return the number of GPUs that a run with train.device `kind` sees."""
+    import torch
+
+    return torch.cuda.device_count() if kind != "cpu" else 0
 
 
 def init_process_group(launch: Launch, device: "torch.device", timeout_s: float = 600.0) -> None:
@@ -274,6 +297,7 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
+    _resolve(launch, min(_RESOLVE_S, timeout_s))
     host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
     try:
         dist.init_process_group(
@@ -285,11 +309,32 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
             device_id=device_id,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "address already in use" in str(error):
+            raise InputError(
+                f"{launch.source} launch: port {launch.master_port} of {host} is in use by another program; set "
+                f"MASTER_PORT to a free one on all ranks"
+            ) from None
         raise InputError(
             f"{launch.source} launch: no rendezvous of {launch.world_size} ranks at {host}:{launch.master_port} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
             f"a host and a free port that all reach"
         ) from None
+
+
+def _resolve(launch: Launch, patience_s: float) -> None:
+    """Check that rank 0's host has an address, which the rendezvous itself would wait for to its end."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(launch.master_addr, launch.master_port)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"{launch.source} launch: {launch.master_addr}, the host of rank 0, has no address "
+                    f"({error.strerror}); set MASTER_ADDR to one that all ranks resolve"
+                ) from None
+        time.sleep(min(1.0, patience_s))
 
 
 def shutdown() -> None:

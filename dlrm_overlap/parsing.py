@@ -1,17 +1,30 @@
 """Reading the configuration: YAML, then dotted options, every mistake told in one line."""
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
+import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from dlrm_overlap.config import Config, InputError
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Let the reader of standard output leave early, as `head` does: the rest of the text is dropped."""
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -41,9 +54,11 @@ def check_config_file(path: Path) -> None:
             tree = yaml.load(file, UniqueKeyLoader)
     except OSError as error:
         raise InputError(f"--config: {path}: {error.strerror}; give an existing YAML file, see configs/") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"--config: {path} is not YAML: {_one_line(str(error))}; correct it") from None
-    _check_keys(tree or {}, Config, "", path)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"--config: {path} is not YAML in UTF-8: {_one_line(str(error))}; correct it") from None
+    if tree is None:
+        raise InputError(f"--config: {path} holds no key; write some into it, see configs/, or leave --config out")
+    _check_keys(tree, Config, "", path)
 
 
 def _check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
@@ -68,39 +83,83 @@ def suggest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
+def suggest_option(name: str, known: Sequence[str]) -> str:
+    """Return a question after those of the options `known` that `name` may mean.
+
+    Dashes count as underscores. Where nothing is near the whole name, its last part decides: `--lr` asks after
+    `--embedding.lr` and `--train.lr`.
+    """
+    name = "--" + name.lstrip("-").replace("-", "_")
+    tails = [option.lstrip("-").rpartition(".")[2] for option in known]
+    wanted = name.lstrip("-").rpartition(".")[2]
+    found = [option for option, tail in zip(known, tails, strict=True) if tail == wanted]
+    found = found or difflib.get_close_matches(name, known, n=1)
+    if not found:
+        near = difflib.get_close_matches(wanted, tails, n=1)
+        found = [option for option, tail in zip(known, tails, strict=True) if tail in near]
+    return f"did you mean {' or '.join(found)}?" if found else "--help tells the options"
+
+
 def _one_line(message: str) -> str:
     return re.sub(r"\s+", " ", message).strip()
 
 
-def _parse_error(message: str) -> str:
+_KINDS = {
+    "PositiveInt": "a whole number above 0",
+    "NonNegativeInt": "a whole number from 0 on",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number from 0 on",
+    "PositiveFinite": "a finite number above 0",
+    "NonNegativeFinite": "a finite number from 0 on",
+    "bool": "true or false",
+    "str": "text",
+    "list": "a list, as in '[64, 16]'",
+    "NoneType": "null",
+}
+
+
+def _in_words(kinds: str) -> str:
+    """Turn jsonargparse's names of types, separated by commas, into words."""
+    kinds = re.sub(r"<class '([\w.]+)'>", r"\1", kinds)
+    kinds = re.sub(r"jsonargparse\.typing\.|typing\.", "", kinds)
+    kinds = re.sub(r"list\[.*\]", "a list of such", kinds)
+    kinds = re.sub(r"Literal\[([^]]*,[^]]*)\]", r"one of \1", kinds)
+    kinds = re.sub(r"Literal\[([^]]*)\]", r"\1", kinds)
+    if kinds.startswith("one of"):
+        return kinds
+    *words, last = [_KINDS.get(kind, kind) for kind in kinds.split(", ")]
+    return f"{', '.join(words)} or {last}" if words else last
+
+
+def _parse_error(message: str, options: Sequence[str]) -> str:
     """Turn jsonargparse's message, which may run over many lines, into one line of key, value and rule."""
-    unknown = re.match(r"[Uu]nrecognized arguments: (--[\w.]+)", message)
-    if unknown:
-        return f"{unknown[1]} is not an option; {suggest(unknown[1], ['--' + key for key in _flat_keys(Config)])}"
+    if unknown := re.match(r"[Uu]nrecognized arguments: ([^\s=]+)", message):
+        if not unknown[1].startswith("-"):
+            return f"{unknown[1]}: not an option, and nothing is asked for here; see --help"
+        return f"{unknown[1]} is not an option; {suggest_option(unknown[1], options)}"
     found = re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if not found:
         return _one_line(message) + "; see --help"
     key, rule = found[1], found[2]
-    if "Given value:" in rule:
-        kinds = re.search(r"Subtypes: \[(.*)\]", rule)
-        value = rule.rsplit("Given value:", 1)[1].strip()
-        rule = f"{value} fits none of {kinds[1] if kinds else 'its types'}"
-    return f"{key}: {_one_line(re.sub(r'jsonargparse.typing.|typing.', '', rule))}; see --help"
-
-
-def _flat_keys(section: type, prefix: str = "") -> list[str]:
-    keys = []
-    for f in dataclasses.fields(section):
-        nested = isinstance(f.type, type) and dataclasses.is_dataclass(f.type)
-        keys += _flat_keys(f.type, f"{prefix}{f.name}.") if nested else [prefix + f.name]  # type: ignore[arg-type]
-    return keys
+    if "." not in key and f"--{key}" in options:  # not of the configuration
+        key = f"--{key}"
+    for pattern in (
+        r"Subtypes: \[(?P<kinds>.*?)\]\n.*Given value:(?P<value>.*)",
+        r"Not of type (?P<kinds>\w+): (?P<value>.*) does not conform to restriction",
+        r"Not of type (?P<kinds>\w+): .*: '(?P<value>.*)'",
+        r"Expected a (?P<kinds>.*)\. Got value:(?P<value>.*)",
+    ):
+        if told := re.search(pattern, rule, re.DOTALL):
+            value = _one_line(told["value"]) or "''"
+            return f"{key}: {value} is not {_in_words(told['kinds'])}; see --help"
+    return f"{key}: {_one_line(rule)}; see --help"
 
 
 class Parser(ArgumentParser):
     """An argument parser that tells a mistake in one line."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False, exit_on_error=False)
+    def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
+        super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, exit_on_error=False)
 
     def read(self, argv: Sequence[str]) -> Any:
         """Return the values of `argv`, sections built.
@@ -111,7 +170,18 @@ class Parser(ArgumentParser):
         try:
             return self.instantiate(self.parse_args(list(argv)))
         except ArgumentError as error:
-            raise InputError(_parse_error(str(error))) from None
+            raise InputError(_parse_error(str(error), self._options())) from None
+
+    def print_help(self, file: Any = None) -> None:
+        """Print what --help shows."""
+        with reader_may_leave():
+            super().print_help(file)
+
+    def _options(self) -> list[str]:
+        """Return the options there are, a section's own (`--train FILE`) left out."""
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        sections = {option.rpartition(".")[0] for option in options}
+        return [option for option in options if option not in sections and not option.endswith("+")]
 
 
 def parse_config(
@@ -122,12 +192,16 @@ def parse_config(
     Raises:
         InputError: if a key, a value or the file is wrong.
     """
-    parser = Parser(prog, description)
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help tells what config.py says of each key
+    parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
     add_options(parser)
     parser.add_class_arguments(Config)
     for option, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if option == "--config" or option.startswith("--config="):
-            check_config_file(Path(option.partition("=")[2] or following))
+            path = option.partition("=")[2] or following
+            if not path or path.startswith("--"):
+                raise InputError("--config: no file is named; give an existing YAML file, see configs/")
+            check_config_file(Path(path))
     values = parser.read(argv)
     return Config(**{f.name: values[f.name] for f in dataclasses.fields(Config)}), values

@@ -1,16 +1,19 @@
 """A command on all ranks: its options read once, the ranks started or found, and what each of them is given."""
 
+import contextlib
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap import launcher
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.parsing import Parser, parse_config
+from dlrm_overlap.preflight import check_memory, check_processes, check_resume
 from dlrm_overlap.spawn import spawn
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from dlrm_overlap.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
+
+_HOLD_BACK_S = 2.0  # in which a launcher ends the other ranks of one that has failed
 
 
 @dataclass(frozen=True)
@@ -88,30 +93,58 @@ def run_on_ranks(
     """
 
     def add_all(parser: Parser) -> None:
-        parser.add_argument("--nproc", type=PositiveInt, help="start this many processes on this machine")
+        text = "start this many processes on this machine; auto: one a GPU, or two on the CPU"
+        parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
-    config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
-    check(config, values)
-    if values.nproc:
-        config.train.samples_per_rank(values.nproc)
-        if config.train.device == "cuda":
-            launcher.find_device("cuda", local_rank=values.nproc - 1)
-        return spawn([*command, *_without_nproc(argv)], values.nproc)
+    with _told_by_one_rank():
+        config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
+        check(config, values)
+        check_resume(config)
+        if values.nproc:
+            nproc = _count_processes(values.nproc, config)
+            config.train.samples_per_rank(nproc)
+            check_memory(config, nproc, nproc)
+            if config.train.device == "cuda":
+                launcher.find_device("cuda", local_rank=nproc - 1)
+            return spawn([*command, *_without_nproc(argv)], nproc)
 
-    launch = launcher.detect()
-    try:
+        launch = launcher.detect()
+        check_memory(config, launch.world_size, launch.local_world_size)
         from dlrm_overlap.doctor import check_stack  # torch takes seconds: not before the options are known to be good
 
         check_stack()
-        device = launcher.find_device(config.train.device, launch.local_rank, launch.source)
+        device = launcher.find_device(config.train.device, launch.local_rank, launch.source, launch.local_world_size)
         code = work(Ranks(config, values, launch, device))
-    except InputError:
-        if launch.rank:  # mostly every rank finds it: rank 0 tells, and its end ends the others
-            time.sleep(2)
-        raise
     launcher.shutdown()
     return code
+
+
+def _count_processes(nproc: int | str, config: Config) -> int:
+    """Return the processes that `--nproc` asks for, telling what `auto` came to."""
+    if nproc != "auto":
+        check_processes(int(nproc))
+        return int(nproc)
+    gpus = launcher.visible_gpus(config.train.device)
+    told = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
+    print(f"--nproc auto: {told}", file=sys.stderr)
+    return gpus or 2
+
+
+@contextlib.contextmanager
+def _told_by_one_rank() -> Iterator[None]:
+    """Hold an error back on all ranks but the one that tells it, until that one's end has ended them.
+
+    A user's mistake is mostly found by every rank: rank 0 tells it at once, the others wait. Any other error may come
+    of a peer's end, a broken connection, say: every rank waits with it, rank 0 less long than the others.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank = launcher.announced_rank()
+        if rank is not None:
+            time.sleep(_HOLD_BACK_S * ((rank > 0) + (not isinstance(error, InputError))))
+        raise
 
 
 def _without_nproc(argv: list[str]) -> list[str]:

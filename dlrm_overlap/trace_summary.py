@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,11 +57,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     try:
         data = path.read_bytes()
         events = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
-    except (gzip.BadGzipFile, ValueError, KeyError, TypeError):
+        return [event for event in events if event.get("ph") == "X"]
+    except (EOFError, zlib.error):
+        raise InputError(f"{path}: ends early or is damaged; copy it again, or trace the steps again") from None
+    except (gzip.BadGzipFile, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path}: not a Chrome trace; give a file that log.trace_steps has written") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give a file that log.trace_steps has written") from None
-    return [event for event in events if event.get("ph") == "X"]
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
@@ -95,7 +98,10 @@ def summarise(path: Path) -> str:
         InputError: if the file is no trace, or nothing in it ran on a GPU.
     """
     events = read_events(path)
-    work = gpu_work(events)
+    try:
+        work = gpu_work(events)
+    except LookupError as error:
+        raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
     if not work:
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]

@@ -11,11 +11,14 @@
 set -euo pipefail
 config=${1:?usage: launch/mpirun.sh CONFIG [--section.key value ...]}
 shift
-nproc=${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
+# The environment that `make` sets up beside this folder, unless another is active; on several hosts, at the same path.
+python=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python
+if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
+nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 cores=$(( $(nproc) / nproc ))
 threads=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
 
 # Bound to one core each, as Open MPI does unasked, a rank's loaders and threads would share it. The threads go through
 # `env`, since Open MPI passes no variables on to other hosts. MPIRUN_FLAGS is split into words on purpose.
 exec mpirun -n "$nproc" --bind-to none ${MPIRUN_FLAGS:-} env OMP_NUM_THREADS="$threads" \
-  python -m dlrm_overlap train --config "$config" "$@"
+  "$python" -m dlrm_overlap train --config "$config" "$@"

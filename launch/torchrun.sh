@@ -11,7 +11,10 @@
 set -euo pipefail
 config=${1:?usage: launch/torchrun.sh CONFIG [--section.key value ...]}
 shift
-nproc=${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
+# The environment that `make` sets up beside this folder, unless another is active.
+python=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python
+if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
+nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 
 # Unset, torchrun gives every process one thread.
 cores=$(( $(nproc) / nproc ))
@@ -25,5 +28,5 @@ else
   hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?set NODE_RANK, 0 on the host MASTER_ADDR}"
          --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the host of NODE_RANK 0}" --master-port "${MASTER_PORT:-29500}")
 fi
-exec python -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" --max-restarts "${MAX_RESTARTS:-0}" \
+exec "$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" --max-restarts "${MAX_RESTARTS:-0}" \
   -m dlrm_overlap train --config "$config" "$@"

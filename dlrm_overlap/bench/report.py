@@ -15,22 +15,25 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append `row` and the environment to the CSV file `path`, making it with a header if it is not there.
 
     Raises:
-        InputError: if the file has other columns.
+        InputError: if the file has other columns or cannot be written.
     """
     full = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()} | environment()
     header = list(full)
-    if path.exists():
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
         if set(header) != set(full):
             raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, header)
-        if new:
-            writer.writeheader()
-        writer.writerow(full)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, header)
+            if new:
+                writer.writeheader()
+            writer.writerow(full)
+    except OSError as error:
+        raise InputError(f"--output: {path} cannot be written ({error.strerror}); free it, or give another") from None
 
 
 def _show(value: Any) -> str:

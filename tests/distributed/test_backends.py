@@ -121,6 +121,7 @@ def test_two_ranks_agree(two_ranks: Path, backend: str, optimizer: str) -> None:
     assert min(losses.values()) < 0.95 * losses[1], "a run that learns nothing agrees with anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_four_ranks_agree(four_ranks: Path, backend: str, optimizer: str) -> None:
@@ -129,9 +130,10 @@ def test_four_ranks_agree(four_ranks: Path, backend: str, optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tables_cut_by_columns(two_ranks: Path, four_ranks: Path, backend: str) -> None:
-    for folder in (two_ranks, four_ranks):
-        _assert_agrees(folder / f"columns_{backend}", folder / "columns_torchrec", LOSS_TOLERANCE["sgd"])
+@pytest.mark.parametrize("ranks", ["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
+def test_tables_cut_by_columns(request: pytest.FixtureRequest, ranks: str, backend: str) -> None:
+    folder = request.getfixturevalue(ranks)
+    _assert_agrees(folder / f"columns_{backend}", folder / "columns_torchrec", LOSS_TOLERANCE["sgd"])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -147,6 +147,7 @@ def test_two_ranks_agree(two_ranks: Path, name: str) -> None:
     _assert_agrees(two_ranks, name, 2)
 
 
+@pytest.mark.slow
 def test_four_ranks_agree(tmp_path: Path) -> None:
     names = "sgd", "rowwise_adagrad"
     run_ranks(_train_all, 4, tmp_path, *names)

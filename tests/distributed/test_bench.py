@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import run_cli
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
     output = tmp_path / "rows" / "input.csv"
     argv = ["bench", "input", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]
@@ -21,16 +21,6 @@ def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
     ratio = float(row["loaded_mean_ms"]) / float(row["cached_mean_ms"])
     assert float(row["loaded_to_cached"]) == pytest.approx(ratio, rel=1e-2)
     assert float(row["cached_p10_ms"]) <= float(row["cached_median_ms"]) <= float(row["cached_p90_ms"])
-
-
-def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
-    output = tmp_path / "other.csv"
-    output.write_text("a,b\n1,2\n")
-    argv = ["bench", "input", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--steps", "4"]
-    result = run_cli(*argv, "--output", str(output))
-    assert result.returncode == 2
-    assert "has other columns" in result.stderr.splitlines()[-1]
-    assert output.read_text() == "a,b\n1,2\n"
 
 
 def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
@@ -62,7 +52,11 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
     ("options", "widths"),
     [
         ([], (3, 3)),
-        (["--data.tables.count", "5", "--embedding.wire_dtype", "bf16", "--data.tables.zipf_alpha", "1.05"], (3, 2)),
+        pytest.param(
+            ["--data.tables.count", "5", "--embedding.wire_dtype", "bf16", "--data.tables.zipf_alpha", "1.05"],
+            (3, 2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["equal", "unequal_bf16_zipf"],
 )
@@ -107,6 +101,7 @@ def test_backward_measures_all_contenders_under_each_optimizer(
         assert rows[0]["packing"] == "by_owner"
 
 
+@pytest.mark.slow
 def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
     output = tmp_path / "strong.csv"
     argv = ["bench", "strong", "--config", "configs/bench/tiny.yaml", "--nproc", "3", "--train.device", "cpu"]

@@ -40,7 +40,7 @@ def test_goes_on_where_the_folder_left_off(whole: Path, tmp_path: Path) -> None:
     _assert_continues(run, whole, 0.0)
 
 
-@pytest.mark.parametrize("nproc", [1, 4])
+@pytest.mark.parametrize("nproc", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_goes_on_with_another_number_of_ranks(whole: Path, tmp_path: Path, nproc: int) -> None:
     start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_20")]
     run = train_quickstart(tmp_path, "run", nproc, *SAVING, *start, "--train.steps", "30")
@@ -77,6 +77,7 @@ def test_a_finished_run_is_left_as_it_was(whole: Path) -> None:
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "dense"), [("sgd", "sgd"), ("adagrad", "adam")])
 def test_state_of_every_optimizer_is_kept(tmp_path: Path, table: str, dense: str) -> None:
     options = [*SAVING, "--embedding.optimizer", table, "--train.optimizer", dense, "--train.lr", "0.01"]

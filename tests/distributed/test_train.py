@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from dlrm_overlap.parsing import parse_config
 from dlrm_overlap.trace_summary import read_events
 from dlrm_overlap.trainer import total_steps
 from tests.conftest import read_metrics, run_cli, train_quickstart
+from tests.distributed.workers import quickstart, run_ranks, train
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +43,43 @@ def test_summary_holds_what_was_measured(run: Path) -> None:
     assert {"torch", "torchrec", "fbgemm", "python"} <= set(summary["versions"])
 
 
-def test_resolved_configuration_gives_the_same_run_again(run: Path, tmp_path: Path) -> None:
+def _npy_days(folder: Path, samples: int) -> Path:
+    rng = np.random.default_rng(0)
+    np.save(folder / "day_0_dense.npy", rng.random((samples, 13), dtype=np.float32))
+    np.save(folder / "day_0_sparse.npy", rng.integers(0, 50, (samples, 26), dtype=np.int32))
+    np.save(folder / "day_0_labels.npy", rng.integers(0, 2, (samples, 1), dtype=np.int32))
+    return folder
+
+
+def _on_days(folder: Path) -> list[str]:
+    options = ["--data.kind", "criteo_npy", "--data.path", str(folder), "--data.tables.rows", "50"]
+    return [*options, "--data.workers", "1", "--train.batch_size", "32", "--train.device", "cpu", "--log.every", "1"]
+
+
+def _train_several(folder: Path, whole: Path) -> None:
+    """Runs that are about one thing each, on ranks that are started once."""
+    epoch = [*_on_days(folder), "--log.dir", str(folder), "--log.name", "epoch"]
+    train(parse_config("train", "", epoch, lambda parser: None)[0])
+    resolved = ["--config", str(whole / "config.yaml"), "--log.dir", str(folder), "--log.name", "again"]
+    resolved += ["--train.steps", "20", "--train.eval_every", "0"]
+    train(parse_config("train", "", resolved, lambda parser: None)[0])
+    train(quickstart(folder, "early", "--train.eval_every", "20", "--train.target_auroc", "0.7"))
+    traced = ["--train.steps", "8", "--log.trace_first", "3", "--log.trace_steps", "2", "--embedding.backend", "pgas"]
+    train(quickstart(folder, "traced", *traced))
+
+
+@pytest.fixture(scope="module")
+def several(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `_train_several`'s runs."""
+    folder = tmp_path_factory.mktemp("several")
+    run_ranks(_train_several, 2, _npy_days(folder, 1000), run)
+    return folder
+
+
+def test_resolved_configuration_gives_the_same_run_again(run: Path, several: Path) -> None:
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["embedding"]["backend"] == "torchrec"
-    again = run_cli(
-        *[
-            "train",
-            "--config",
-            str(run / "config.yaml"),
-            "--nproc",
-            "2",
-            "--train.steps",
-            "20",
-            "--train.eval_every",
-            "0",
-        ],
-        *["--log.dir", str(tmp_path)],
-    )
-    assert again.returncode == 0, again.stderr
-    ours, theirs = read_metrics(tmp_path / "torchrec", "train/loss"), read_metrics(run, "train/loss")
+    ours, theirs = read_metrics(several / "again", "train/loss"), read_metrics(run, "train/loss")
     assert ours == {step: loss for step, loss in theirs.items() if step <= 20}
 
 
@@ -109,26 +129,23 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_in_one_line(tmp_path: Path) ->
     assert not list(tmp_path.glob("pgas/checkpoints/*"))
 
 
-def test_early_stop_at_the_target(tmp_path: Path) -> None:
-    run = train_quickstart(tmp_path, "early", 1, "--train.eval_every", "20", "--train.target_auroc", "0.7")
-    auroc = read_metrics(run, "eval/auroc")
+def test_early_stop_at_the_target(several: Path) -> None:
+    auroc = read_metrics(several / "early", "eval/auroc")
     last = max(auroc)
     assert last < 300
     assert auroc.pop(last) >= 0.7
     assert all(value < 0.7 for value in auroc.values())
-    assert json.loads((run / "summary.json").read_text())["steps"] == last
+    assert json.loads((several / "early" / "summary.json").read_text())["steps"] == last
 
 
-def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, tmp_path: Path) -> None:
-    options = ["--train.steps", "8", "--log.trace_first", "3", "--log.trace_steps", "2"]
-    traced = train_quickstart(tmp_path, "traced", 2, *options, "--embedding.backend", "pgas")
-    files = sorted((traced / "traces").iterdir())
+def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, several: Path) -> None:
+    files = sorted((several / "traced" / "traces").iterdir())
     assert [file.name for file in files] == [f"steps_3_4_rank_{rank}.json.gz" for rank in range(2)]
     for file in files:
         names = [event["name"] for event in read_events(file)]
         assert sum(name.startswith("ProfilerStep#") for name in names) == 2
         assert names.count("_CollectBackward") == 2
-    assert list(read_metrics(traced, "train/loss")) == list(range(1, 9))
+    assert list(read_metrics(several / "traced", "train/loss")) == list(range(1, 9))
     assert not (run / "traces").exists()
 
 
@@ -142,42 +159,16 @@ def test_steps_to_trace_behind_the_last_are_refused() -> None:
         total_steps(config, train_data, world_size=2)
 
 
-def _npy_days(folder: Path, samples: int) -> Path:
-    rng = np.random.default_rng(0)
-    np.save(folder / "day_0_dense.npy", rng.random((samples, 13), dtype=np.float32))
-    np.save(folder / "day_0_sparse.npy", rng.integers(0, 50, (samples, 26), dtype=np.int32))
-    np.save(folder / "day_0_labels.npy", rng.integers(0, 2, (samples, 1), dtype=np.int32))
-    return folder
-
-
-def _train_on(folder: Path, *options: str) -> tuple[int, list[str]]:
-    argv = ["train", "--data.kind", "criteo_npy", "--data.path", str(folder), "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--data.workers", "1", "--train.batch_size", "32", "--log.dir", str(folder / "runs"), *options]
-    result = run_cli(*argv)
-    return result.returncode, [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
-
-
 def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None:
     sparse = np.load(_npy_days(tmp_path, 1000) / "day_0_sparse.npy")
     sparse[555, 7] = 50
     np.save(tmp_path / "day_0_sparse.npy", sparse)
-    code, lines = _train_on(tmp_path, "--data.tables.rows", "50")
-    assert code == 2
-    assert len(lines) == 1
-    assert "555" in lines[0]
-    assert "50" in lines[0]
+    result = run_cli("train", *_on_days(tmp_path), "--nproc", "2", "--log.dir", str(tmp_path / "runs"))
+    assert result.returncode == 2
+    # Of rank 1, in whose part the sample lies: rank 0, which loses its peer, says nothing.
+    (line,) = [line for line in result.stderr.splitlines() if not re.match(r"[\d:]+ rank \d: ", line)]
+    assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0: table 7, id of sample 555, column 0 is 50, not below 50")
 
 
-def test_a_data_set_below_one_batch_is_refused(tmp_path: Path) -> None:
-    code, lines = _train_on(_npy_days(tmp_path, 70), "--data.tables.rows", "50")
-    assert code == 2
-    assert lines == [
-        "dlrm-overlap: train.batch_size: a global batch of 64 samples is more than the 53 there are to train on; "
-        "take a smaller one"
-    ]
-
-
-def test_one_epoch_of_a_finite_data_set(tmp_path: Path) -> None:
-    code, lines = _train_on(_npy_days(tmp_path, 1000), "--data.tables.rows", "50", "--log.every", "1")
-    assert (code, lines) == (0, [])
-    assert list(read_metrics(tmp_path / "runs" / "torchrec", "train/loss")) == list(range(1, 750 // 64 + 1))
+def test_one_epoch_of_a_finite_data_set(several: Path) -> None:
+    assert list(read_metrics(several / "epoch", "train/loss")) == list(range(1, 750 // 64 + 1))

@@ -1,125 +1,21 @@
-"""Every mistake ends in exit code 2 and one line that says what, and what to do."""
+"""The command line: options and their help, processes, versions."""
 
+import importlib.metadata
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+import dlrm_overlap
 from dlrm_overlap.cli import main, run
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.parsing import parse_config
-
-QUICKSTART = ["train", "--config", "configs/quickstart.yaml"]
-
-
-def _config(tmp_path: Path, text: str) -> list[str]:
-    (tmp_path / "config.yaml").write_text(text)
-    return ["train", "--config", str(tmp_path / "config.yaml")]
-
-
-def _refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the line that `argv` is refused with."""
-    assert main(argv) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("dlrm-overlap: ")
-    return line
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--train.step", "3"], ["--train.step is not an option", "did you mean --train.steps?"]),
-        (["--train.batch_size", "-3"], ["train.batch_size", "-3", "v>0"]),
-        (["--train.batch_size", "abc"], ["train.batch_size", "'abc'"]),
-        (["--train.lr", "nan"], ["train.lr", "nan"]),
-        (["--embedding.backend", "magic"], ["embedding.backend", "'torchrec'", "magic"]),
-        (["--data.tables.rows", "1.5"], ["data.tables.rows: 1.5", "PositiveInt"]),
-        (["--model.dim", "17"], ["model.dim: 17", "multiple of 4"]),
-        (["--data.tables.multi_hot", "5..2"], ["data.tables.multi_hot", "5..2", "write 3"]),
-        (["--nproc", "0"], ["nproc", "0"]),
-        (["--train.global_batch_size", "9", "--nproc", "2"], ["9 samples do not divide by 2 ranks; take 10"]),
-        (["--train.device", "cuda", "--nproc", "64"], ["train.device: cuda", "GPU"]),
-        (["--config", "no/such.yaml"], ["no/such.yaml", "give an existing YAML file"]),
-        (["--train.lr", "inf"], ["train.lr", "inf", "v<inf"]),
-        (["--log.name", "../mine"], ["log.name: '../mine'", "set log.dir"]),
-        (
-            ["--train.target_auroc", "0.8", "--train.eval_every", "0"],
-            ["train.target_auroc: 0.8", "set train.eval_every"],
-        ),
-        (["--embedding.backward", "push", "--train.device", "cpu"], ["embedding.backward: push", "torchrec", "auto"]),
-    ],
-)
-def test_bad_option(options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = _refusal(QUICKSTART + options, capsys)
-    assert all(part in line for part in parts), line
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--backends", "torchrec", "fusde"], ["--backends fusde: not a backend", "did you mean fused?"]),
-        (["--backends", "torchrec", "magic"], ["--backends magic", "torchrec, nccl, pgas, fused"]),
-        (["--backends", "pgas", "torchrec", "pgas"], ["pgas torchrec pgas", "name each once"]),
-        (["--backends", "torchrec"], ["--backends torchrec", "two or more"]),
-        (["--backends"], ["backends"]),
-        (["--rtol", "-1"], ["rtol", "-1"]),
-        (["--rtol", "nan"], ["rtol", "nan"]),
-        (["--rtol", "inf"], ["--rtol inf", "below 1"]),
-        (["--log.name", "mine"], ["log.name: mine", "set log.dir"]),
-        (["--checkpoint.resume", "runs/x/step_5"], ["checkpoint.resume: runs/x/step_5", "leave it out"]),
-        (["--train.precision", "tf32", "--train.device", "cpu"], ["train.precision: tf32 needs a GPU"]),
-        (["--train.global_batch_size", "9", "--nproc", "2"], ["9 samples do not divide by 2 ranks"]),
-    ],
-)
-def test_bad_comparison(options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = _refusal(["compare", "--config", "configs/quickstart.yaml", *options], capsys)
-    assert all(part in line for part in parts), line
-
-
-@pytest.mark.parametrize("options", [["--backends", "torchrec", "fusde"], ["--log.name", "mine"]])
-def test_a_bad_comparison_starts_no_process(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse_to_start(*_: object) -> int:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr("dlrm_overlap.ranks.spawn", refuse_to_start)
-    assert main(["compare", "--config", "configs/quickstart.yaml", "--nproc", "2", *options]) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("train:\n  steps: 3\n  stepz: 4\n", ["train.stepz is not a key", "did you mean train.steps?"]),
-        ("trian:\n  steps: 3\n", ["trian is not a key", "did you mean train?"]),
-        ("train:\n  steps: 3\n  lr: 1\n  steps: 4\n", ["line 4", "'steps' is written twice"]),
-        ("train:\n  steps: 3\ndata: {}\ntrain: {}\n", ["line 4", "'train' is written twice"]),
-        ("train: 3\n", ["train must be a section of keys, not 3"]),
-        ("train: [\n", ["is not YAML"]),
-        ("data:\n  tables: {rows: 5, count: 2}\n", ["train.steps: null", "set train.steps"]),
-        ("train: {steps: 5}\n", ["data.tables.count: null"]),
-        ("train: {steps: 5}\ndata: {kind: criteo_npy}\n", ["data.path: null"]),
-        ("data: {kind: criteo_npy, path: no/such/folder}\n", ["no/such/folder"]),
-        ("data: {kind: criteo_tsv, path: no/such.txt, tables: {rows: 9}}\n", ["no/such.txt"]),
-    ],
-)
-def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = _refusal(_config(tmp_path, text), capsys)
-    assert all(part in line for part in parts), line
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["trian"], "did you mean train?"),
-        (["bench", "nothing"], "known: input"),
-        (["prepare", "criteo", "no/such.txt", "out"], "no/such.txt"),
-        (["prepare", "avazu", "in", "out"], "criteo"),
-        (["prepare", "criteo", "in", "out", "--rows", "5", "--min_count", "2"], "exclude each other"),
-    ],
-)
-def test_bad_command(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert part in _refusal(argv, capsys)
+from dlrm_overlap.ranks import run_on_ranks
 
 
 class Ended(BaseException):
@@ -176,7 +72,8 @@ cli.run()
 
 def test_options_override_the_file(tmp_path: Path) -> None:
     text = "train: {steps: 5, lr: 0.5}\ndata: {tables: {rows: [5, 6], multi_hot: [1, 0..3]}}\n"
-    argv = [*_config(tmp_path, text)[1:], "--train.steps", "7", "--data.tables.max_rows=3"]
+    (tmp_path / "config.yaml").write_text(text)
+    argv = ["--config", str(tmp_path / "config.yaml"), "--train.steps", "7", "--data.tables.max_rows=3"]
     config, _ = parse_config("test", "", argv, lambda parser: None)
     assert (config.train.steps, config.train.lr) == (7, 0.5)
     assert (config.data.tables.multi_hot, config.data.tables.max_rows) == ([1, "0..3"], 3)
@@ -195,3 +92,91 @@ def test_mlperf_shape() -> None:
     assert isinstance(tables.multi_hot, list)
     assert (len(tables.rows), sum(tables.rows), sum(map(int, tables.multi_hot))) == (26, 204_184_588, 214)
     assert (config.model.cross_layers, config.model.cross_rank, config.model.dim) == (3, 512, 128)
+
+
+def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| `.*?` \| (.*) \|$", Path("README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 60
+    for key, meaning in rows:
+        assert f"--{key} " in told
+        assert meaning.replace("\\|", "|") in told, key
+
+
+def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit):
+            main(["train", "--help"])
+        monkeypatch.setattr("dlrm_overlap.doctor.run_doctor", lambda: print("x" * 100_000) or 0)
+        assert main(["doctor"]) == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dlrm-overlap {declared}\n"
+
+    def not_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    assert dlrm_overlap.__version__ == declared
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "nproc", "told"),
+    [
+        (0, "auto", 2, "--nproc auto: 2 processes on the CPU\n"),
+        (1, "auto", 1, "--nproc auto: 1 process, one a GPU\n"),
+        (3, "auto", 3, "--nproc auto: 3 processes, one a GPU\n"),
+        (3, "cpu", 2, "--nproc auto: 2 processes on the CPU\n"),
+    ],
+)
+def test_nproc_auto(
+    gpus: int,
+    device: str,
+    nproc: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr("dlrm_overlap.ranks.spawn", lambda *asked: started.append(asked) or 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
+    assert main(["train", "--nproc", "auto", *options]) == 0
+    assert started == [(["train", *options], nproc)]
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "waited_s"),
+    [
+        (None, RuntimeError("of this process alone"), 0),
+        (0, InputError("found by all"), 0),
+        (1, InputError("found by all"), 2),
+        (0, RuntimeError("a peer's end, perhaps"), 2),
+        (1, RuntimeError("a peer's end, perhaps"), 4),
+    ],
+)
+def test_one_rank_tells_an_error(
+    rank: int | None, error: Exception, waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = [0.0]
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr("dlrm_overlap.launcher.announced_rank", lambda: rank)
+
+    def fail(config: Config, values: object) -> None:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run_on_ranks(["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=fail)
+    assert sum(waits) == waited_s

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -200,18 +201,51 @@ def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
         launcher.find_device(kind, 2, source)
+    if gpus:  # rank 0, whose message is the one shown, finds it too
+        with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
+            launcher.find_device(kind, 0, source, local_ranks=3)
 
 
-def test_a_rendezvous_that_fails_is_told_in_one_line() -> None:
+def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         taken = Launch(0, 0, 2, 2, HERE, other.getsockname()[1], "environment")
         with pytest.raises(InputError) as error:
             launcher.init_process_group(taken, torch.device("cpu"), timeout_s=1)
-    assert "environment launch: no rendezvous of 2 ranks at 127.0.0.1:" in str(error.value)
-    assert "address already in use" in str(error.value)
+    assert re.fullmatch(
+        r"environment launch: port \d+ of 127.0.0.1 is in use by another program; set MASTER_PORT to a free one .*",
+        str(error.value),
+    )
+
+
+def test_a_rendezvous_that_nobody_comes_to_is_told_in_one_line() -> None:
+    alone = Launch(0, 0, 2, 2, HERE, launcher.free_port(), "environment")
+    with pytest.raises(InputError, match=r"no rendezvous of 2 ranks at .* within 1 s .*start all ranks") as error:
+        launcher.init_process_group(alone, torch.device("cpu"), timeout_s=1)
     assert "\n" not in str(error.value)
+
+
+def test_a_host_without_an_address_is_told_in_one_line() -> None:
+    nowhere = Launch(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
+    with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):
+        launcher.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, None),
+        (bare(1, 2), 1),
+        (openmpi(3, 4), 3),
+        (hydra(0, 4), 0),
+        (srun(2, 4), 2),
+        ({"SLURM_PROCID": "0"}, None),
+        ({"RANK": "zero"}, None),
+    ],
+)
+def test_announced_rank(environ: dict[str, str], rank: int | None) -> None:
+    assert launcher.announced_rank(environ) == rank
 
 
 def test_shutdown_leaves_mpi_alone_on_the_way_out_of_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,231 @@
+"""Every mistake ends in exit code 2 and one line that says what, and what to do; before any process is started."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_overlap.cli import main
+
+TRAIN = "train --config configs/quickstart.yaml --train.device cpu --log.dir {tmp}/runs"
+TRAIN_2 = TRAIN + " --nproc 2"
+COMPARE = "compare --config configs/quickstart.yaml --log.dir {tmp}/runs"
+BENCH = "bench stage --config configs/bench/tiny.yaml"
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_to_start(*_: object) -> None:
+        raise AssertionError("ranks were started, or connected")
+
+    monkeypatch.setattr("dlrm_overlap.ranks.spawn", refuse_to_start)
+    monkeypatch.setattr("dlrm_overlap.launcher.init_process_group", refuse_to_start)
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line that `argv` is refused with."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("dlrm-overlap: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        # names
+        ("trian", ["did you mean train?"]),
+        (f"{TRAIN} --train.step 3", ["--train.step is not an option", "did you mean --train.steps?"]),
+        (f"{TRAIN} --nprocs 2", ["--nprocs is not an option", "did you mean --nproc?"]),
+        (f"{TRAIN} -nproc 2", ["-nproc is not an option", "did you mean --nproc?"]),
+        (f"{TRAIN} --lr 3", ["--lr is not", "did you mean --embedding.lr or --train.lr?"]),
+        (f"{TRAIN} --seed=3", ["--seed is not", "did you mean --data.seed or --train.seed?"]),
+        (f"{TRAIN} --batch-size 3", ["--batch-size is not", "did you mean --train.batch_size?"]),
+        (f"{TRAIN} --batchsize 3", ["--batchsize is not", "did you mean --train.batch_size?"]),
+        (f"{TRAIN} --xyzzy 3", ["--xyzzy is not an option", "--help tells"]),
+        (f"{TRAIN} 3", ["3: not an option"]),
+        (f"{BENCH} --iteration 3", ["did you mean --iterations?"]),
+        ("prepare criteo in out --mincount 3", ["--mincount is not an option", "did you mean --min_count?"]),
+        ("bench nothing", ["known: input"]),
+        ("bench stagee", ["did you mean stage?"]),
+        ("bench", ["bench: no benchmark is named; known: input"]),
+        ("train", ["data.tables.count: null", "--config configs/quickstart.yaml"]),
+        ("doctor --fast", ["--fast is not an option"]),
+        # values
+        (f"{TRAIN} --train.batch_size -3", ["train.batch_size: -3 is not a whole number above 0"]),
+        (f"{TRAIN} --train.batch_size abc", ["train.batch_size: abc is not a whole number above 0"]),
+        (f"{TRAIN} --train.lr nan", ["train.lr: nan is not a finite number above 0"]),
+        (f"{TRAIN} --train.lr inf", ["train.lr: inf is not a finite number above 0"]),
+        (f"{TRAIN} --log.name ../mine", ["log.name: '../mine'", "set log.dir"]),
+        (f"{TRAIN} --train.target_auroc 0.8 --train.eval_every 0", ["train.target_auroc: 0.8", "set train.eval_every"]),
+        (f"{TRAIN} --embedding.backward push", ["embedding.backward: push", "torchrec", "auto"]),
+        (f"{TRAIN} --train.lr abc", ["train.lr: abc is not a finite number above 0"]),
+        (f"{TRAIN} --train.steps", ["--train.steps", "expected one argument"]),
+        (f"{TRAIN} --train.graph_dense maybe", ["train.graph_dense: maybe is not true or false"]),
+        (f"{TRAIN} --embedding.backend magic", ["embedding.backend: magic is not one of 'torchrec', 'nccl'"]),
+        (f"{TRAIN} --model.bottom_mlp 5", ["model.bottom_mlp: 5 is not a list"]),
+        (f"{TRAIN} --data.tables.rows 1.5", ["data.tables.rows: 1.5 is not a whole number above 0, a list"]),
+        (
+            f"{TRAIN} --data.tables.rows 0",
+            ["data.tables.rows: 0 is not a whole number above 0, a list"],
+        ),
+        (f"{TRAIN} --data.tables.rows [5,0]", ["data.tables.rows: [5, 0] is not a whole number above 0"]),
+        (f"{TRAIN} --data.tables.multi_hot 5..2", ["data.tables.multi_hot", "5..2", "write 3"]),
+        (f"{TRAIN} --data.tables.multi_hot {10**9}", ["data.tables.multi_hot: 1000000000 is above 100000"]),
+        (f"{TRAIN} --data.tables.rows []", ["data.tables.rows: an empty list", "one value a table"]),
+        (f"{TRAIN} --data.tables.multi_hot []", ["data.tables.multi_hot: an empty list"]),
+        (f"{TRAIN} --train.steps {10**20}", ["train.steps: 100000000000000000000 is above 1000000000000"]),
+        (f"{TRAIN} --model.dim 17", ["model.dim: 17", "multiple of 4"]),
+        (f"{TRAIN} --train.seed -1", ["train.seed: -1 is not a whole number from 0 on"]),
+        (f"{TRAIN} --data.seed -1", ["data.seed: -1 is not a whole number from 0 on"]),
+        (f"{TRAIN_2} --train.seed {2**70}", ["train.seed: 1180591620717411303424 is above 2147483647", "smaller"]),
+        (f"{TRAIN_2} --data.prefetch 1e9", ["data.prefetch: 1e9 is not a whole number above 0"]),
+        (f"{TRAIN_2} --data.prefetch {10**9}", ["data.prefetch: 1000000000 is above 1000"]),
+        (f"{TRAIN_2} --data.workers {10**6}", ["data.workers: 1000000 is above 256"]),
+        (f"{TRAIN_2} --data.dense_features {10**9}", ["data.dense_features: 1000000000 is above 100000"]),
+        (f"{TRAIN_2} --data.eval_samples {10**12}", ["data.eval_samples: 1000000000000 is above 1000000000"]),
+        (f"{TRAIN_2} --data.tables.count {10**9}", ["data.tables.count: 1000000000 is above 100000"]),
+        (f"{TRAIN_2} --embedding.wait_timeout_s 1e-9", ["embedding.wait_timeout_s: 1e-09 must lie in 0.1 .. 86400 s"]),
+        (f"{TRAIN_2} --embedding.wait_timeout_s 1e12", ["embedding.wait_timeout_s: 1e+12 must lie", "default is 600"]),
+        (f"{TRAIN_2} --embedding.wait_timeout_s inf", ["embedding.wait_timeout_s: inf"]),
+        # what this machine can take
+        (f"{TRAIN} --nproc 0", ["--nproc: 0 is not a whole number above 0 or 'auto'"]),
+        (f"{TRAIN} --nproc many", ["--nproc: many is not"]),
+        (f"{TRAIN} --nproc 100", ["--nproc: 100 processes are above", "cores here", "two on a CPU"]),
+        (f"{TRAIN} --nproc 2 --train.global_batch_size 9", ["9 samples do not divide by 2 ranks; take 10"]),
+        (f"{TRAIN} --nproc 2 --train.device cuda", ["train.device: cuda", "GPU"]),
+        (f"{TRAIN_2} --train.batch_size {10**9}", ["train.batch_size: 1000000000 samples", "GB", "take a smaller one"]),
+        (f"{TRAIN} --train.batch_size {10**9}", ["train.batch_size: 1000000000 samples a rank", "for the one rank"]),
+        (f"{TRAIN_2} --train.global_batch_size {10**10}", ["train.global_batch_size: 5000000000 samples a rank"]),
+        (
+            f"{TRAIN_2} --train.batch_size 100000 --data.workers 200 --data.prefetch 1000",
+            ["data.prefetch: 1000, with data.workers 200, reads 200200 batches ahead", "read less ahead"],
+        ),
+        # files
+        (f"{TRAIN} --config", ["--config: no file is named", "see configs/"]),
+        ("train --config --nproc 2", ["--config: no file is named"]),
+        ("train --config=", ["--config: no file is named"]),
+        ("train --config no/such.yaml", ["no/such.yaml", "give an existing YAML file"]),
+        ("train --config {tmp}", ["Is a directory", "give an existing YAML file"]),
+        ("train --config {tmp}/latin.yaml --nproc 2", ["latin.yaml is not YAML in UTF-8", "correct it"]),
+        ("train --config {tmp}/empty.yaml --nproc 2", ["empty.yaml holds no key", "see configs/"]),
+        (f"{TRAIN_2} --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to", "Not a directory"]),
+        (f"{TRAIN_2} --log.dir {{tmp}}/empty.yaml/x", ["log.dir: nothing can be written to", "Not a directory"]),
+        (f"{TRAIN_2} --log.dir=", ["log.dir: empty", "name one"]),
+        (f"{TRAIN_2} --checkpoint.resume=", ["checkpoint.resume: '' is neither auto nor never"]),
+        (f"{TRAIN_2} --log.dir /proc/x", ["log.dir: nothing can be written to /proc/x", "give a folder that is yours"]),
+        (f"{TRAIN_2} --log.dir {{tmp}} --log.name empty.yaml", ["log.dir: nothing can be written to"]),
+        (f"{COMPARE} --nproc 2 --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to"]),
+        (f"{TRAIN_2} --checkpoint.resume always", ["checkpoint.resume: 'always' is neither auto nor never nor a"]),
+        (f"{TRAIN_2} --checkpoint.resume {{tmp}}", ["checkpoint.resume", "folder named step_<N>"]),
+        (f"{BENCH} --nproc 2 --output {{tmp}}", ["--output", "is a folder; name a CSV file"]),
+        (f"{BENCH} --output {{tmp}}/empty.yaml/x.csv", ["--output: nothing can be written to", "Not a directory"]),
+        ("bench input --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
+        ("trace {tmp}/cut.json.gz", ["cut.json.gz: ends early or is damaged"]),
+        ("trace {tmp}/empty.gz", ["empty.gz: not a Chrome trace"]),
+        ("trace {tmp}/empty.yaml", ["not a Chrome trace; give a file that log.trace_steps has written"]),
+        ("trace {tmp}/plain.gz", ["plain.gz: not a Chrome trace"]),
+        ("trace {tmp}/list.json", ["list.json: not a Chrome trace"]),
+        ("trace {tmp}/words.json", ["words.json: not a Chrome trace"]),
+        ("trace {tmp}/kernel.json", ["kernel.json: work without 'args'"]),
+        ("trace {tmp}/no_such.json", ["No such file"]),
+        ("trace {tmp}", ["Is a directory"]),
+        ("prepare criteo no/such.txt out", ["no/such.txt"]),
+        ("prepare criteo {tmp}/text.tsv out --rows 99999999999", ["--rows: 99999999999 must be", "below 2147483648"]),
+        ("prepare criteo {tmp}/text.tsv {tmp}/empty.yaml", ["empty.yaml: cannot be written (there is a file"]),
+        ("prepare avazu in out", ["criteo"]),
+        ("prepare criteo in out --rows 5 --min_count 2", ["exclude each other"]),
+    ],
+)
+def test_bad_input(command: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = gzip.compress(json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel"}] * 99}).encode())
+    contents = {
+        "empty.yaml": b"",
+        "latin.yaml": "train: {steps: 5} # für\n".encode("latin-1"),
+        "cut.json.gz": trace[:-20],
+        "empty.gz": b"",
+        "text.tsv": b"\t".join([b"1"] * 40) + b"\n",
+        "plain.gz": b"{}",
+        "list.json": b"[1, 2]",
+        "words.json": b'{"traceEvents": ["a", "b"]}',
+        "kernel.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}',
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    line = refusal([word.format(tmp=tmp_path) for word in command.split()], capsys)
+    assert all(part in line for part in parts), line
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(contents), "a refused command left something"
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--backends torchrec fusde", ["--backends fusde: not a backend", "did you mean fused?"]),
+        ("--backends torchrec,pgas", ["--backends torchrec,pgas: not a backend; put spaces between names"]),
+        ("--backends torchrec magic", ["--backends magic", "torchrec, nccl, pgas, fused"]),
+        ("--backends pgas torchrec pgas", ["pgas torchrec pgas", "name each once"]),
+        ("--backends torchrec", ["--backends torchrec", "two or more"]),
+        ("--backends", ["backends"]),
+        ("--rtol -1", ["rtol", "-1"]),
+        ("--rtol nan", ["rtol", "nan"]),
+        ("--rtol inf", ["--rtol inf", "below 1"]),
+        ("--log.name mine", ["log.name: mine", "set log.dir"]),
+        ("--checkpoint.resume runs/x/step_5", ["checkpoint.resume: runs/x/step_5", "leave it out"]),
+        ("--train.global_batch_size 9", ["9 samples do not divide by 2 ranks"]),
+    ],
+)
+def test_bad_comparison(options: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal([*COMPARE.format(tmp=tmp_path).split(), "--nproc", "2", *options.split()], capsys)
+    assert all(part in line for part in parts), line
+
+
+def test_a_comparison_on_a_device_that_cannot_do_it(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "--config", "configs/quickstart.yaml", "--train.precision", "tf32", "--train.device", "cpu"]
+    assert "train.precision: tf32 needs a GPU" in refusal(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train:\n  steps: 3\n  stepz: 4\n", ["train.stepz is not a key", "did you mean train.steps?"]),
+        ("trian:\n  steps: 3\n", ["trian is not a key", "did you mean train?"]),
+        ("train:\n  steps: 3\n  lr: 1\n  steps: 4\n", ["line 4", "'steps' is written twice"]),
+        ("train:\n  steps: 3\ndata: {}\ntrain: {}\n", ["line 4", "'train' is written twice"]),
+        ("train: 3\n", ["train must be a section of keys, not 3"]),
+        ("train:\n", ["train must be a section of keys, not None"]),
+        ("# nothing yet\n", ["holds no key"]),
+        ("- 3\n", ["the file must be a section of keys, not [3]"]),
+        ("train: [\n", ["is not YAML"]),
+        ("train: {steps: 5, lr: x}\n", ["train.lr: x is not a finite number above 0"]),
+        ("data:\n  tables: {rows: 5, count: 2}\n", ["train.steps: null", "set train.steps"]),
+        ("train: {steps: 5}\n", ["data.tables.count: null"]),
+        ("train: {steps: 5}\ndata: {kind: criteo_npy}\n", ["data.path: null"]),
+        ("data: {kind: criteo_npy, path: no/such/folder}\n", ["no/such/folder"]),
+        ("data: {kind: criteo_tsv, path: no/such.txt, tables: {rows: 9}}\n", ["no/such.txt"]),
+    ],
+)
+def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    line = refusal(["train", "--config", str(tmp_path / "config.yaml")], capsys)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(("paths", "name"), [(["", "out"], "IN"), (["in", ""], "OUT")])
+def test_an_empty_path(paths: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{name} is empty" in refusal(["prepare", "criteo", *paths], capsys)
+
+
+def test_a_data_set_below_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "day_0_dense.npy", np.zeros((40, 13), np.float32))
+    np.save(tmp_path / "day_0_sparse.npy", np.zeros((40, 26), np.int32))
+    np.save(tmp_path / "day_0_labels.npy", np.zeros((40, 1), np.int32))
+    argv = ["train", "--data.kind", "criteo_npy", "--data.path", str(tmp_path), "--data.tables.rows", "50"]
+    line = refusal([*argv, "--train.batch_size", "32", "--log.dir", str(tmp_path)], capsys)
+    assert line == (
+        "dlrm-overlap: train.batch_size: a global batch of 32 samples is more than the 30 there are to train on; take "
+        "a smaller one"
+    )

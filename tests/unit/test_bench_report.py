@@ -1,0 +1,32 @@
+import csv
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.bench.report import append_row
+from dlrm_overlap.config import InputError
+
+
+def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
+    output = tmp_path / "other.csv"
+    output.write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match=r"--output: .*other\.csv has other columns"):
+        append_row(output, {"steps": 4})
+    assert output.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with pytest.raises(InputError, match=r"--output: /dev/full cannot be written \(No space left on device\)"):
+        append_row(Path("/dev/full"), {"steps": 4})
+
+
+def test_rows_are_appended_and_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
+    output = tmp_path / "rows.csv"
+    output.touch()
+    for steps in (4, 5):
+        append_row(output, {"steps": steps, "median_ms": 0.123456})
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["steps"], row["median_ms"]) for row in rows] == [("4", "0.1235"), ("5", "0.1235")]
+    assert all(row["python"] for row in rows)
