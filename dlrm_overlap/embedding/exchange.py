@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,28 @@ from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import WindowHeldError
 
+Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
 
-def _fails_for_good(part: Callable[..., Returned]) -> Callable[..., Returned]:
+def _uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Cut a compiled model's graph here: what an exchange does is no tensor's maths, and must be done in every step."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
     """Let no part of a step follow one that failed: the peers wait there, and would take a later step's data for it."""
 
     @wraps(part)
-    def run(self: "Exchange", *args: Any, **kwargs: Any) -> Returned:
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        self = cast("Exchange", args[0])
         if self._failure is not None:
             raise RuntimeError(
                 f"exchange: {self._failure} on this rank, which cannot go on where the others wait for that step; end "
                 f"all ranks and start again, from a checkpoint"
             )
         try:
-            return part(self, *args, **kwargs)
+            return part(*args, **kwargs)
         except WindowHeldError:  # nothing has begun
             raise
         except Exception as error:
@@ -68,7 +75,7 @@ class Exchange:
         self._pending: Step | None = None
         self._failure: str | None = None
 
-    @torch.compiler.disable  # a compiled model is cut here: what an exchange does is no tensor's maths
+    @_uncompiled
     def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
         """Start a step.
 
@@ -273,7 +280,7 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         super().__init__()
         self._exchange, self._step, self._token = exchange, step, token
 
-    @torch.compiler.disable
+    @_uncompiled
     def wait(self) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] float32."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.

@@ -208,7 +208,7 @@ def _weighted(ids: KeyedJaggedTensor) -> bool:
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
     """Return the names of the pooled embeddings in the order of the unsharded module."""
-    return [name for names in get_embedding_names_by_table(tables) for name in names]
+    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
 
 
 def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
