@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Bags:
+class Bags(NamedTuple):
     """The ids of one launch, on the rank that pools them."""
 
     values: torch.Tensor
@@ -52,8 +52,7 @@ class Windows:
     """bytes that divide every address"""
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """How a launch is cut."""
 
     task_bags: int
@@ -81,8 +80,7 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """What both kernels are told beside their tensors."""
 
     rank: int

@@ -1,6 +1,7 @@
 """Who takes part in the backward: FBGEMM's operator behind a collective, and the exchange's own ways."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ class Push(Contender):
     def step(self, batch: GradientBatch) -> None:
         """Send the gradient and update the rows."""
         # A copy: `update` lets go of what was made of the ids.
-        step = self._begun(batch) if self._exposed else replace(self._steps[batch.number])
+        step = self._begun(batch) if self._exposed else copy(self._steps[batch.number])
         self._ways.backward.send(step, batch.gradient)
         self._ways.backward.update(step)
 

@@ -48,7 +48,8 @@ class ExchangeTimeoutError(RuntimeError):
         rank, peer, slot, expected, seen = missing
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
-            f"{seen}; see that rank's log, or raise embedding.wait_timeout_s if it is only slow"
+            f"{seen}; see that rank's log, or raise embedding.wait_timeout_s, the sharder's wait_timeout_s, if it is "
+            f"only slow"
         )
 
 
@@ -125,6 +126,7 @@ class Loan:
     def __init__(self, region: torch.Tensor) -> None:
         """Take a tensor with a storage of its own."""
         self._region, self._storage = region, region.untyped_storage()
+        self._row, self._strides = region.shape[1:], region.stride()
         self._idle = self._users()
 
     def _users(self) -> int:
@@ -135,8 +137,7 @@ class Loan:
 
         A view would be one made within an autograd function, which autograd does not let anyone change in place.
         """
-        region = self._region
-        return region.new_empty(0).set_(self._storage, 0, (rows, *region.shape[1:]), region.stride())
+        return self._region.new_empty(0).set_(self._storage, 0, (rows, *self._row), self._strides)
 
     @property
     def held(self) -> bool:

@@ -44,7 +44,7 @@ class CollectiveForward(Forward):
         if self._device is None:
             self._pool_on_host(step, send)
         else:
-            self._device.store(self._device.parts(send, step), step)
+            self._device.store(self._device.parts(send, step), step, self._device.tables())
         mine = step.batch.per_rank[self.rank]
         step.received = torch.empty(mine * self.layout.total_dim, dtype=wire, device=self.device)
         step.work = dist.all_to_all_single(

@@ -262,7 +262,7 @@ class DevicePush(WindowBackward):
         """Make the current stream wait for the rows, and so until the gradient has been read."""
         torch.cuda.current_stream(self.device).wait_stream(self._update_stream)
         self._updating = False
-        step.runs = []
+        step.runs = ()
 
     def check(self) -> None:
         """Raise what a wait has recorded.

@@ -76,9 +76,9 @@ class DeviceLookup:
         first = first_samples(step.batch, self.forward.device)[:-1]
         return Windows(send.data_ptr() + first.long() * row_bytes, send.shape[1], send.dtype, gcd(16, row_bytes))
 
-    def store(self, windows: Windows, step: Step) -> None:
-        """Pool every bag into its owner's window, by the zero-copy kernel."""
-        for pieces, table in zip(self.launches, self.tables(), strict=True):
+    def store(self, windows: Windows, step: Step, tables: list[FeatureTable]) -> None:
+        """Pool every bag into its owner's window, by the zero-copy kernel; `tables` are `tables()`."""
+        for pieces, table in zip(self.launches, tables, strict=True):
             bags = self.bags(pieces, step)
             store_pooled(bags, table, windows, self.record.status, self.launch(tuning_for(table.dim)))
 
@@ -147,7 +147,7 @@ class DeviceForward(WindowForward):
         self.join_stream()
         window = self._peers[epoch % 2]
         if not self._fused or not self._puts(step):
-            self.lookup.store(window, step)
+            self.lookup.store(window, step, tables)
             raise_flags(flags, self.rank, 0, epoch)
             return
         first_slot, last = 0, len(self.lookup.launches) - 1

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -71,13 +71,9 @@ class BatchSizes:
         return BatchSizes(per_rank, first, first[-1], max(per_rank))
 
 
-@dataclass
 class Step:
     """One pass through the stage: what its parts hand on."""
 
-    inputs: Sequence[KeyedJaggedTensor]
-    """the ids of this rank's tables, one a source: B bags a feature"""
-    batch: BatchSizes
     work: Any = None
     """the collective under way"""
     received: torch.Tensor | None = None
@@ -92,12 +88,16 @@ class Step:
     """of the steps that have a backward, counted from the run's first"""
     rules: Sequence[UpdateRule] = ()
     """how each of this rank's fused lookups updates its rows, as it was at the forward"""
-    runs: list[Any] = field(default_factory=list)
+    runs: Sequence[Any] = ()
     """the ids of each input, ready for the update of their rows"""
     gradient: torch.Tensor | None = None
     """of the pooled embeddings, from when it is there until the rows are updated"""
     sent: bool = False
     """whether it is on its way to the owners of the rows"""
+
+    def __init__(self, inputs: Sequence[KeyedJaggedTensor], batch: BatchSizes) -> None:
+        """Take the ids of this rank's tables, one tensor a source, with B bags a feature."""
+        self.inputs, self.batch = inputs, batch
 
 
 class Side:
@@ -135,6 +135,7 @@ class Forward(Side, ABC):
         super().__init__(*args)
         self.bounds_check = self.tables.bounds_check
         self._warned_of_bad_id = False
+        self._on_gpu = self.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream = -1
 
@@ -144,7 +145,7 @@ class Forward(Side, ABC):
         So a collection finds what was launched elsewhere; and a launch, whose flags tell the peers that they may write
         the window of the step before, comes after all that has been issued to read it where it was collected.
         """
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             return
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)  # in a tenth of what a Stream takes
         if raw != self._raw_stream:

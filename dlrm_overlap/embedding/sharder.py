@@ -60,7 +60,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Take TorchRec's arguments, how to exchange, and the order of the output."""
         super().__init__(*args, **kwargs)
         self._options, self._output_order = options, output_order
-        self._weights_told = False
+        self._reasons_told: set[str] = set()
         self.exchange: Exchange | None = None
         self._set_up_exchange()
 
@@ -134,12 +134,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
-        if self.exchange is None or ctx.variable_batch_per_feature or self.post_lookup_tracker_fn is not None:
-            return super().compute_and_output_dist(ctx, input)
-        if any(_weighted(input[i]) for i in self._exchanged):  # which FBGEMM applies, whatever is_weighted says
-            if not self._weights_told and self._env.rank == 0:
-                log.warning("backend %s: ids with weights stay with TorchRec", self._options.backend)
-            self._weights_told = True
+        if self.exchange is None or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
         exchanged = self.exchange.start([input[i] for i in self._exchanged], batch_sizes)
@@ -158,6 +153,25 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
+
+    def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
+        """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
+        if ctx.variable_batch_per_feature:
+            reason = "features have batches of different sizes"
+        elif (
+            self.post_lookup_tracker_fn
+            or self.post_odist_tracker_fn
+            or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
+        ):
+            reason = "a tracker is registered"
+        elif any(_weighted(input[i]) for i in self._exchanged):  # which FBGEMM applies, whatever is_weighted says
+            reason = "ids have weights"
+        else:
+            return False
+        if reason not in self._reasons_told and self._env.rank == 0:
+            log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
+        self._reasons_told.add(reason)
+        return True
 
     def _in_order(
         self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]

@@ -211,6 +211,21 @@ def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> No
         assert sorted(saved[way]["log"]) == (sorted(lines) if rank == 0 else [])
 
 
+@pytest.mark.parametrize("where", ["post_lookup", "post_odist", "optim_state"])
+def test_steps_that_are_tracked_stay_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), FUSED, world_of_one)
+    seen: list[Any] = []
+    registered = sharded._lookups[0] if where == "optim_state" else sharded
+    getattr(registered, f"register_{where}_tracker_fn")(lambda *found: seen.append(found))
+    for _ in range(2):
+        sharded(KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), lengths=torch.tensor([2]))).values()
+    assert len(seen) == 2
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert lines == ["backend pgas: steps stay with TorchRec: a tracker is registered"]
+
+
 def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:
     tables: Tables = {"a": (5, 4, ["x", "y"], SUM), "b": (5, 8, ["y"], SUM), "c": (5, 4, ["z"], SUM)}
     module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
