@@ -127,10 +127,9 @@ class Loan:
         """Take a tensor with a storage of its own."""
         self._region, self._storage = region, region.untyped_storage()
         self._row, self._strides = region.shape[1:], region.stride()
-        self._idle = self._users()
-
-    def _users(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+        self._address = self._storage._cdata
+        self._idle = self._count_users(self._address)
 
     def lend(self, rows: int) -> torch.Tensor:
         """Return the first `rows` rows: a tensor of its own on the region's storage.
@@ -142,7 +141,7 @@ class Loan:
     @property
     def held(self) -> bool:
         """Whether a tensor that was lent lives, or a view of one, or a graph that saved one."""
-        return self._users() > self._idle
+        return self._count_users(self._address) > self._idle
 
 
 class _CudaMemory:

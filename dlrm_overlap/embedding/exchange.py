@@ -79,6 +79,7 @@ class Exchange:
         self._arguments = layout, tables, options, group, device
         self._ways: Ways | None = None
         self._capacity = 0
+        self._counts_epochs = device.type == "cuda" and options.backend != "nccl"
         self._pending: Step | None = None
         self._failure: str | None = None
 
@@ -98,7 +99,7 @@ class Exchange:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
-        if self.device.type == "cuda" and self.options.backend != "nccl" and torch.cuda.is_current_stream_capturing():
+        if self._counts_epochs and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
                 f"step's epoch for ever; leave the embedding stage out of the graph"

@@ -56,11 +56,11 @@ class OutputWindows:
         """
         if self._held():
             gc.collect()  # a cycle may be all that holds it
-        if self._held():
-            raise WindowHeldError(
-                "pooled embeddings: a forward began while the output of the one before is in use, and peers would "
-                "overwrite it; give the sharder copy_output=True, or run its backward or drop it first"
-            )
+            if self._held():
+                raise WindowHeldError(
+                    "pooled embeddings: a forward began while the output of the one before is in use, and peers would "
+                    "overwrite it; give the sharder copy_output=True, or run its backward or drop it first"
+                )
         self.epoch += 1
         return self.epoch
 
