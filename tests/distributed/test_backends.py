@@ -70,9 +70,6 @@ def _train_on_two_ranks(folder: Path) -> None:
     _train_with_all_optimizers(folder)
     for backend in ("torchrec", *BACKENDS):
         _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
-        _run(folder, f"bf16_{backend}", backend, "sgd", *BF16)
-    for name, (backend, options) in VARIANTS.items():
-        _run(folder, name, backend, "sgd", *options)
     for resumed in RESUMED:
         _resume(folder, "_then_".join(resumed), *resumed)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,6 +77,14 @@ def _train_on_two_ranks(folder: Path) -> None:
         _resume(folder, "forgotten", "rowwise_adagrad", "torchrec", "pgas")
     comm_ops.set_gradient_division(False)
     _run(folder, "undivided", "pgas", "sgd")
+
+
+def _train_variants(folder: Path) -> None:
+    _run(folder, "sgd_torchrec", "torchrec", "sgd")
+    for backend in ("torchrec", *BACKENDS):
+        _run(folder, f"bf16_{backend}", backend, "sgd", *BF16)
+    for name, (backend, options) in VARIANTS.items():
+        _run(folder, name, backend, "sgd", *options)
 
 
 def _train_on_four_ranks(folder: Path) -> None:
@@ -92,6 +97,11 @@ def _train_on_four_ranks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train_all(_train_on_two_ranks, 2, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _train_all(_train_variants, 2, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +146,10 @@ def test_tables_cut_by_columns(request: pytest.FixtureRequest, ranks: str, backe
     _assert_agrees(folder / f"columns_{backend}", folder / "columns_torchrec", LOSS_TOLERANCE["sgd"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants(two_ranks: Path, name: str) -> None:
-    _assert_agrees(two_ranks / name, two_ranks / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
+def test_variants(variants: Path, name: str) -> None:
+    _assert_agrees(variants / name, variants / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
 
 
 def test_a_gradient_that_is_not_divided_is_caught(two_ranks: Path) -> None:
@@ -146,11 +157,12 @@ def test_a_gradient_that_is_not_divided_is_caught(two_ranks: Path) -> None:
         _assert_agrees(two_ranks / "undivided", two_ranks / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bf16_wire(two_ranks: Path, backend: str) -> None:
-    run = two_ranks / f"bf16_{backend}"
-    _assert_agrees(run, two_ranks / "bf16_torchrec", LOSS_TOLERANCE["bf16_wire"])
-    assert read_metrics(run, "train/loss") != read_metrics(two_ranks / "sgd_torchrec", "train/loss")
+def test_bf16_wire(variants: Path, backend: str) -> None:
+    run = variants / f"bf16_{backend}"
+    _assert_agrees(run, variants / "bf16_torchrec", LOSS_TOLERANCE["bf16_wire"])
+    assert read_metrics(run, "train/loss") != read_metrics(variants / "sgd_torchrec", "train/loss")
 
 
 def _assert_continues(folder: Path, name: str, optimizer: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import run_cli
 
 
-@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
 def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
     output = tmp_path / "rows" / "input.csv"
     argv = ["bench", "input", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]

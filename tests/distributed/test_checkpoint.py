@@ -40,13 +40,15 @@ def test_goes_on_where_the_folder_left_off(whole: Path, tmp_path: Path) -> None:
     _assert_continues(run, whole, 0.0)
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 4])
 def test_goes_on_with_another_number_of_ranks(whole: Path, tmp_path: Path, nproc: int) -> None:
     start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_20")]
     run = train_quickstart(tmp_path, "run", nproc, *SAVING, *start, "--train.steps", "30")
     _assert_continues(run, whole, LOSS_TOLERANCE["adagrad"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_half_written_is_not_found(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_30").rename(tmp_path / "run" / "checkpoints" / ".writing_30")

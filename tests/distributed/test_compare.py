@@ -62,6 +62,7 @@ def test_table_and_where_to_look(folder: Path) -> None:
     assert lines[-1].endswith(f"--logdir {folder}")
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
     """The last of the three is compared: what the ones before it left behind in the process would show."""
     alone = train_quickstart(tmp_path, "alone", 2, "--embedding.backend", BACKENDS[-1], *SHORT)
@@ -69,6 +70,7 @@ def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
     assert read_metrics(folder / BACKENDS[-1], "eval/auroc") == read_metrics(alone, "eval/auroc")
 
 
+@pytest.mark.slow
 def test_another_seed_is_found_and_gets_no_speedup(tmp_path: Path) -> None:
     """The whole command, with the second backend started from other weights, as a broken one would go astray."""
     script = f"""

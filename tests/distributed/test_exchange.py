@@ -356,6 +356,7 @@ def _lose_a_rank(folder: Path) -> None:
     os._exit(0)  # the group is broken
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_is_named(tmp_path: Path) -> None:
     run_ranks(_lose_a_rank, 2, tmp_path)
     assert (tmp_path / "pgas").exists()

@@ -76,6 +76,7 @@ def several(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_resolved_configuration_gives_the_same_run_again(run: Path, several: Path) -> None:
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["embedding"]["backend"] == "torchrec"

@@ -151,7 +151,7 @@ def test_dims_and_types(wire: torch.dtype, dim: int, samples: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("programs", [1, 4, 1000])
+@pytest.mark.parametrize("programs", [1, 4, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_number_of_programs(schedule: str, programs: int) -> None:
     _check(Case((300, 9, 17), ((128,), (128, 128), ()), schedule=schedule, programs=programs))  # 6 tasks a part
 

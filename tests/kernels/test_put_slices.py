@@ -12,6 +12,8 @@ from dlrm_overlap.kernels.sliced_put import put_by_stores
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
 
+OTHER_SCHEDULES = ("linear", "remote_first")
+
 pytestmark = interpreted
 
 
@@ -30,7 +32,7 @@ def test_windows_and_flags(case: Case) -> None:
     world.assert_no_record()
 
 
-@pytest.mark.parametrize("schedule", ["linear", "remote_first", "balanced"])
+@pytest.mark.parametrize("schedule", [*(pytest.param(s, marks=pytest.mark.slow) for s in OTHER_SCHEDULES), "balanced"])
 @pytest.mark.parametrize("slice_tasks", [1, 2, 16])
 @pytest.mark.parametrize("tuning", [Tuning(2, unroll=2, num_warps=1), Tuning(4, unroll=1, num_warps=1, groups=2)])
 def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning) -> None:
