@@ -78,7 +78,7 @@ def start(launcher: str, program: Path, *arguments: str) -> subprocess.Completed
     [
         ("single", "single", 1, 1.0),
         ("nproc", "nproc", 2, 3.0),
-        ("torchrun", "torchrun", 2, 3.0),
+        pytest.param("torchrun", "torchrun", 2, 3.0, marks=pytest.mark.slow),
         ("mpirun", "mpi", 2, 3.0),
     ],
 )

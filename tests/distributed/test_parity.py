@@ -8,6 +8,8 @@ from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
 from tests.distributed.workers import quickstart, run_ranks, train
 
+pytestmark = pytest.mark.slow
+
 LEARNING_RATE = {"adagrad": "0.05", "sgd": "20.0"}
 COMMON = ["--train.global_batch_size", "1024", "--train.steps", "50", "--data.eval_samples", "1000"]
 
@@ -51,7 +53,6 @@ def test_losses_agree_on_two_ranks(reference: Path, two_ranks: Path, optimizer: 
     assert losses[50] < 0.9 * losses[1], "a run that learns nothing agrees with anything"
 
 
-@pytest.mark.slow
 def test_losses_agree_on_four_ranks(reference: Path, tmp_path: Path) -> None:
     run_ranks(_train_with_all_optimizers, 4, tmp_path)
     for optimizer in LEARNING_RATE:

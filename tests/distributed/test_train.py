@@ -113,6 +113,7 @@ def _refusal(*argv: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_is_refused(run: Path) -> None:
     before = {path: path.read_bytes() for path in run.iterdir()}
     line = _refusal("--log.dir", str(run.parent), "--log.name", run.name, "--train.steps", "8")
@@ -160,6 +161,7 @@ def test_steps_to_trace_behind_the_last_are_refused() -> None:
         total_steps(config, train_data, world_size=2)
 
 
+@pytest.mark.slow
 def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None:
     sparse = np.load(_npy_days(tmp_path, 1000) / "day_0_sparse.npy")
     sparse[555, 7] = 50
