@@ -1,6 +1,6 @@
 """The DLRM: bottom MLP, embedding tables, interaction, top MLP, on one device and knowing nothing of ranks.
 
-`embedding.shard` puts the tables on their ranks; everything here stays as it is.
+`pipeline.shard_model` puts the tables on their ranks; everything here stays as it is.
 """
 
 from collections.abc import Sequence

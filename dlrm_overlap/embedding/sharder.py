@@ -1,4 +1,4 @@
-"""The drop-in: TorchRec's sharder with the embedding exchange of a backend. The only file that subclasses TorchRec."""
+"""The drop-in: TorchRec's sharder and sharded module, with the embedding exchange of a backend."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
