@@ -10,9 +10,9 @@ from dlrm_overlap.embedding.backward import HostPush
 from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step, WindowForward
 from dlrm_overlap.embedding.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
-from tests.agreement import assert_same
+from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward
-from tests.distributed.stage import ROWS, Stage
+from tests.distributed.stage import LEARNING_RATE, ROWS, Stage
 from tests.kernels.emulation import interpreted
 
 ALONE = [([8, 4], [4])]
@@ -252,3 +252,37 @@ def test_close_tells_what_kernels_have_recorded_and_gives_the_windows_back(
         exchange.close()
     assert closed
     exchange.close()  # which has nothing left to do
+
+
+@pytest.mark.parametrize("copy_output", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inference_mode_between_training_steps(
+    world_of_one: dist.ProcessGroup, backend: str, copy_output: bool
+) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, backend, copy_output=copy_output)
+    for number in range(4):
+        inputs, expected = stage.inputs(number, (5,))
+        with torch.inference_mode(number % 2 == 1):
+            pooled = exchange.start(inputs, (5,)).wait()
+            assert_same(pooled.detach(), expected, f"step {number}")
+            pooled.mul_(0.0)
+        if number % 2 == 0:
+            pooled.sum().backward()
+        del pooled
+    exchange.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_grow_between_a_forward_and_its_backward(world_of_one: dist.ProcessGroup, backend: str) -> None:
+    stage = Stage(ALONE, rank=0)
+    exchange = stage.exchange(world_of_one, backend, copy_output=True)
+    before = {piece.name: stage.tables.weight(piece).clone() for piece in stage.pieces}
+    begun = [stage.inputs(number, (samples,))[0] for number, samples in enumerate((3, 7))]
+    outputs = [exchange.start(inputs, (samples,)).wait() for inputs, samples in zip(begun, (3, 7), strict=True)]
+    sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
+    for piece in (piece for piece in stage.pieces if not piece.mean):
+        ids = torch.cat([inputs[0][piece.name].values() for inputs in begun])
+        expected = before[piece.name] - LEARNING_RATE * torch.bincount(ids, minlength=ROWS)[:, None]
+        assert_near(stage.tables.weight(piece), expected, WEIGHT_TOLERANCE["fp32"], piece.name)
+    exchange.close()
