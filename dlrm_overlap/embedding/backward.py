@@ -9,7 +9,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from dlrm_overlap.comm.arena import Arena, HostArena
 from dlrm_overlap.embedding.forward import Side, Step, lengths_and_ids
 from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Group, Piece
+from dlrm_overlap.embedding.layout import Piece
 from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
 from dlrm_overlap.kernels import reference
 
@@ -55,18 +55,20 @@ class WindowBackward(Backward):
         """Take the layout and the arena of the windows."""
         super().__init__(*args)
         self.gradients, self._arena, self._epoch = gradients, arena, 0
+        self._groups = self.layout.groups(self.rank)
 
     def _gradient(self, window: torch.Tensor, piece: Piece, samples: int) -> torch.Tensor:
         """Return the gradient [B, D] of a piece of this rank, where it lies in `window`."""
         start = self.gradients.starts[piece] * samples
         return window[start : start + samples * piece.dim].view(samples, piece.dim)
 
-    def _update_by_fbgemm(self, group: Group, step: Step, window: torch.Tensor) -> None:
-        """Update the rows of a fused lookup by FBGEMM's operator, which knows every rule."""
-        ids, samples = bags_of(group, step.inputs), step.batch.total
-        gradient = torch.cat([self._gradient(window, piece, samples) for piece in group.pieces], dim=1).float()
-        update = RowUpdate(self.tables.lookups[group.number])
-        update.apply(gradient, ids.values(), ids.offsets(), step.rules[group.number])
+    def _update_by_fbgemm(self, step: Step, window: torch.Tensor) -> None:
+        """Update the rows of those fused lookups whose rule FBGEMM's operator alone knows, by it."""
+        for group in self._groups:
+            if (rule := step.rules[group.number]).only_fbgemm:
+                ids, samples = bags_of(group, step.inputs), step.batch.total
+                gradient = torch.cat([self._gradient(window, piece, samples) for piece in group.pieces], dim=1).float()
+                RowUpdate(self.tables.lookups[group.number]).apply(gradient, ids.values(), ids.offsets(), rule)
 
 
 class HostPush(WindowBackward):
@@ -110,15 +112,13 @@ class HostPush(WindowBackward):
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
         self._arena.wait(GRADIENT_FLAGS, counts, self._epoch, self.options.wait_timeout_s, "part")
         window = self._arena.local(self._window)
-        for group in self.layout.groups(self.rank):
-            if step.rules[group.number].only_fbgemm:
-                self._update_by_fbgemm(group, step, window)
+        self._update_by_fbgemm(step, window)
         for pieces in self.layout.tables(self.rank):
             if not step.rules[pieces[0].group].only_fbgemm:
-                self._update_table(pieces, step)
+                self._update_table(pieces, step, window)
 
-    def _update_table(self, pieces: list[Piece], step: Step) -> None:
-        window, samples = self._arena.local(self._window), step.batch.total
+    def _update_table(self, pieces: list[Piece], step: Step, window: torch.Tensor) -> None:
+        samples = step.batch.total
         values, gradients = [], []
         for piece in pieces:
             bag = piece.position * samples

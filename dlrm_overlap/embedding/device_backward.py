@@ -148,7 +148,6 @@ class DevicePush(WindowBackward):
         self._pushed = [self._piece_table(dim) for dim in sorted(dims)]
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[_Input] = []
-        self._groups = self.layout.groups(self.rank)
         self._seed = torch.initial_seed()
 
     def _flags_of(self, part: int) -> Flags:
@@ -241,10 +240,7 @@ class DevicePush(WindowBackward):
                 for index, source in enumerate(sources):
                     for rows in (r for r in source.ranges if r.part == part):
                         self._update(step, index, source, rows)
-
-            for group in self._groups:
-                if step.rules[group.number].only_fbgemm:
-                    self._update_by_fbgemm(group, step, self._local[self._epoch % 2])
+            self._update_by_fbgemm(step, self._local[self._epoch % 2])
 
     def _update(self, step: Step, index: int, source: _Input, rows: _Range) -> None:
         window, rule = self._local[self._epoch % 2], step.rules[rows.piece.group]

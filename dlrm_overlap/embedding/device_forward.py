@@ -164,8 +164,7 @@ class DeviceForward(WindowForward):
         self.join_stream()
         if not self._fused or not self._puts(step):
             wait_flags(self._flags_of(step), self.rank, self.windows.epoch)
-        pooled = self.windows.lend(step.batch.per_rank[self.rank])
-        return pooled.clone() if copy else pooled
+        return self._output(step, copy)
 
     def _tuning(self, table: FeatureTable, bags: Bags) -> Tuning:
         """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""

@@ -240,6 +240,11 @@ class WindowForward(Forward):
         counts[self.rank] = 0
         return torch.tensor(counts, dtype=torch.int32)
 
+    def _output(self, step: Step, copy: bool) -> torch.Tensor:
+        """Return the pooled embeddings that have come: the window, lent, or a copy of it."""
+        pooled = self.windows.lend(step.batch.per_rank[self.rank])
+        return pooled.clone() if copy else pooled
+
     def close(self) -> None:
         """Give the windows back."""
         self.windows.close()
@@ -278,5 +283,4 @@ class HostForward(WindowForward):
     def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Wait for the flags and lend the window, or copy it."""
         self._arena.wait("ready", self._awaited(step), self.windows.epoch, self.options.wait_timeout_s)
-        pooled = self.windows.lend(step.batch.per_rank[self.rank])
-        return pooled.clone() if copy else pooled
+        return self._output(step, copy)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torch.multiprocessing.spawn import ProcessRaisedException
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
 from dlrm_overlap.config import InputError
@@ -22,7 +21,7 @@ from dlrm_overlap.kernels.launch import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_push, without_streams
 from tests.distributed.stage import CPU, LEARNING_RATE, Stage
-from tests.distributed.workers import run_ranks
+from tests.distributed.workers import run_cases, run_ranks
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
 BATCH_SIZES = [(3, 2, 4), (3, 2, 4), (1, 1, 1), (9, 2, 5), (2, 7, 1), (2, 7, 1)]  # the windows grow once
@@ -306,31 +305,18 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
 }
 
 
-def _run_checks(folder: Path) -> None:
-    for name, check in CHECKS.items():
-        check(dist.get_rank(), dist.get_world_size())
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (folder / name).touch()
+def _run_check(name: str) -> None:
+    CHECKS[name](dist.get_rank(), dist.get_world_size())
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exception | None]:
-    """A folder with a file for each check that passed, and what ended the others."""
-    folder = tmp_path_factory.mktemp("exchange")
-    try:
-        run_ranks(_run_checks, len(OWNERS), folder)
-    except ProcessRaisedException as error:
-        return folder, error
-    return folder, None
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    return run_cases(_run_check, len(OWNERS), tmp_path_factory.mktemp("exchange"), list(CHECKS))
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_three_ranks(results: tuple[Path, Exception | None], name: str) -> None:
-    folder, error = results
-    if not (folder / name).exists():
-        failed = next(check for check in CHECKS if not (folder / check).exists())
-        pytest.fail(str(error) if name == failed else f"did not run, since {failed} failed", pytrace=False)
+def test_three_ranks(ended: Callable[[str], None], name: str) -> None:
+    ended(name)
 
 
 def _lose_a_rank(folder: Path) -> None:

@@ -5,14 +5,15 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
@@ -42,6 +43,34 @@ def run_ranks(
     finally:
         for process in context.processes:
             process.kill()  # type: ignore[union-attr]
+
+
+def run_cases(run: Callable[[str], None], world_size: int, folder: Path, cases: Sequence[str]) -> Callable[[str], None]:
+    """Run `run(case)` for each of `cases` on ranks as `run_ranks` does, up to the first that fails.
+
+    Returns:
+        What fails the test of a case that did not end well on all ranks: it tells the error, or which case had it.
+    """
+    error = ""
+    try:
+        run_ranks(_run_each, world_size, folder, run, *cases)
+    except ProcessRaisedException as raised:
+        error = str(raised)
+
+    def check(case: str) -> None:
+        if not (folder / case).exists():
+            failed = next(case for case in cases if not (folder / case).exists())
+            pytest.fail(error if case == failed else f"did not run, since {failed} failed", pytrace=False)
+
+    return check
+
+
+def _run_each(folder: Path, run: Callable[[str], None], *cases: str) -> None:
+    for case in cases:
+        run(case)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / case).touch()
 
 
 def _rank(rank: int, world_size: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
