@@ -19,9 +19,9 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 import dlrm_overlap
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
-from dlrm_overlap.parsing import Parser, reader_may_leave, suggest
-from dlrm_overlap.preflight import check_output, check_runs
-from dlrm_overlap.ranks import Ranks, run_on_ranks
+from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
+from dlrm_overlap.launching.preflight import check_output, check_runs
+from dlrm_overlap.launching.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
 
@@ -30,13 +30,13 @@ def train(argv: list[str]) -> int:
     """Train a DLRM; under torchrun, Slurm or mpirun, or with --nproc, on several processes."""
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.run_log import check_folder
+        from dlrm_overlap.observe.run_log import check_folder
 
         check_folder(ranks.config)  # before a process group is made
         trainer = ranks.trainer()
         summary = trainer.fit()
         trainer.close()
-        if ranks.launch.rank == 0:
+        if ranks.world.rank == 0:
             print(
                 f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                 f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
@@ -69,10 +69,10 @@ def compare(argv: list[str]) -> int:
         configs = backend_configs(ranks.config, ranks.values.backends)
         for config in configs.values():
             check_device(config, ranks.device)  # of all backends, before the first one trains
-        if ranks.launch.rank == 0:
+        if ranks.world.rank == 0:
             output.unlink(missing_ok=True)  # an earlier one would belie the runs that this writes beside it
         folders = train_backends(configs, ranks.trainer)
-        if ranks.launch.rank:
+        if ranks.world.rank:
             return 0
         faults = report(folders, ranks.values.rtol, output)
         _print_places(output, folder)
@@ -171,9 +171,9 @@ def _bench_stage(kind: str, argv: list[str]) -> int:
 
         run = backward.run if kind == "backward" else stage.run
         asked = request(ranks.values)
-        asked.check_ranks(ranks.config, ranks.launch.world_size, ranks.device.type)
+        asked.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
         ranks.connect()
-        return run(asked, ranks.config, ranks.launch, ranks.device)
+        return run(asked, ranks.config, ranks.world, ranks.device)
 
     return run_on_ranks(["bench", kind], bench.__doc__ or "", argv, work, add_options, check)
 
@@ -205,7 +205,7 @@ def trace(argv: list[str]) -> int:
     """Tell what traces of a GPU show: the time of each kind of work, and how much of it nothing ran beside."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
     parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
-    from dlrm_overlap.trace_summary import summarise
+    from dlrm_overlap.observe.trace_summary import summarise
 
     text = "\n\n".join(summarise(Path(file)) for file in parser.read(argv).files)
     with reader_may_leave():
@@ -216,7 +216,7 @@ def trace(argv: list[str]) -> int:
 def doctor(argv: list[str]) -> int:
     """Tell what this machine has, what is missing and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
-    from dlrm_overlap.doctor import run_doctor
+    from dlrm_overlap.launching.doctor import run_doctor
 
     code = 0
     with reader_may_leave():

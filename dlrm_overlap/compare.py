@@ -16,8 +16,8 @@ import torch
 
 from dlrm_overlap.checkpoint import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.run_log import has_results, write_atomically
-from dlrm_overlap.text_table import format_table
+from dlrm_overlap.observe.run_log import has_results, write_atomically
+from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.trainer import NotFiniteError, Trainer
 
 log = logging.getLogger("dlrm_overlap")

@@ -21,11 +21,11 @@ from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.sharder import build_sharder, exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.launcher import Launch
-from dlrm_overlap.metrics import StepTimer, evaluation_metrics, gather_predictions
+from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
+from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
 from dlrm_overlap.pipeline import LearningRate, build_optimizer, build_pipeline, shard_model
-from dlrm_overlap.run_log import RunLog, check_folder, read_summary
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -84,12 +84,12 @@ def check_device(config: Config, device: torch.device) -> None:
 class Trainer:
     """Builds a run on this rank and takes its steps. The process group must exist; all ranks build alike."""
 
-    def __init__(self, config: Config, launch: Launch, device: torch.device, train: Dataset, held_out: Dataset) -> None:
-        self.config, self.launch, self.device = config, launch, device
+    def __init__(self, config: Config, world: World, device: torch.device, train: Dataset, held_out: Dataset) -> None:
+        self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
-        self.samples_per_rank = config.train.samples_per_rank(launch.world_size)
-        self.global_batch = self.samples_per_rank * launch.world_size
-        self.steps = total_steps(config, train, launch.world_size)
+        self.samples_per_rank = config.train.samples_per_rank(world.world_size)
+        self.global_batch = self.samples_per_rank * world.world_size
+        self.steps = total_steps(config, train, world.world_size)
         self.folder = config.folder
         rows = list(train.rows)
         self.checkpointer = Checkpointer(
@@ -106,7 +106,7 @@ class Trainer:
         dlrm = build_model(config.model, config.embedding, rows, config.data.dense_features, config.train.seed)
         task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
         sharder = build_sharder(config.embedding)
-        topology = build_topology(device, launch.world_size, launch.local_world_size)
+        topology = build_topology(device, world.world_size, world.local_world_size)
         self.plan = build_plan(
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
@@ -145,7 +145,7 @@ class Trainer:
             self.checkpointer.make_shared_folder()
         step, evaluated, values = self.start, -1, {}
         with (
-            RunLog(self.config, self.launch, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
+            RunLog(self.config, self.world, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):
             batches = iter(loader)
@@ -267,7 +267,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return loss, AUROC and NE over the held-out samples of all ranks, the same on every rank."""
-        samples, b, world_size = self.held_out_data.num_samples, self.samples_per_rank, self.launch.world_size
+        samples, b, world_size = self.held_out_data.num_samples, self.samples_per_rank, self.world.world_size
         assert samples is not None, "an endless data set cannot be evaluated"
         steps = math.ceil(samples / self.global_batch)
         logits, labels = [], []
@@ -295,8 +295,8 @@ class Trainer:
         return make_loader(
             dataset,
             batch_size=self.samples_per_rank,
-            rank=self.launch.rank,
-            world_size=self.launch.world_size,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
             first_step=first_step,
             last_step=last_step,
             workers=data.workers,

@@ -26,8 +26,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap import launcher
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, exchanges
+from dlrm_overlap.launching import launcher
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower
 ROWS = {"user": 4000, "history": 1000, "item": 1000, "words": 400}  # of each feature's table
@@ -79,9 +79,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
-    launch = launcher.detect()  # torchrun, mpirun, srun, or this process alone
-    device = launcher.find_device("auto", launch.local_rank, launch.source)
-    launcher.init_process_group(launch, device)  # and, on a GPU, streams of the right priority
+    world = launcher.detect()  # torchrun, mpirun, srun, or this process alone
+    device = launcher.find_device("auto", world.local_rank, world.source)
+    launcher.init_process_group(world, device)  # and, on a GPU, streams of the right priority
     torch.manual_seed(0)
 
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
@@ -100,13 +100,13 @@ def main() -> None:
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
 
-    batches = made_up(options.steps, launch.rank)
+    batches = made_up(options.steps, world.rank)
     for step in range(1, options.steps + 1):
         loss = pipeline.progress(batches)
         if step % 10 == 0:
             dist.all_reduce(loss)
-            if launch.rank == 0:
-                print(f"step {step}: loss {loss.item() / launch.world_size:.6f}", flush=True)
+            if world.rank == 0:
+                print(f"step {step}: loss {loss.item() / world.world_size:.6f}", flush=True)
 
     for exchange in exchanges(model):  # all ranks have taken the same steps
         exchange.close()

@@ -80,7 +80,7 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class Launch(NamedTuple):
+class PoolingOptions(NamedTuple):
     """What both kernels are told beside their tensors."""
 
     rank: int

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels import primitives
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.launch import INTERPRETED, Form
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 
 _GENERAL = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot", "epoch", "timeout"]}
 
@@ -69,13 +69,15 @@ def _await_flags(
 
 
 @lru_cache
-def _raising(world_size: int) -> Form:
-    return Form(_raise_flags, {"num_warps": 1}, {"PEERS": power_of_2(world_size)})
+def _raising(world_size: int) -> CompiledKernel:
+    return CompiledKernel(_raise_flags, {"num_warps": 1}, {"PEERS": power_of_2(world_size)})
 
 
 @lru_cache
-def _awaiting(block: int) -> Form:
-    return Form(_await_flags, {"num_warps": max(1, block // 128)}, {"BLOCK": block, "INTERPRETED": INTERPRETED})
+def _awaiting(block: int) -> CompiledKernel:
+    return CompiledKernel(
+        _await_flags, {"num_warps": max(1, block // 128)}, {"BLOCK": block, "INTERPRETED": INTERPRETED}
+    )
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:

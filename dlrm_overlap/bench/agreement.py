@@ -118,9 +118,9 @@ def check_rows(
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return this rank's rows [rows, D], a tensor a table, and the optimizer's state of each; none under SGD."""
-    pieces, tables = workload.layout.by_owner[workload.rank], workload.tables
-    states = [tables.state(piece) for piece in pieces]
-    return [tables.weight(piece) for piece in pieces], [state for state in states if state is not None]
+    shards, tables = workload.layout.by_owner[workload.rank], workload.tables
+    states = [tables.state(shard) for shard in shards]
+    return [tables.weight(shard) for shard in shards], [state for state in states if state is not None]
 
 
 def _begin(states: Sequence[torch.Tensor], workload: Workload) -> None:

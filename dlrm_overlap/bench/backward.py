@@ -28,7 +28,7 @@ from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.rounds import time_contenders, time_parts
 from dlrm_overlap.bench.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.launcher import Launch
+from dlrm_overlap.launching.launcher import World
 
 _SHOWN = (
     "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
@@ -36,7 +36,7 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def run(request: Request, config: Config, launch: Launch, device: torch.device) -> int:
+def run(request: Request, config: Config, world: World, device: torch.device) -> int:
     """Measure, print a table and append the rows on rank 0. The process group must exist; all ranks call this.
 
     Returns:
@@ -44,14 +44,14 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
     """
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    config = request.shape(config, launch.world_size)
+    config = request.shape(config, world.world_size)
     sparse = read_ids(config, group)
     ceilings = measure_ceilings(group, device)
     gradients: list[torch.Tensor] = []
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     for optimizer in request.optimizers:
-        workload = make_workload(config, sparse, group, device, launch.local_world_size, optimizer=optimizer)
+        workload = make_workload(config, sparse, group, device, world.local_world_size, optimizer=optimizer)
         gradients = gradients or _make_gradients(workload)
         found, faults = _measure(request, config, workload, optimizer, make_batches(workload, gradients), ceilings)
         rows += found
@@ -59,7 +59,7 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
         collect_garbage(device)
         if faults:
             break
-    if launch.rank == 0:
+    if world.rank == 0:
         told = [] if faults else rows
         report(told, faults, request.output, _headline(told) if told else "", _SHOWN)
     return 1 if faults else 0

@@ -14,10 +14,10 @@ from dlrm_overlap.bench.limits import median_ms
 from dlrm_overlap.bench.timing import greatest
 from dlrm_overlap.bench.workload import Ids, Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.backward import gradient_scale
-from dlrm_overlap.embedding.collective import pack
+from dlrm_overlap.embedding.backends.base import BatchSizes, ExchangeOptions, Step
+from dlrm_overlap.embedding.backends.collective import pack
+from dlrm_overlap.embedding.backends.host import gradient_scale
 from dlrm_overlap.embedding.exchange import make_ways
-from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Step
 from dlrm_overlap.embedding.row_update import RowUpdate
 from dlrm_overlap.kernels.schedule import resolve_schedule
 

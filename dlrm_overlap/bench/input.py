@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.report import append_row
 from dlrm_overlap.bench.timing import slowest_rank
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.metrics import StepTimer
+from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.trainer import Trainer
 
 _ROUNDS = 4  # cached and loaded take turns, so that a drift of the machine meets both
@@ -45,7 +45,7 @@ def measure(trainer: Trainer, steps: int, output: Path) -> None:
         "data": data.kind,
         "distinct_steps": data.distinct_steps,
         "workers": data.workers,
-        "world_size": trainer.launch.world_size,
+        "world_size": trainer.world.world_size,
         "samples_per_rank": trainer.samples_per_rank,
         "arch": trainer.config.model.arch,
         "precision": trainer.config.train.precision,

@@ -11,9 +11,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.timing import gather
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.embedding.forward import lengths_and_ids
-from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.metrics import StepTimer, quantile
+from dlrm_overlap.embedding.backends.base import lengths_and_ids
+from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP, _REPEATS = 3, 20
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -63,9 +63,9 @@ def count_bytes(
     """
     hbm_bytes = sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
     counts = [ids.length_per_key() for ids in inputs]
-    for piece in layout.by_owner[rank]:
-        id_bytes = inputs[piece.source].values().element_size()
-        hbm_bytes += counts[piece.source][piece.position] * (piece.dim * piece.dtype.itemsize + id_bytes)
+    for shard in layout.by_owner[rank]:
+        id_bytes = inputs[shard.source].values().element_size()
+        hbm_bytes += counts[shard.source][shard.position] * (shard.dim * shard.dtype.itemsize + id_bytes)
     hbm_bytes += batch_sizes[rank] * layout.total_dim * wire_dtype.itemsize
     others = sum(batch_sizes) - batch_sizes[rank]
     return hbm_bytes, others * layout.owner_dims[rank] * wire_dtype.itemsize
@@ -111,9 +111,9 @@ def count_update(
     samples, wire = sum(batch_sizes), wire_dtype.itemsize
     hbm_bytes = batch_sizes[rank] * layout.total_dim * 4 + samples * layout.owner_dims[rank] * wire
     named_bytes = once_bytes = ids = touched = 0
-    for pieces in layout.tables(rank):
-        dim, dtype = pieces[0].dim, pieces[0].dtype
-        firsts = [(inputs[piece.source], piece.position * samples) for piece in pieces]
+    for shards in layout.tables(rank):
+        dim, dtype = shards[0].dim, shards[0].dtype
+        firsts = [(inputs[shard.source], shard.position * samples) for shard in shards]
         bags = [lengths_and_ids(ids_of_all, bag, bag + samples) for ids_of_all, bag in firsts]
         rows = torch.cat([values for _, values in bags]).unique().numel()
         named = sum(values.numel() for _, values in bags)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.doctor import environment
-from dlrm_overlap.text_table import format_table
+from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.observe.text_table import format_table
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.contenders import Contender
 from dlrm_overlap.bench.timing import StepTimes, greatest, slowest_rank
 from dlrm_overlap.bench.workload import Workload
-from dlrm_overlap.metrics import StepTimer, quantile
+from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _ROUNDS = 4  # contenders take turns
 _WARMUP_STEPS = 5

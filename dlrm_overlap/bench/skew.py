@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.timing import gather, greatest
 from dlrm_overlap.bench.workload import Workload
+from dlrm_overlap.embedding.backends.base import BatchSizes, ExchangeOptions, Forward, Step
 from dlrm_overlap.embedding.exchange import make_ways
-from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward, Step
-from dlrm_overlap.metrics import StepTimer, quantile
+from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP_STEPS = 3
 _LEAD_CYCLES = 2_000_000  # about a millisecond: the host issues a step in it
@@ -75,8 +75,8 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
 
 def _read_trace(forward: Forward) -> tuple[float, float, float]:
     """Return this rank's own work in ms, and put and end wait in us a program, of the step before."""
-    from dlrm_overlap.embedding.device_forward import DeviceForward
-    from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS
+    from dlrm_overlap.embedding.backends.device_forward import DeviceForward
+    from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
 
     assert isinstance(forward, DeviceForward)
     trace = torch.cat(list(forward.traces.values()))

@@ -23,7 +23,7 @@ from dlrm_overlap.bench.skew import measure_skew
 from dlrm_overlap.bench.sweeps import make_contenders
 from dlrm_overlap.bench.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.launcher import Launch
+from dlrm_overlap.launching.launcher import World
 
 _SETTINGS = ("schedule", "slice_bags", "programs_per_sm")
 _SHOWN = (
@@ -32,7 +32,7 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def run(request: Request, config: Config, launch: Launch, device: torch.device) -> int:
+def run(request: Request, config: Config, world: World, device: torch.device) -> int:
     """Measure, print a table and append the rows on rank 0. The process group must exist; all ranks call this.
 
     Returns:
@@ -41,13 +41,13 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
     agreed = True
     measured: list[tuple[list[dict[str, Any]], list[str]]] = []
     # Fewer and fewer ranks: symmetric memory numbers its collectives by process, so ranks must have met in all of them.
-    for world_size in reversed(request.worlds(launch.world_size)):
-        group = dist.group.WORLD if world_size == launch.world_size else dist.new_group(list(range(world_size)))
-        if launch.rank < world_size:
+    for world_size in reversed(request.worlds(world.world_size)):
+        group = dist.group.WORLD if world_size == world.world_size else dist.new_group(list(range(world_size)))
+        if world.rank < world_size:
             assert isinstance(group, dist.ProcessGroup)
             shape = request.shape(config, world_size)
             sparse = read_ids(shape, group)
-            workload = make_workload(shape, sparse, group, device, launch.local_world_size, request.check_ids)
+            workload = make_workload(shape, sparse, group, device, world.local_world_size, request.check_ids)
             measured.append(_measure(request, shape, workload))
             agreed = not measured[-1][1]
             del workload
@@ -55,7 +55,7 @@ def run(request: Request, config: Config, launch: Launch, device: torch.device) 
         agreed = _all_agree(agreed, device)  # ranks that had no part wait here
         if not agreed:
             break
-    if launch.rank == 0:
+    if world.rank == 0:
         measured.reverse()
         _add_scaling(request.kind, [rows for rows, _ in measured])
         for rows, faults in measured:

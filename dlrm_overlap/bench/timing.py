@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.metrics import quantile
+from dlrm_overlap.observe.metrics import quantile
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.forward import ExchangeOptions
-from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
     build_layout,

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.backward import Backward, HostPush
-from dlrm_overlap.embedding.collective import CollectiveBackward, CollectiveForward
-from dlrm_overlap.embedding.forward import BatchSizes, ExchangeOptions, Forward, HostForward, Step
-from dlrm_overlap.embedding.gradients import GradientLayout
-from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.backends.base import BatchSizes, ExchangeOptions, Forward, HostForward, Step
+from dlrm_overlap.embedding.backends.collective import CollectiveBackward, CollectiveForward
+from dlrm_overlap.embedding.backends.host import Backward, HostPush
+from dlrm_overlap.embedding.protocol.gradients import GradientLayout
+from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.embedding.windows import WindowHeldError
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -235,8 +235,8 @@ def make_ways(
     gradients = GradientLayout(layout, samples_per_rank, options.wire_dtype)
     windows: dict[str, Any] = {"samples_per_rank": samples_per_rank, "beside": gradients.regions() if pushes else {}}
     if device.type == "cuda":  # these need Triton, which a CPU does not
-        from dlrm_overlap.embedding.device_backward import DevicePush
-        from dlrm_overlap.embedding.device_forward import DeviceForward
+        from dlrm_overlap.embedding.backends.device_forward import DeviceForward
+        from dlrm_overlap.embedding.backends.push import DevicePush
 
         forward, push = DeviceForward(*arguments, **windows), DevicePush
     else:

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.layout import Group
+from dlrm_overlap.embedding.protocol.layout import Group
 from dlrm_overlap.embedding.tables import OPTIMIZERS, UpdateRule
 
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
@@ -89,5 +89,5 @@ class RowUpdate:
 def bags_of(group: Group, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Return the ids of one fused lookup."""
     ids = inputs[group.source]
-    first, features, total = group.first_position, len(group.pieces), len(ids.keys())
+    first, features, total = group.first_position, len(group.shards), len(ids.keys())
     return ids if features == total else ids.split([first, features, total - first - features])[1]

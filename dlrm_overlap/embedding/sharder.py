@@ -33,10 +33,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.backward import BACKWARDS
+from dlrm_overlap.embedding.backends.base import BACKENDS, ExchangeOptions
+from dlrm_overlap.embedding.backends.host import BACKWARDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.forward import BACKENDS, ExchangeOptions
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.row_update import only_fbgemm, unsupported
 from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from dlrm_overlap.kernels.schedule import SCHEDULES
@@ -230,7 +230,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
 
     All ranks build the same from the plan.
     """
-    pieces: list[Piece] = []
+    shards: list[FeatureShard] = []
     for owner in range(world_size):
         group = 0
         for source, sharding in enumerate(shardings):
@@ -238,8 +238,8 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
                     for name in table.embedding_names:
-                        pieces.append(
-                            Piece(
+                        shards.append(
+                            FeatureShard(
                                 name=name,
                                 owner=owner,
                                 source=source,
@@ -254,7 +254,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                         )
                         position += 1
                 group += 1
-    return Layout(pieces, names, world_size)
+    return Layout(shards, names, world_size)
 
 
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):

@@ -8,7 +8,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-from dlrm_overlap.embedding.layout import Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -59,20 +59,20 @@ class LocalTables:
             self._states = [tbe.split_optimizer_states() for tbe in self.lookups]
             self._storage = storage
 
-    def weight(self, piece: Piece) -> torch.Tensor:
-        """Return the rows [rows, D] of a piece of this rank."""
+    def weight(self, shard: FeatureShard) -> torch.Tensor:
+        """Return the rows [rows, D] of a shard of this rank."""
         self._split()
-        return self._weights[piece.group][piece.table]
+        return self._weights[shard.group][shard.table]
 
-    def state(self, piece: Piece) -> torch.Tensor | None:
-        """Return the optimizer's state of a piece's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
+    def state(self, shard: FeatureShard) -> torch.Tensor | None:
+        """Return the optimizer's state of a shard's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
         self._split()
-        states = self._states[piece.group]
-        return states[piece.table][0] if states else None
+        states = self._states[shard.group]
+        return states[shard.table][0] if states else None
 
-    def optimizer(self, piece: Piece) -> str:
-        """Return the optimizer of a piece's rows: sgd | adagrad | rowwise_adagrad."""
-        return OPTIMIZERS[self.lookups[piece.group].optimizer]
+    def optimizer(self, shard: FeatureShard) -> str:
+        """Return the optimizer of a shard's rows: sgd | adagrad | rowwise_adagrad."""
+        return OPTIMIZERS[self.lookups[shard.group].optimizer]
 
     def rules(self) -> list[UpdateRule]:
         """Return how each lookup's rows are updated by a step whose forward is now: as FBGEMM, which reads it there."""

@@ -11,11 +11,11 @@ from unittest.mock import MagicMock, patch
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.collective import CollectiveForward
-from dlrm_overlap.embedding.device_backward import DevicePush
-from dlrm_overlap.embedding.device_forward import DeviceForward, DeviceLookup
-from dlrm_overlap.embedding.forward import ExchangeOptions, Forward
-from dlrm_overlap.embedding.gradients import GradientLayout
+from dlrm_overlap.embedding.backends.base import ExchangeOptions, Forward
+from dlrm_overlap.embedding.backends.collective import CollectiveForward
+from dlrm_overlap.embedding.backends.device_forward import DeviceForward, DeviceLookup
+from dlrm_overlap.embedding.backends.push import DevicePush
+from dlrm_overlap.embedding.protocol.gradients import GradientLayout
 from tests.distributed.stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 

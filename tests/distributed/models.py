@@ -22,7 +22,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.backward import HostPush
+from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharder import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables

@@ -13,9 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.forward import ExchangeOptions
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels import reference
 
@@ -37,7 +37,7 @@ class Stage:
     ) -> None:
         """Give each rank tables: dims of those that are summed, then of those that are averaged."""
         self.rank, self.world_size = rank, len(owners)
-        self.pieces: list[Piece] = []
+        self.shards: list[FeatureShard] = []
         lookups = []
         for owner, pooled in enumerate(owners):
             group = position = 0
@@ -45,18 +45,18 @@ class Stage:
                 for table, dim in enumerate(dims):
                     name = f"rank{owner}_{position}"
                     place = (owner, 0, position, group, table, 0)
-                    self.pieces.append(Piece(name, *place, dim, mean=bool(mean), dtype=torch.float32))
+                    self.shards.append(FeatureShard(name, *place, dim, mean=bool(mean), dtype=torch.float32))
                     position += 1
                 if dims and owner == rank:
                     pooling = PoolingMode.MEAN if mean else PoolingMode.SUM
                     lookups.append(self._make_lookup(dims, pooling, mode, optimizer))
                 group += bool(dims)
-        self.layout = Layout(self.pieces, sorted((piece.name for piece in self.pieces), reverse=True), len(owners))
+        self.layout = Layout(self.shards, sorted((shard.name for shard in self.shards), reverse=True), len(owners))
         generator = torch.Generator().manual_seed(0)
-        self.weights = {piece.name: torch.randn(ROWS, piece.dim, generator=generator) for piece in self.pieces}
+        self.weights = {shard.name: torch.randn(ROWS, shard.dim, generator=generator) for shard in self.shards}
         self.tables = LocalTables(lookups)
-        for piece in self.layout.by_owner[rank]:
-            self.tables.weight(piece).copy_(self.weights[piece.name])
+        for shard in self.layout.by_owner[rank]:
+            self.tables.weight(shard).copy_(self.weights[shard.name])
 
     @staticmethod
     def _make_lookup(dims: list[int], pooling: PoolingMode, mode: BoundsCheckMode, optimizer: EmbOptimType) -> Any:
@@ -78,14 +78,14 @@ class Stage:
         samples, first = sum(sizes), sum(sizes[: self.rank])
         keys, lengths, values = [], [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         expected = torch.full((sizes[self.rank], self.layout.total_dim), torch.nan)
-        for piece in self.pieces:
+        for shard in self.shards:
             bags = torch.randint(0, 4, (samples,), generator=generator)
             ids = torch.randint(0, ROWS, (int(bags.sum()),), generator=generator)
-            pooled = reference.pool(self.weights[piece.name], bags, ids, piece.mean)
-            column = self.layout.column(piece)
-            expected[:, column : column + piece.dim] = pooled[first : first + sizes[self.rank]]
-            if piece.owner == self.rank:
-                keys.append(piece.name)
+            pooled = reference.pool(self.weights[shard.name], bags, ids, shard.mean)
+            column = self.layout.column(shard)
+            expected[:, column : column + shard.dim] = pooled[first : first + sizes[self.rank]]
+            if shard.owner == self.rank:
+                keys.append(shard.name)
                 lengths.append(bags)
                 values.append(ids)
         return [KeyedJaggedTensor(keys, values=torch.cat(values), lengths=torch.cat(lengths))], expected

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding import gradients
+from dlrm_overlap.embedding.protocol import gradients
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train

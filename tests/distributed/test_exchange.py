@@ -15,9 +15,9 @@ from torch import nn
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding import gradients
-from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step
-from dlrm_overlap.kernels.launch import INTERPRETED
+from dlrm_overlap.embedding.backends.base import BACKENDS, BatchSizes, ExchangeOptions, Step
+from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_push, without_streams
 from tests.distributed.stage import CPU, LEARNING_RATE, Stage
@@ -191,13 +191,13 @@ def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
         if rank == 2:
             time.sleep(0.1)
         exchange.update(step)
-    for piece in stage.layout.by_owner[rank]:
-        ids, weight = step.inputs[0][piece.name], stage.weights[piece.name].clone().requires_grad_()
+    for shard in stage.layout.by_owner[rank]:
+        ids, weight = step.inputs[0][shard.name], stage.weights[shard.name].clone().requires_grad_()
         bags = ids.values(), weight, ids.offsets()[:-1]
-        nn.functional.embedding_bag(*bags, mode="mean" if piece.mean else "sum").sum().backward()
+        nn.functional.embedding_bag(*bags, mode="mean" if shard.mean else "sum").sum().backward()
         assert weight.grad is not None
         expected = weight.detach() - LEARNING_RATE / world_size * sum(range(6)) * weight.grad
-        assert_near(stage.tables.weight(piece), expected, WEIGHT_TOLERANCE["fp32"], piece.name)
+        assert_near(stage.tables.weight(shard), expected, WEIGHT_TOLERANCE["fp32"], shard.name)
     exchange.close()
 
 
@@ -292,9 +292,9 @@ def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int,
 
 
 def _rows_and_states(stage: Stage) -> dict[str, torch.Tensor]:
-    pieces = stage.layout.by_owner[stage.rank]
-    rows = {f"rows of {piece.name}": stage.tables.weight(piece) for piece in pieces}
-    states = {f"state of {piece.name}": stage.tables.state(piece) for piece in pieces}
+    shards = stage.layout.by_owner[stage.rank]
+    rows = {f"rows of {shard.name}": stage.tables.weight(shard) for shard in shards}
+    states = {f"state of {shard.name}": stage.tables.state(shard) for shard in shards}
     return rows | {name: state for name, state in states.items() if state is not None}
 
 

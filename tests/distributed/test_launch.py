@@ -16,7 +16,7 @@ RANK = """\
 import os, sys, time
 import torch
 import torch.distributed as dist
-from dlrm_overlap import launcher
+from dlrm_overlap.launching import launcher
 
 launch = launcher.detect(os.environ)
 launcher.init_process_group(launch, torch.device("cpu"), timeout_s=60)
@@ -56,7 +56,7 @@ def command(launcher: str, program: Path, *arguments: str) -> list[str]:
     if launcher == "single":
         return [sys.executable, str(program), *arguments]
     if launcher == "nproc":  # with the program in place of `python -m dlrm_overlap`
-        start = f"import sys; from dlrm_overlap.spawn import spawn; sys.executable = {str(program)!r}; "
+        start = f"import sys; from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(program)!r}; "
         return [sys.executable, "-c", f"{start}sys.exit(spawn({list(arguments)!r}, 2))"]
     if launcher == "torchrun":
         agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlrm_overlap.embedding.forward import BACKENDS
+from dlrm_overlap.embedding.backends.base import BACKENDS
 from tests.distributed.models import CPU, world
 from tests.distributed.usages import USAGES, compare
 from tests.distributed.workers import run_cases

@@ -18,8 +18,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharder import exchanges
-from dlrm_overlap.launcher import LOOPBACK, Launch
-from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.trainer import Trainer
 from tests.conftest import ROOT
 
@@ -98,8 +98,8 @@ def quickstart(folder: Path, name: str, *options: str) -> Config:
 def train(config: Config) -> Path:
     """Train `config` on the ranks of the process group and return the run's folder."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
-    trainer = Trainer(config, launch, torch.device("cpu"), *open_datasets(config.data))
+    world = World(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
+    trainer = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == [config.embedding.backend] * (config.embedding.backend != "torchrec"), f"fell back: {used}"
     trainer.fit()

@@ -14,12 +14,12 @@ import torch
 
 from dlrm_overlap.comm.arena import Record
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Tuning, Windows, tuning_for
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
+from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.launch import INTERPRETED
-from dlrm_overlap.kernels.pooled_exchange import store_pooled
+from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
+from dlrm_overlap.kernels.forward.store_pooled import store_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
-from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, SlicedPut, Slices, SliceState
 from tests.agreement import assert_same
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
@@ -178,8 +178,8 @@ class World:
         addresses = [window[1].data_ptr() for window in self.windows]
         return Windows(torch.tensor(addresses), self.stride, self.case.wire, alignment=gcd(16, *addresses))
 
-    def launch(self, rank: int) -> Launch:
-        return Launch(rank, self.case.schedule, self.tuning, self.case.check)
+    def launch(self, rank: int) -> PoolingOptions:
+        return PoolingOptions(rank, self.case.schedule, self.tuning, self.case.check)
 
     def store_pooled(self, rank: int) -> None:
         """Run the zero-copy kernel of one rank."""

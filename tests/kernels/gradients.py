@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.row_atomics import add_to_rows
-from dlrm_overlap.kernels.row_runs import Positions, PreparedRuns, SortedIds, prepare
-from dlrm_overlap.kernels.row_update import RowRange, Rule, update_rows
+from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
+from dlrm_overlap.kernels.backward.row_runs import Positions, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.backward.update_rows import RowRange, Rule, update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD
 
@@ -140,7 +140,7 @@ class Model:
             self.states.append(states)
 
     def _make_gradients(self) -> None:
-        """Make the window, of NaN where no bag's gradient lies: between the pieces, and those of empty bags."""
+        """Make the window, of NaN where no bag's gradient lies: between the shards, and those of empty bags."""
         samples = self.case.samples
         dims = [self.case.ranges[feature.range].dim for feature in self.features]
         # The other way round than the features, which must not matter.
@@ -252,4 +252,4 @@ class Model:
             assert_same(self.weights[index], weights.float(), "weights")
         assert_near(self.weights[index], weights)
         assert_near(self.states[index], states)
-        assert_same(runs.shared[1:], torch.zeros_like(runs.shared[1:]), "finished pieces")
+        assert_same(runs.shared[1:], torch.zeros_like(runs.shared[1:]), "finished shards")

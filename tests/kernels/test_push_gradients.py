@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.gradient_exchange import PartFlags, PieceTable, push_gradients
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, interpreted, to_wire
 
 pytestmark = interpreted
 
-ABSENT = [1 << 40, 1 << 40, 0]  # where a rank has no such piece: elements that nothing may touch
+ABSENT = [1 << 40, 1 << 40, 0]  # where a rank has no such shard: elements that nothing may touch
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Case:
     batch_sizes: tuple[int, ...] = (5, 3)
     """samples of each rank"""
     dims: tuple[tuple[int, ...], ...] = ((12, 12, 12), (12,))
-    """of each rank's pieces"""
+    """of each rank's shards"""
     wire: torch.dtype = torch.float32
     schedule: str = "balanced"
     gap: int = 4
-    """guard columns around each piece, in the gradient and in the windows"""
+    """guard columns around each shard, in the gradient and in the windows"""
     spare: int = 0
     """columns behind the last of the gradient"""
     programs: int = 3
@@ -46,46 +46,46 @@ class World:
         starts = [case.gap] * len(case.dims)
         column = case.gap
         # Part, owner, column of the gradient, of the owner's D_local, dim: the last rank's come first in the gradient.
-        self.pieces: list[tuple[int, int, int, int, int]] = []
+        self.shards: list[tuple[int, int, int, int, int]] = []
         for owner, dims in reversed([*enumerate(case.dims)]):
             for index, dim in enumerate(dims):
-                self.pieces.append((index * case.parts // len(dims), owner, column, starts[owner], dim))
+                self.shards.append((index * case.parts // len(dims), owner, column, starts[owner], dim))
                 starts[owner] += dim + case.gap
                 column += dim + case.gap
         generator = torch.Generator().manual_seed(0)
         self.gradients = [torch.full((samples, column + case.spare), torch.nan) for samples in case.batch_sizes]
         self.storage = [torch.full((start * self.batch + 2 * 4,), GUARD, dtype=case.wire) for start in starts]
-        for _, owner, column, start, dim in self.pieces:
+        for _, owner, column, start, dim in self.shards:
             self.storage[owner][4:-4][start * self.batch : (start + dim) * self.batch] = torch.nan
             for gradient in self.gradients:
                 gradient[:, column : column + dim] = torch.randn(gradient.shape[0], dim, generator=generator)
         self.ready = [torch.zeros(len(case.dims), case.parts, dtype=torch.int64) for _ in case.dims]
         self.done = torch.zeros(case.parts, dtype=torch.int32)
 
-    def piece_table(self, dim: int) -> PieceTable:
-        """Return the pieces of one dim."""
-        pieces = [(key[:2], [*key[2:4], 1]) for key in self.pieces if key[4] == dim]
+    def piece_table(self, dim: int) -> ShardTable:
+        """Return the shards of one dim."""
+        shards = [(key[:2], [*key[2:4], 1]) for key in self.shards if key[4] == dim]
         places = [
-            [[place for of, place in pieces if of == (part, owner)] for owner in self.owners]
+            [[place for of, place in shards if of == (part, owner)] for owner in self.owners]
             for part in range(self.case.parts)
         ]
         counts = [max(map(len, owned)) for owned in places]
         padded = [[[*each, *[ABSENT] * (max(counts) - len(each))] for each in owned] for owned in places]
-        return PieceTable(
+        return ShardTable(
             torch.tensor(padded),
             torch.tensor(counts, dtype=torch.int32),
             dim,
-            gcd(16, *(column for _, (column, _, _) in pieces)),
-            gcd(16, *(start for _, (_, start, _) in pieces)),
+            gcd(16, *(column for _, (column, _, _) in shards)),
+            gcd(16, *(start for _, (_, start, _) in shards)),
         )
 
     def push(self, rank: int, scale: float, epoch: int = 1, dims: Sequence[int] = ()) -> None:
-        """Run the kernel of one rank, for the pieces of `dims`, or all."""
+        """Run the kernel of one rank, for the shards of `dims`, or all."""
         case = self.case
         addresses = [storage[4:].data_ptr() for storage in self.storage]
         push_gradients(
             self.gradients[rank],
-            [self.piece_table(dim) for dim in dims or sorted({dim for *_, dim in self.pieces})],
+            [self.piece_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
             Windows(torch.tensor(addresses), stride=0, dtype=case.wire, alignment=gcd(16, *addresses)),
             PartFlags(torch.tensor([ready.data_ptr() for ready in self.ready]), self.done),
             rank,
@@ -101,10 +101,10 @@ class World:
     def assert_windows(self, scale: float) -> None:
         """Check every element of every window, guards included."""
         expected = [torch.full_like(storage, GUARD) for storage in self.storage]
-        for _, owner, column, start, dim in self.pieces:
-            piece = torch.cat([gradient[:, column : column + dim] for gradient in self.gradients]) * scale
+        for _, owner, column, start, dim in self.shards:
+            shard = torch.cat([gradient[:, column : column + dim] for gradient in self.gradients]) * scale
             into = expected[owner][4:-4][start * self.batch : (start + dim) * self.batch]
-            into.copy_(to_wire(piece, self.case.wire).flatten())
+            into.copy_(to_wire(shard, self.case.wire).flatten())
         for rank, (storage, wanted) in enumerate(zip(self.storage, expected, strict=True)):
             assert_same(storage, wanted, f"window of rank {rank}")
 
@@ -126,7 +126,7 @@ def _check(case: Case) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("batch_sizes", "pieces"),
+    ("batch_sizes", "shards"),
     [
         ((5,), (3,)),
         ((5, 3), (3, 1)),
@@ -137,9 +137,9 @@ def _check(case: Case) -> None:
     ],
 )
 def test_ranks_of_unlike_batches_and_pieces(
-    schedule: str, batch_sizes: tuple[int, ...], pieces: tuple[int, ...]
+    schedule: str, batch_sizes: tuple[int, ...], shards: tuple[int, ...]
 ) -> None:
-    _check(Case(batch_sizes, tuple((12,) * count for count in pieces), schedule=schedule))
+    _check(Case(batch_sizes, tuple((12,) * count for count in shards), schedule=schedule))
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
@@ -166,7 +166,7 @@ def test_a_dim_leaves_the_others_alone() -> None:
     before = [storage.clone() for storage in world.storage]
     for rank in range(2):
         world.push(rank, scale=1.0, dims=[4])
-    for _, owner, _, start, dim in world.pieces:
+    for _, owner, _, start, dim in world.shards:
         if dim == 12:
             of_piece = slice(4 + start * world.batch, 4 + (start + dim) * world.batch)
             assert_same(world.storage[owner][of_piece], before[owner][of_piece], f"window of rank {owner}")
@@ -181,7 +181,7 @@ def test_a_rank_writes_its_own_samples_only() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_each_part_has_its_flags(parts: int) -> None:
-    """Of a rank that has fewer pieces than there are parts, some are empty."""
+    """Of a rank that has fewer shards than there are parts, some are empty."""
     world = World(Case((4, 0, 3), ((12,) * 6, (), (4, 12)), parts=parts))
     for epoch in (1, 2):
         for rank in world.owners:

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.launch import TYPES
-from dlrm_overlap.kernels.rounding import rounded
+from dlrm_overlap.kernels.backward.rounding import rounded
+from dlrm_overlap.kernels.compiled import TYPES
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted
 

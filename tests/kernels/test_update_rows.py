@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dlrm_overlap.kernels.row_update import update_rows
+from dlrm_overlap.kernels.backward.update_rows import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted, to_wire
 from tests.kernels.gradients import MIXED, RULE, Case, Model, Rows, assert_near

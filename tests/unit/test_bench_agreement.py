@@ -14,10 +14,10 @@ from dlrm_overlap.bench.contenders import Baseline
 from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.workload import Ids, Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.launcher import Launch, init_process_group
-from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.launching.launcher import World, init_process_group
+from dlrm_overlap.launching.parsing import parse_config
 
-LAUNCH, CPU = Launch(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
+WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
 
 
 class Wrong(Baseline):
@@ -41,7 +41,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def workload(config: Config) -> Iterator[Workload]:
-    init_process_group(LAUNCH, CPU)
+    init_process_group(WORLD, CPU)
     assert dist.group.WORLD is not None
     yield make_workload(config, read_ids(config, dist.group.WORLD), dist.group.WORLD, CPU, 1, check_ids=False)
     dist.destroy_process_group()
@@ -62,7 +62,7 @@ def test_a_disagreement_tells_no_time(
     monkeypatch.setattr(stage, "make_workload", lambda *_: workload)
     monkeypatch.setattr(stage, "make_contenders", lambda *_: [Baseline(workload), Wrong(workload, 0.1)])
     request = Request("stage", tmp_path / "rows.csv", iterations=1)
-    assert stage.run(request, config, LAUNCH, CPU) == 1
+    assert stage.run(request, config, WORLD, CPU) == 1
     out, err = capsys.readouterr()
     assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
     assert out == ""

@@ -22,13 +22,13 @@ from dlrm_overlap.bench.contenders import Contender
 from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.backward import HostPush
-from dlrm_overlap.embedding.forward import Step
-from dlrm_overlap.launcher import Launch
-from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.embedding.backends.base import Step
+from dlrm_overlap.embedding.backends.host import HostPush
+from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.parsing import parse_config
 from tests.agreement import assert_same
 
-LAUNCH, CPU = Launch(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
+WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
 
 
 class Off(CollectiveBaseline):
@@ -180,7 +180,7 @@ def test_a_disagreement_tells_no_time(
 
     monkeypatch.setattr(backward, "make_backward_contenders", make)
     request = Request("backward", tmp_path / "rows.csv", iterations=1)
-    assert backward.run(request, config, LAUNCH, CPU) == 1
+    assert backward.run(request, config, WORLD, CPU) == 1
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith("dlrm-overlap: off, rowwise_adagrad: rows or state differ from the baseline's by ")

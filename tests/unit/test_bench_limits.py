@@ -5,19 +5,19 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.limits import Limit, count_bytes, count_update
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
 from tests.agreement import assert_same
 
 
-def _piece(owner: int, dim: int, position: int = 0) -> Piece:
-    return Piece(f"t_{owner}_{position}", owner, 0, position, 0, position, 0, dim, False, torch.float32)
+def _piece(owner: int, dim: int, position: int = 0) -> FeatureShard:
+    return FeatureShard(f"t_{owner}_{position}", owner, 0, position, 0, position, 0, dim, False, torch.float32)
 
 
 def test_bytes_of_a_hand_computed_step() -> None:
     """Rank 0: 2 samples, tables of dim 4 and 8; rank 1: 1 sample, a table of dim 4; wire bf16, ids int64."""
-    pieces = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
-    layout = Layout(pieces, [piece.name for piece in pieces], world_size=2)
+    shards = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
+    layout = Layout(shards, [shard.name for shard in shards], world_size=2)
     ids = KeyedJaggedTensor(
         ["t_0_0", "t_0_1"], values=torch.arange(7), lengths=torch.tensor([2, 0, 3, 1, 1, 0])
     )  # 5 ids for the first table, 2 for the second
@@ -32,8 +32,8 @@ def test_bytes_of_a_hand_computed_step() -> None:
 )
 def test_bytes_of_a_hand_computed_backward(optimizer: str, state_of_4: int, state_of_8: int) -> None:
     """Rank 0: 2 samples, tables of dim 4 and 8; rank 1: 1 sample, a table of dim 4; wire bf16."""
-    pieces = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
-    layout = Layout(pieces, [piece.name for piece in pieces], world_size=2)
+    shards = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
+    layout = Layout(shards, [shard.name for shard in shards], world_size=2)
     # The first table: 5 ids of 3 rows in 2 of 3 bags; the second: 2 ids of one row in 2 of 3.
     lengths, values = torch.tensor([2, 0, 3, 1, 1, 0]), torch.tensor([7, 3, 7, 7, 9, 7, 7])
     ids = KeyedJaggedTensor(["t_0_0", "t_0_1"], values, lengths=lengths)

@@ -7,7 +7,7 @@ import pytest
 
 from dlrm_overlap.bench.request import Request
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.launching.parsing import parse_config
 
 SHAPES = Path("configs/bench")
 OUTPUT = Path("unused.csv")

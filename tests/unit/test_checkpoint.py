@@ -7,8 +7,8 @@ import pytest
 
 from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, trained_with
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.parsing import parse_config
-from dlrm_overlap.run_log import check_folder
+from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.observe.run_log import check_folder
 
 ROWS = [10, 20]
 

@@ -14,8 +14,8 @@ import torch
 import dlrm_overlap
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.parsing import parse_config
-from dlrm_overlap.ranks import run_on_ranks
+from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.launching.ranks import run_on_ranks
 
 
 class Ended(BaseException):
@@ -114,7 +114,7 @@ def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit):
             main(["train", "--help"])
-        monkeypatch.setattr("dlrm_overlap.doctor.run_doctor", lambda: print("x" * 100_000) or 0)
+        monkeypatch.setattr("dlrm_overlap.launching.doctor.run_doctor", lambda: print("x" * 100_000) or 0)
         assert main(["doctor"]) == 0
 
 
@@ -149,7 +149,7 @@ def test_nproc_auto(
     tmp_path: Path,
 ) -> None:
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr("dlrm_overlap.ranks.spawn", lambda *asked: started.append(asked) or 0)
+    monkeypatch.setattr("dlrm_overlap.launching.ranks.spawn", lambda *asked: started.append(asked) or 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
     assert main(["train", "--nproc", "auto", *options]) == 0
@@ -172,7 +172,7 @@ def test_one_rank_tells_an_error(
 ) -> None:
     waits = [0.0]
     monkeypatch.setattr("time.sleep", waits.append)
-    monkeypatch.setattr("dlrm_overlap.launcher.announced_rank", lambda: rank)
+    monkeypatch.setattr("dlrm_overlap.launching.launcher.announced_rank", lambda: rank)
 
     def fail(config: Config, values: object) -> None:
         raise error

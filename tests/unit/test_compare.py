@@ -19,7 +19,7 @@ from dlrm_overlap.compare import (
     train_backends,
 )
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.trainer import NotFiniteError, check_device
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}

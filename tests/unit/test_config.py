@@ -13,7 +13,7 @@ from dlrm_overlap.config import (
     TrainConfig,
     parse_multi_hot,
 )
-from dlrm_overlap.parsing import parse_config
+from dlrm_overlap.launching.parsing import parse_config
 
 
 def _read(*argv: str) -> Config:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import dlrm_overlap
-from dlrm_overlap import doctor
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching import doctor
 
 # What nvidia-smi prints for two linked pairs of GPUs
 TOPOLOGY = """\
@@ -150,7 +150,7 @@ def test_environment_tells_versions_and_only_what_there_is(
 
 
 def test_commit_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "dlrm_overlap" / "doctor.py"))
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "dlrm_overlap" / "launching" / "doctor.py"))
     assert doctor._commit() is None
 
     def git(*arguments: str) -> str:
@@ -258,6 +258,6 @@ def test_doctor_looks_for_mpi(
 
 
 def test_importing_doctor_and_launcher_does_not_import_torch() -> None:
-    program = "import sys; from dlrm_overlap import doctor, launcher; sys.exit('torch' in sys.modules)"
+    program = "import sys; from dlrm_overlap.launching import doctor, launcher; sys.exit('torch' in sys.modules)"
     root = Path(dlrm_overlap.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

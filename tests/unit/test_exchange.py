@@ -6,9 +6,9 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.backward import HostPush
-from dlrm_overlap.embedding.forward import BACKENDS, BatchSizes, ExchangeOptions, Step, WindowForward
-from dlrm_overlap.embedding.windows import WindowHeldError
+from dlrm_overlap.embedding.backends.base import BACKENDS, BatchSizes, ExchangeOptions, Step, WindowForward
+from dlrm_overlap.embedding.backends.host import HostPush
+from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward
@@ -97,14 +97,14 @@ def test_lookups_that_overlap(world_of_one: dist.ProcessGroup, backend: str, cop
 def test_the_output_may_be_changed_in_place(world_of_one: dist.ProcessGroup, backend: str) -> None:
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, backend)
-    rows = {piece.name: stage.tables.weight(piece).clone() for piece in stage.pieces}
+    rows = {shard.name: stage.tables.weight(shard).clone() for shard in stage.shards}
     inputs, expected = stage.inputs(0, (5,))
     pooled = exchange.start(inputs, (5,)).wait()
     pooled.mul_(0.0).add_(1.0)
     assert_same(pooled.detach(), torch.ones_like(expected), "changed")
     pooled.sum().backward()
-    for piece in stage.pieces:
-        assert_same(stage.tables.weight(piece), rows[piece.name], "the factor is 0, and so is the gradient")
+    for shard in stage.shards:
+        assert_same(stage.tables.weight(shard), rows[shard.name], "the factor is 0, and so is the gradient")
     exchange.close()
 
 
@@ -170,11 +170,11 @@ def _with_a_bad_id(mode: BoundsCheckMode, bad: int = ROWS) -> tuple[Stage, list[
     ids = inputs[0]
     bag = 5 + int(ids.lengths()[5:10].nonzero()[0])
     ids.values()[int(ids.offsets()[bag])] = 0
-    piece = stage.pieces[1]
+    shard = stage.shards[1]
     begin, end = int(ids.offsets()[5]), int(ids.offsets()[10])
-    column = stage.layout.column(piece)
-    pooled = reference.pool(stage.weights[piece.name], ids.lengths()[5:10], ids.values()[begin:end])
-    expected[:, column : column + piece.dim] = pooled
+    column = stage.layout.column(shard)
+    pooled = reference.pool(stage.weights[shard.name], ids.lengths()[5:10], ids.values()[begin:end])
+    expected[:, column : column + shard.dim] = pooled
     ids.values()[int(ids.offsets()[bag])] = bad
     return stage, inputs, expected
 
@@ -277,12 +277,12 @@ def test_inference_mode_between_training_steps(
 def test_windows_grow_between_a_forward_and_its_backward(world_of_one: dist.ProcessGroup, backend: str) -> None:
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, backend, copy_output=True)
-    before = {piece.name: stage.tables.weight(piece).clone() for piece in stage.pieces}
+    before = {shard.name: stage.tables.weight(shard).clone() for shard in stage.shards}
     begun = [stage.inputs(number, (samples,))[0] for number, samples in enumerate((3, 7))]
     outputs = [exchange.start(inputs, (samples,)).wait() for inputs, samples in zip(begun, (3, 7), strict=True)]
     sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
-    for piece in (piece for piece in stage.pieces if not piece.mean):
-        ids = torch.cat([inputs[0][piece.name].values() for inputs in begun])
-        expected = before[piece.name] - LEARNING_RATE * torch.bincount(ids, minlength=ROWS)[:, None]
-        assert_near(stage.tables.weight(piece), expected, WEIGHT_TOLERANCE["fp32"], piece.name)
+    for shard in (shard for shard in stage.shards if not shard.mean):
+        ids = torch.cat([inputs[0][shard.name].values() for inputs in begun])
+        expected = before[shard.name] - LEARNING_RATE * torch.bincount(ids, minlength=ROWS)[:, None]
+        assert_near(stage.tables.weight(shard), expected, WEIGHT_TOLERANCE["fp32"], shard.name)
     exchange.close()

@@ -4,24 +4,24 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.embedding import gradients
-from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Layout
-from tests.unit.pieces import make_piece
+from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.embedding.protocol.layout import Layout
+from tests.unit.shards import make_shard
 
 # Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
 # the first makes up nearly all columns.
-PIECES = [
-    make_piece("a", 0, 8),
-    make_piece("b", 0, 8, position=1),
-    make_piece("c", 0, 12, position=2, table=1),
-    make_piece("d", 0, 4, source=1, group=1),
-    make_piece("e", 0, 4, source=1, position=1, group=1),
-    make_piece("f", 0, 16, source=1, position=2, group=1, table=1, first_column=16),
-    make_piece("f", 2, 16),
-    make_piece("g", 2, 64, position=1, table=1),
+SHARDS = [
+    make_shard("a", 0, 8),
+    make_shard("b", 0, 8, position=1),
+    make_shard("c", 0, 12, position=2, table=1),
+    make_shard("d", 0, 4, source=1, group=1),
+    make_shard("e", 0, 4, source=1, position=1, group=1),
+    make_shard("f", 0, 16, source=1, position=2, group=1, table=1, first_column=16),
+    make_shard("f", 2, 16),
+    make_shard("g", 2, 64, position=1, table=1),
 ]
-LAYOUT = Layout(PIECES, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
+LAYOUT = Layout(SHARDS, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
 
 
 def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) -> GradientLayout:
@@ -35,29 +35,29 @@ def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) ->
 
 def test_pieces_lie_side_by_side() -> None:
     starts = GradientLayout(LAYOUT, 5, torch.float32).starts
-    assert [starts[piece] for piece in PIECES] == [0, 8, 16, 28, 32, 36, 0, 16]
+    assert [starts[shard] for shard in SHARDS] == [0, 8, 16, 28, 32, 36, 0, 16]
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
 def test_every_piece_travels_once_in_order_and_no_table_is_split(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     made = _in_parts(monkeypatch, parts)
-    assert len(made.pieces) == parts
-    for owner, pieces in enumerate(LAYOUT.by_owner):
-        assert [piece for by_owner in made.pieces for piece in by_owner[owner]] == pieces
-        tables = [{(piece.group, piece.table) for piece in by_owner[owner]} for by_owner in made.pieces]
+    assert len(made.shards) == parts
+    for owner, shards in enumerate(LAYOUT.by_owner):
+        assert [shard for by_owner in made.shards for shard in by_owner[owner]] == shards
+        tables = [{(shard.group, shard.table) for shard in by_owner[owner]} for by_owner in made.shards]
         assert sum(map(len, tables)) == len(set().union(*tables)), f"rank {owner} has a table in two parts"
-    assert [made.part_of[piece] for piece in PIECES] == [
-        part for piece in PIECES for part in range(parts) if piece in made.pieces[part][piece.owner]
+    assert [made.part_of[shard] for shard in SHARDS] == [
+        part for shard in SHARDS for part in range(parts) if shard in made.shards[part][shard.owner]
     ]
 
 
 def test_parts_go_by_columns_the_first_half_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    even = Layout([make_piece(f"{i}", 0, 4, position=i, table=i) for i in range(10)], list("0123456789"), world_size=1)
-    assert [len(pieces) for (pieces,) in _in_parts(monkeypatch, 3, even).pieces] == [2, 4, 4]
-    by_part = _in_parts(monkeypatch, 4).pieces
-    assert by_part[0] == [PIECES[:2], [], PIECES[6:7]]
-    assert [part[0] for part in by_part[1:]] == [PIECES[2:3], PIECES[3:6], []]
-    assert [part[2] for part in by_part[1:]] == [PIECES[7:], [], []], "fewer tables than parts"
+    even = Layout([make_shard(f"{i}", 0, 4, position=i, table=i) for i in range(10)], list("0123456789"), world_size=1)
+    assert [len(shards) for (shards,) in _in_parts(monkeypatch, 3, even).shards] == [2, 4, 4]
+    by_part = _in_parts(monkeypatch, 4).shards
+    assert by_part[0] == [SHARDS[:2], [], SHARDS[6:7]]
+    assert [part[0] for part in by_part[1:]] == [SHARDS[2:3], SHARDS[3:6], []]
+    assert [part[2] for part in by_part[1:]] == [SHARDS[7:], [], []], "fewer tables than parts"
 
 
 def test_only_large_windows_are_cut() -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import dlrm_overlap
-from dlrm_overlap import launcher
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launcher import Launch
-from dlrm_overlap.spawn import spawn
+from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.spawn import spawn
 
 ROOT = Path(dlrm_overlap.__file__).parents[1]
 
@@ -61,30 +61,30 @@ SLURM_PORT = 20000 + 5 * 16 + 2
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, Launch(0, 0, 1, 1, HERE, 0, "single")),
-        ({"MASTER_ADDR": "old", "MASTER_PORT": "1", "LOCAL_RANK": "3"}, Launch(0, 0, 1, 1, HERE, 0, "single")),
-        ({"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launch(0, 0, 1, 1, HERE, 0, "single")),
-        (bare(1, 2), Launch(1, 1, 2, 2, HERE, 29500, "environment")),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 0, 1, 1, HERE, 0, "environment")),
+        ({}, World(0, 0, 1, 1, HERE, 0, "single")),
+        ({"MASTER_ADDR": "old", "MASTER_PORT": "1", "LOCAL_RANK": "3"}, World(0, 0, 1, 1, HERE, 0, "single")),
+        ({"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World(0, 0, 1, 1, HERE, 0, "single")),
+        (bare(1, 2), World(1, 1, 2, 2, HERE, 29500, "environment")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 0, 1, 1, HERE, 0, "environment")),
         (
             bare(3, 4, MASTER_ADDR="h0", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"),
-            Launch(3, 1, 4, 2, "h0", 29500, "environment"),
+            World(3, 1, 4, 2, "h0", 29500, "environment"),
         ),
-        (bare(1, 2, DLRM_OVERLAP_NPROC="2"), Launch(1, 1, 2, 2, HERE, 29500, "nproc")),
-        (bare(0, 2, DLRM_OVERLAP_NPROC="2", **srun(0, 1)), Launch(0, 0, 2, 2, HERE, 29500, "nproc")),
-        (torchrun(1, 2), Launch(1, 1, 2, 2, HERE, 29500, "torchrun")),
-        (torchrun(5, 8, 2, MASTER_ADDR="h0"), Launch(5, 1, 8, 4, "h0", 29500, "torchrun")),
-        ({**srun(1, 2), **torchrun(5, 8, 2)}, Launch(5, 1, 8, 4, HERE, 29500, "torchrun")),
-        ({**openmpi(1, 2), **torchrun(5, 8, 2)}, Launch(5, 1, 8, 4, HERE, 29500, "torchrun")),
-        (srun(1, 2), Launch(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
-        (srun(9, 10, **SECOND_NODE), Launch(9, 1, 10, 2, "gpu03", SLURM_PORT, "slurm")),
-        (srun(1, 2, MASTER_ADDR="ib0", MASTER_PORT="77"), Launch(1, 1, 2, 2, "ib0", 77, "slurm")),
-        (srun(1, 2, RANK="1", WORLD_SIZE="2"), Launch(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
-        (srun(1, 2, **hydra(1, 2)), Launch(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
-        (srun(0, 1, **bare(1, 2)), Launch(1, 1, 2, 2, HERE, 29500, "environment")),
+        (bare(1, 2, DLRM_OVERLAP_NPROC="2"), World(1, 1, 2, 2, HERE, 29500, "nproc")),
+        (bare(0, 2, DLRM_OVERLAP_NPROC="2", **srun(0, 1)), World(0, 0, 2, 2, HERE, 29500, "nproc")),
+        (torchrun(1, 2), World(1, 1, 2, 2, HERE, 29500, "torchrun")),
+        (torchrun(5, 8, 2, MASTER_ADDR="h0"), World(5, 1, 8, 4, "h0", 29500, "torchrun")),
+        ({**srun(1, 2), **torchrun(5, 8, 2)}, World(5, 1, 8, 4, HERE, 29500, "torchrun")),
+        ({**openmpi(1, 2), **torchrun(5, 8, 2)}, World(5, 1, 8, 4, HERE, 29500, "torchrun")),
+        (srun(1, 2), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
+        (srun(9, 10, **SECOND_NODE), World(9, 1, 10, 2, "gpu03", SLURM_PORT, "slurm")),
+        (srun(1, 2, MASTER_ADDR="ib0", MASTER_PORT="77"), World(1, 1, 2, 2, "ib0", 77, "slurm")),
+        (srun(1, 2, RANK="1", WORLD_SIZE="2"), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
+        (srun(1, 2, **hydra(1, 2)), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
+        (srun(0, 1, **bare(1, 2)), World(1, 1, 2, 2, HERE, 29500, "environment")),
     ],
 )
-def test_detect(environ: dict[str, str], expected: Launch) -> None:
+def test_detect(environ: dict[str, str], expected: World) -> None:
     assert launcher.detect(environ) == expected
 
 
@@ -147,7 +147,7 @@ def test_mpi_ranks_come_from_comm_world(
     install_mpi4py(monkeypatch, FakeWorld(3, 4, local=2))
     # Open MPI's daemons are tasks of a Slurm step of their own, which says nothing about the ranks
     environ = variables(3, 4, **srun(0, 1))
-    assert launcher.detect(environ) == Launch(3, 1, 4, 2, "node0", 4321, "mpi")
+    assert launcher.detect(environ) == World(3, 1, 4, 2, "node0", 4321, "mpi")
     assert sys.modules["mpi4py"].rc.finalize is False
 
 
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        taken = Launch(0, 0, 2, 2, HERE, other.getsockname()[1], "environment")
+        taken = World(0, 0, 2, 2, HERE, other.getsockname()[1], "environment")
         with pytest.raises(InputError) as error:
             launcher.init_process_group(taken, torch.device("cpu"), timeout_s=1)
     assert re.fullmatch(
@@ -220,14 +220,14 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
 
 
 def test_a_rendezvous_that_nobody_comes_to_is_told_in_one_line() -> None:
-    alone = Launch(0, 0, 2, 2, HERE, launcher.free_port(), "environment")
+    alone = World(0, 0, 2, 2, HERE, launcher.free_port(), "environment")
     with pytest.raises(InputError, match=r"no rendezvous of 2 ranks at .* within 1 s .*start all ranks") as error:
         launcher.init_process_group(alone, torch.device("cpu"), timeout_s=1)
     assert "\n" not in str(error.value)
 
 
 def test_a_host_without_an_address_is_told_in_one_line() -> None:
-    nowhere = Launch(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
+    nowhere = World(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
     with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):
         launcher.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
 
@@ -344,7 +344,7 @@ class TestSpawn:
         assert spawn(["train", "0:environ"], 2) == 0
         environ = json.loads(capfd.readouterr().out)
         found = launcher.detect(environ)
-        assert found == Launch(0, 0, 2, 2, HERE, found.master_port, "nproc")
+        assert found == World(0, 0, 2, 2, HERE, found.master_port, "nproc")
         assert environ["OMP_NUM_THREADS"] == "3"
 
     def test_threads_set_by_the_user_stay(
@@ -362,7 +362,7 @@ class TestSpawn:
         assert_gone(wait_for_pids(pids, 1))
 
     def test_a_rank_that_ignores_sigterm_is_killed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dlrm_overlap.spawn._GRACE_S", 0.2)
+        monkeypatch.setattr("dlrm_overlap.launching.spawn._GRACE_S", 0.2)
         pids = tmp_path / "pids"
         assert spawn(["train", "0:stubborn", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", "1:exit:3"], 2) == 3
         assert_gone(wait_for_pids(pids, 1))
@@ -400,7 +400,7 @@ class TestSpawn:
         pids = tmp_path / "pids"
         program = (  # a background job of a script ignores some signals, and all it starts does
             f"import signal, sys; signal.signal({int(number)}, signal.SIG_DFL); "
-            f"from dlrm_overlap.spawn import spawn; sys.executable = {str(worker)!r}; "
+            f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
             f"sys.exit(spawn(['train', 'all:pids:{pids}', 'all:hang'], 2))"
         )
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}

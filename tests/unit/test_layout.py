@@ -3,35 +3,35 @@
 import pytest
 import torch
 
-from dlrm_overlap.embedding.layout import Layout, Piece
-from tests.unit.pieces import make_piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from tests.unit.shards import make_shard
 
-# The model's order. Rank 0 holds `wide` in two pieces of its four, a table of two features, in two lookups; rank 1
+# The model's order. Rank 0 holds `wide` in two shards of its four, a table of two features, in two lookups; rank 1
 # holds nothing; rank 2 the rest, in another order than the model's and from two inputs.
 NAMES = ["a", "wide", "b", "c"]
 
 
-PIECES = [
-    make_piece("b", 0, 8),
-    make_piece("c", 0, 8, position=1),
-    make_piece("wide", 0, 4, source=1, group=1, first_column=4),
-    make_piece("wide", 0, 4, source=1, position=1, group=1, table=1, first_column=12),
-    make_piece("wide", 2, 4, source=1, first_column=8),
-    make_piece("wide", 2, 4, source=1, position=1, table=1),
-    make_piece("a", 2, 12, source=0, group=1),
+SHARDS = [
+    make_shard("b", 0, 8),
+    make_shard("c", 0, 8, position=1),
+    make_shard("wide", 0, 4, source=1, group=1, first_column=4),
+    make_shard("wide", 0, 4, source=1, position=1, group=1, table=1, first_column=12),
+    make_shard("wide", 2, 4, source=1, first_column=8),
+    make_shard("wide", 2, 4, source=1, position=1, table=1),
+    make_shard("a", 2, 12, source=0, group=1),
 ]
 
 
 @pytest.fixture
 def layout() -> Layout:
-    return Layout(PIECES, NAMES, world_size=3)
+    return Layout(SHARDS, NAMES, world_size=3)
 
 
 def test_the_output_lies_in_the_models_order(layout: Layout) -> None:
     assert layout.names == NAMES
     assert layout.dims == [12, 16, 8, 8]
     assert layout.total_dim == 44
-    assert [layout.column(piece) for piece in PIECES] == [28, 36, 16, 24, 20, 12, 0]
+    assert [layout.column(shard) for shard in SHARDS] == [28, 36, 16, 24, 20, 12, 0]
 
 
 def test_pieces_tile_the_output(layout: Layout) -> None:
@@ -44,13 +44,13 @@ def test_owners_keep_their_own_order(layout: Layout) -> None:
     assert layout.owner_columns(0).tolist() == [*range(28, 36), *range(36, 44), *range(16, 20), *range(24, 28)]
     assert layout.owner_columns(1).tolist() == []
     assert layout.owner_columns(2).tolist() == [*range(20, 24), *range(12, 16), *range(12)]
-    assert [pieces for pieces in layout.by_owner if pieces] == [PIECES[:4], PIECES[4:]]
+    assert [shards for shards in layout.by_owner if shards] == [SHARDS[:4], SHARDS[4:]]
 
 
 def test_groups_are_the_lookups(layout: Layout) -> None:
     def found(rank: int) -> list[tuple[int, int, int, int, int]]:
         groups = layout.groups(rank)
-        return [(group.number, group.source, group.first_position, len(group.pieces), group.dim) for group in groups]
+        return [(group.number, group.source, group.first_position, len(group.shards), group.dim) for group in groups]
 
     assert found(0) == [(0, 0, 0, 2, 16), (1, 1, 0, 2, 8)]
     assert found(1) == []
@@ -58,8 +58,8 @@ def test_groups_are_the_lookups(layout: Layout) -> None:
 
 
 def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
-    assert list(layout.launches(0).values()) == [PIECES[:2], PIECES[2:4]]
+    assert list(layout.launches(0).values()) == [SHARDS[:2], SHARDS[2:4]]
     assert layout.launches(1) == {}
-    half = [make_piece("a", 0, 4), Piece("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
+    half = [make_shard("a", 0, 4), FeatureShard("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
     both = Layout(half, ["a", "b"], world_size=1).launches(0)
     assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
-from dlrm_overlap.run_log import MetricsFile
+from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
+from dlrm_overlap.observe.run_log import MetricsFile
 
 
 def test_auroc_and_ne_against_their_definitions() -> None:

@@ -1,6 +1,6 @@
 """Tables for a terminal."""
 
-from dlrm_overlap.text_table import format_table
+from dlrm_overlap.observe.text_table import format_table
 
 
 def test_numbers_stand_right_and_words_left() -> None:

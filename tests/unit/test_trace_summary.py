@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.trace_summary import Span, Work, length, merge, summarise
+from dlrm_overlap.observe.trace_summary import Span, Work, length, merge, summarise
 
 
 def _event(name: str, begin: float, end: float, cat: str = "kernel", stream: int = 7) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.launcher import LOOPBACK, Launch
-from dlrm_overlap.run_log import RunLog
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.trainer import NotFiniteError, Trainer
 from tests.conftest import read_metrics
 from tests.distributed.workers import quickstart
@@ -25,7 +25,7 @@ SAVES = ["--checkpoint.last", "true"]
 
 
 def _trainer(config: Config) -> Trainer:
-    return Trainer(config, Launch(0, 0, 1, 1, LOOPBACK, 0, "single"), torch.device("cpu"), *open_datasets(config.data))
+    return Trainer(config, World(0, 0, 1, 1, LOOPBACK, 0, "single"), torch.device("cpu"), *open_datasets(config.data))
 
 
 def _fit(folder: Path, *options: str) -> dict[str, Any]:

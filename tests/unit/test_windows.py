@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.windows import OutputWindows, WindowHeldError
+from dlrm_overlap.embedding.protocol.windows import OutputWindows, WindowHeldError
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.embedding import gradients
+from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.forward import ExchangeOptions
-from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS
+from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
@@ -111,9 +111,9 @@ def _host_flags_raised_by(raise_by: Callable[[Callable[[], None], int], None]) -
 def _parts_far_apart(place: Place, chance: random.Random) -> Any:
     """Return what lets, while entered, time pass between the parts of a gradient."""
     if place.on_gpu:
-        from dlrm_overlap.embedding import device_backward  # needs Triton, which a CPU does not
+        from dlrm_overlap.embedding.backends import push  # needs Triton, which a CPU does not
 
-        return patch.object(device_backward, "_PUSH_PROGRAMS", 1)
+        return patch.object(push, "_PUSH_PROGRAMS", 1)
 
     def slowly(raise_flag: Callable[[], None], _: int) -> None:
         raise_flag()

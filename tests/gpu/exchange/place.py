@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.launcher import Launch
+from dlrm_overlap.launching.launcher import World
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Check:
 class Place:
     """This rank among those that run a check."""
 
-    launch: Launch
+    world: World
     group: dist.ProcessGroup
     device: torch.device
     folder: Path
@@ -42,11 +42,11 @@ class Place:
 
     @property
     def rank(self) -> int:
-        return self.launch.rank
+        return self.world.rank
 
     @property
     def world_size(self) -> int:
-        return self.launch.world_size
+        return self.world.world_size
 
     @property
     def on_gpu(self) -> bool:

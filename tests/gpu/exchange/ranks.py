@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.launcher import LOOPBACK, Launch, find_device, free_port, init_process_group
+from dlrm_overlap.launching.launcher import LOOPBACK, World, find_device, free_port, init_process_group
 from tests.gpu.exchange.place import Check, Place
 
 _START, _START_TIMEOUT_S = "start", 120.0
@@ -63,12 +63,12 @@ def _run_rank(rank: int, world_size: int, port: int, folder: Path, checks: dict[
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    launch = Launch(rank, rank, world_size, world_size, LOOPBACK, port, "nproc")
+    world = World(rank, rank, world_size, world_size, LOOPBACK, port, "nproc")
     device = find_device("auto", rank)
-    init_process_group(launch, device, _COLLECTIVE_TIMEOUT_S)
+    init_process_group(world, device, _COLLECTIVE_TIMEOUT_S)
     group = dist.group.WORLD
     assert group is not None
-    place = Place(launch, group, device, folder)
+    place = Place(world, group, device, folder)
     run_checks(place, {_START: Check(Place.meet)} | checks)
     os._exit(0)  # the interpreter's own end may abort, see cli.run
 

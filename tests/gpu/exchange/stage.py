@@ -20,9 +20,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.forward import ExchangeOptions
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from tests.gpu.exchange.place import Place
 
@@ -117,7 +117,7 @@ class Stage:
         """of the output, where each table's features begin, and D_total"""
         self.owned: list[list[int]] = []
         """tables of each rank, in the order in which it is given their ids"""
-        self._piece_of: dict[int, Piece] = {}
+        self._piece_of: dict[int, FeatureShard] = {}
         for rank in range(place.world_size):
             self._add_pieces(rank)
         names = [f"t{t}" for t, table in enumerate(tables) if table.ids_of is None]
@@ -139,7 +139,7 @@ class Stage:
         for g, group in enumerate(groups):
             for t, index in zip(group, self._rows_of(group), strict=True):
                 table, first = self.tables[t], self._first_of(t)
-                self._piece_of[t] = Piece(
+                self._piece_of[t] = FeatureShard(
                     name=f"t{first}",
                     owner=rank,
                     source=0,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.forward import BACKENDS, ExchangeOptions
+from dlrm_overlap.embedding.backends.base import BACKENDS, ExchangeOptions
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.usages import LEARNING_RATES, USAGES, compare, evaluate_in_pipeline
 from tests.gpu.exchange.place import Check, Place

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.forward import ExchangeOptions
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table
 

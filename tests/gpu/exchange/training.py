@@ -73,7 +73,7 @@ def _config(place: Place, backend: str, optimizer: str, plan: str = "auto", grap
 
 
 def _trainer(place: Place, config: Config) -> Trainer:
-    return Trainer(config, place.launch, place.device, *open_datasets(config.data))
+    return Trainer(config, place.world, place.device, *open_datasets(config.data))
 
 
 def _train(place: Place, trainer: Trainer, first: int, end: int) -> list[float]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.forward import ExchangeOptions
-from dlrm_overlap.embedding.windows import WindowHeldError
+from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
@@ -122,7 +122,7 @@ def _check_memory(place: Place, backend: str) -> None:
 @torch.no_grad()
 def _check_trace(place: Place) -> None:
     """Every task is traced once, in a program of the grid and on a multiprocessor that there are."""
-    from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS
+    from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
 
     stage, everyones = _stage(place)
     batch = Batch(place, stage.tables, [333] * place.world_size, seed=0)

@@ -28,7 +28,7 @@ _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itsel
 
 
 @dataclass(frozen=True)
-class Launch:
+class World:
     """This process's place among all ranks.
 
     Raises:
@@ -78,7 +78,7 @@ class Launch:
         return f"launch: {self.source}, {place}{meet}"
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Launch:
+def detect(environ: Mapping[str, str] = os.environ) -> World:
     """Tell from the environment who started this process. No process group is made; under MPI, MPI is initialised.
 
     The first that is found wins:
@@ -130,7 +130,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
         return _from_slurm(environ, *step)
     if bare:
         return _from_variables(environ, "environment")
-    return Launch(0, 0, 1, 1, LOOPBACK, 0, "single")
+    return World(0, 0, 1, 1, LOOPBACK, 0, "single")
 
 
 def _integer(environ: Mapping[str, str], name: str, source: str) -> int:
@@ -167,17 +167,17 @@ def _check_agreement(environ: Mapping[str, str], launcher: str, rank: int, size:
             )
 
 
-def _from_variables(environ: Mapping[str, str], source: str) -> Launch:
+def _from_variables(environ: Mapping[str, str], source: str) -> World:
     rank, size = _integer(environ, "RANK", source), _integer(environ, "WORLD_SIZE", source)
     address = environ.get("MASTER_ADDR", "")
     port = _integer(environ, "MASTER_PORT", source) if size > 1 else 0
     if size == 1 or address in (LOOPBACK, "localhost", "::1"):  # one host: the local ranks are the ranks
         environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
     local, local_size = _integer(environ, "LOCAL_RANK", source), _integer(environ, "LOCAL_WORLD_SIZE", source)
-    return Launch(rank, local, size, local_size, address or LOOPBACK, port, source)
+    return World(rank, local, size, local_size, address or LOOPBACK, port, source)
 
 
-def _from_mpi(environ: Mapping[str, str], announced: int) -> Launch:
+def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
     """Let MPI number the ranks and carry rank 0's address; everything after that goes through torch.
 
     MPI_Finalize is left to `shutdown`: to any mpirun a rank that ends without it has failed, so an exception or an
@@ -203,10 +203,10 @@ def _from_mpi(environ: Mapping[str, str], announced: int) -> Launch:
     address = environ.get("MASTER_ADDR") or (LOOPBACK if local.size == world.size else socket.gethostname())
     port = _integer(environ, "MASTER_PORT", "mpirun") if "MASTER_PORT" in environ else free_port()
     address, port = world.bcast((address, port))
-    return Launch(world.rank, local.rank, world.size, local.size, address, port, "mpi")
+    return World(world.rank, local.rank, world.size, local.size, address, port, "mpi")
 
 
-def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> Launch:
+def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
     # Tasks of each node, "2(x3),1" for 2, 2, 2, 1; nodes, "gpu[03-05,9],login1" for gpu03, ..
     tasks = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))):
@@ -219,7 +219,7 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> Launch:
         job, step = _integer(environ, "SLURM_JOB_ID", "srun"), _integer(environ, "SLURM_STEP_ID", "srun")
         port = _SLURM_PORTS[(16 * job + step) % len(_SLURM_PORTS)]
     node, local = _integer(environ, "SLURM_NODEID", "srun"), _integer(environ, "SLURM_LOCALID", "srun")
-    return Launch(rank, local, size, tasks[node], address, port, "slurm")
+    return World(rank, local, size, tasks[node], address, port, "slurm")
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -273,7 +273,7 @@ def visible_gpus(kind: str) -> int:
     return torch.cuda.device_count() if kind != "cpu" else 0
 
 
-def init_process_group(launch: Launch, device: "torch.device", timeout_s: float = 600.0) -> None:
+def init_process_group(world: World, device: "torch.device", timeout_s: float = 600.0) -> None:
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
     Sets the current CUDA device and stream. The default stream has the lowest priority there is; the current one's is
@@ -293,45 +293,45 @@ def init_process_group(launch: Launch, device: "torch.device", timeout_s: float 
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
         backend, device_id = "cpu:gloo,cuda:nccl", device
     timeout = timedelta(seconds=timeout_s)
-    if launch.world_size == 1:
+    if world.world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
-    _resolve(launch, min(_RESOLVE_S, timeout_s))
-    host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
+    _resolve(world, min(_RESOLVE_S, timeout_s))
+    host = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{host}:{launch.master_port}",
-            rank=launch.rank,
-            world_size=launch.world_size,
+            init_method=f"tcp://{host}:{world.master_port}",
+            rank=world.rank,
+            world_size=world.world_size,
             timeout=timeout,
             device_id=device_id,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "address already in use" in str(error):
             raise InputError(
-                f"{launch.source} launch: port {launch.master_port} of {host} is in use by another program; set "
+                f"{world.source} launch: port {world.master_port} of {host} is in use by another program; set "
                 f"MASTER_PORT to a free one on all ranks"
             ) from None
         raise InputError(
-            f"{launch.source} launch: no rendezvous of {launch.world_size} ranks at {host}:{launch.master_port} within "
+            f"{world.source} launch: no rendezvous of {world.world_size} ranks at {host}:{world.master_port} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
             f"a host and a free port that all reach"
         ) from None
 
 
-def _resolve(launch: Launch, patience_s: float) -> None:
+def _resolve(world: World, patience_s: float) -> None:
     """Check that rank 0's host has an address, which the rendezvous itself would wait for to its end."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            socket.getaddrinfo(launch.master_addr, launch.master_port)
+            socket.getaddrinfo(world.master_addr, world.master_port)
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"{launch.source} launch: {launch.master_addr}, the host of rank 0, has no address "
+                    f"{world.source} launch: {world.master_addr}, the host of rank 0, has no address "
                     f"({error.strerror}); set MASTER_ADDR to one that all ranks resolve"
                 ) from None
         time.sleep(min(1.0, patience_s))

@@ -300,7 +300,7 @@ def _cpu() -> str:
 
 def _commit() -> str | None:
     """Return the checkout's commit, with `-dirty` if files differ from it."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed: a repository further up would be someone else's
         return None
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")

@@ -15,9 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena, Region
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.protocol.windows import OutputWindows
 from dlrm_overlap.embedding.tables import LocalTables, UpdateRule
-from dlrm_overlap.embedding.windows import OutputWindows
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
 
@@ -114,7 +114,7 @@ class Side:
         """Take what does not change from step to step.
 
         Args:
-            layout: of all ranks' pieces.
+            layout: of all ranks' shards.
             tables: of this rank.
         """
         self.layout, self.tables, self.options = layout, tables, options
@@ -178,10 +178,10 @@ def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch
     return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
-def pool_on_host(piece: Piece, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
+def pool_on_host(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
     """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
-    bag = piece.position * step.batch.total
-    return reference.pool(weight, *lengths_and_ids(step.inputs[piece.source], bag + first, bag + end), piece.mean)
+    bag = shard.position * step.batch.total
+    return reference.pool(weight, *lengths_and_ids(step.inputs[shard.source], bag + first, bag + end), shard.mean)
 
 
 def check_on_host(forward: Forward, step: Step) -> None:
@@ -193,14 +193,14 @@ def check_on_host(forward: Forward, step: Step) -> None:
         ValueError: if the run must stop.
     """
     mode = forward.bounds_check
-    for piece in forward.layout.by_owner[forward.rank]:
-        rows, bag = forward.tables.weight(piece).shape[0], piece.position * step.batch.total
-        _, here = lengths_and_ids(step.inputs[piece.source], bag, bag + step.batch.total)
+    for shard in forward.layout.by_owner[forward.rank]:
+        rows, bag = forward.tables.weight(shard).shape[0], shard.position * step.batch.total
+        _, here = lengths_and_ids(step.inputs[shard.source], bag, bag + step.batch.total)
         outside = (here < 0) | (here >= rows)
         if not outside.any():
             continue
         worst = int(here[outside].min())
-        message = bad_id_message(piece.name, worst, rows)
+        message = bad_id_message(shard.name, worst, rows)
         if mode in (BoundsCheckMode.FATAL, BoundsCheckMode.NONE) or (here == -1).any():
             raise ValueError(message)
         if mode == BoundsCheckMode.WARNING:
@@ -221,13 +221,13 @@ class WindowForward(Forward):
         """Make windows for up to `samples_per_rank` samples, and the regions `beside` them; a collective."""
         super().__init__(*args)
         self._fused = self.options.backend == "fused"
-        most = max(len(pieces) for pieces in self.layout.by_owner)
+        most = max(len(shards) for shards in self.layout.by_owner)
         slots = max(1, most * self._slices(samples_per_rank))
         columns, wire = self.layout.total_dim, self.options.wire_dtype
         self.windows = OutputWindows(samples_per_rank, columns, wire, slots, self.group, self.device, beside)
 
     def _slices(self, samples: int) -> int:
-        """Return the slices of a piece for one destination of `samples` samples; `pgas` sends all in one."""
+        """Return the slices of a shard for one destination of `samples` samples; `pgas` sends all in one."""
         return -(-samples // self.options.slice_bags) if self._fused else 1
 
     def _awaited(self, step: Step) -> torch.Tensor:
@@ -236,7 +236,7 @@ class WindowForward(Forward):
         At least one of each, since a peer's flag also tells that the peer is through with the window before.
         """
         slices = self._slices(step.batch.most) if self._fused else 0
-        counts = [max(1, slices * len(pieces)) for pieces in self.layout.by_owner]
+        counts = [max(1, slices * len(shards)) for shards in self.layout.by_owner]
         counts[self.rank] = 0
         return torch.tensor(counts, dtype=torch.int32)
 
@@ -262,18 +262,18 @@ class HostForward(WindowForward):
         """Pool in the order of the schedule; each slice, or the whole, is stored and then flagged."""
         check_on_host(self, step)
         epoch, arena = self.windows.begin(), self._arena
-        pieces = self.layout.by_owner[self.rank]
-        weights = [self.tables.weight(piece) for piece in pieces]
+        shards = self.layout.by_owner[self.rank]
+        weights = [self.tables.weight(shard) for shard in shards]
         bags = self.options.slice_bags if self._fused else max(1, step.batch.most)
-        grid = TaskGrid(self.rank, self.world_size, len(pieces), step.batch.most, task_bags=bags, slice_bags=bags)
+        grid = TaskGrid(self.rank, self.world_size, len(shards), step.batch.most, task_bags=bags, slice_bags=bags)
         for task in grid.order(self.schedule):
-            piece, first = pieces[task.feature], step.batch.first_sample[task.destination]
+            shard, first = shards[task.feature], step.batch.first_sample[task.destination]
             begin = min(task.block * bags, step.batch.per_rank[task.destination])
             end = min(begin + bags, step.batch.per_rank[task.destination])
-            column = self.layout.column(piece)
+            column = self.layout.column(shard)
             window = arena.view(self.windows.name, task.destination)
-            pooled = pool_on_host(piece, weights[task.feature], step, first + begin, first + end)
-            window[begin:end, column : column + piece.dim] = pooled
+            pooled = pool_on_host(shard, weights[task.feature], step, first + begin, first + end)
+            window[begin:end, column : column + shard.dim] = pooled
             if self._fused and task.destination != self.rank:
                 arena.raise_flag("ready", task.destination, grid.slice_of(task), epoch)
         if not self._fused or len(grid) == 0:

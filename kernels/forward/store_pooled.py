@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Windows, power_of_2
-from dlrm_overlap.kernels.launch import TYPES, Form
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.primitives import COLUMN, FEATURE_COLUMNS, pool, task_at
 
 _INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
@@ -98,14 +98,14 @@ def _store_pooled(
     store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
 
 
-def shape_of(features: FeatureTable, windows: Windows, launch: Launch) -> tuple[Any, ...]:
+def shape_of(features: FeatureTable, windows: Windows, launch: PoolingOptions) -> tuple[Any, ...]:
     """Return what decides the form of both kernels."""
     alignments = features.alignment, windows.alignment, features.column_alignment
     return launch, features.dim, features.weight_dtype, windows.stride, windows.dtype, alignments
 
 
 def constants_of(
-    launch: Launch,
+    launch: PoolingOptions,
     dim: int,
     weight_dtype: torch.dtype,
     stride: int,
@@ -130,12 +130,14 @@ def constants_of(
 
 
 @lru_cache
-def _storing(*shape: Any) -> Form:
-    launch: Launch = shape[0]
-    return Form(_store_pooled, {"num_warps": launch.tuning.num_warps}, constants_of(*shape))
+def _storing(*shape: Any) -> CompiledKernel:
+    launch: PoolingOptions = shape[0]
+    return CompiledKernel(_store_pooled, {"num_warps": launch.tuning.num_warps}, constants_of(*shape))
 
 
-def store_pooled(bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, launch: Launch) -> None:
+def store_pooled(
+    bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, launch: PoolingOptions
+) -> None:
     """Pool every bag and store the result straight into its owner's window; raises no flag, see `raise_flags`.
 
     The stores are complete when the kernel is: what follows on the stream may tell the peers.

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.launch import TYPES, Form
-from dlrm_overlap.kernels.row_runs import FIRST_KEY, MEAN, POSITION_COLUMNS, START_AT, Positions
-from dlrm_overlap.kernels.row_update import RowRange, Rule
+from dlrm_overlap.kernels.backward.row_runs import FIRST_KEY, MEAN, POSITION_COLUMNS, START_AT, Positions
+from dlrm_overlap.kernels.backward.update_rows import RowRange, Rule
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
 
 @triton.jit(
@@ -66,10 +66,10 @@ def _add_to_rows(
 
 
 @lru_cache
-def _adding(dim: int, weights: torch.dtype) -> Form:
+def _adding(dim: int, weights: torch.dtype) -> CompiledKernel:
     block = power_of_2(dim)
     constants = {"BAGS": max(1, 256 // block), "DIM": dim, "BLOCK_DIM": block, "WEIGHT": TYPES[weights]}
-    return Form(_add_to_rows, {"num_warps": max(1, block // 256)}, constants)
+    return CompiledKernel(_add_to_rows, {"num_warps": max(1, block // 256)}, constants)
 
 
 def add_to_rows(

@@ -7,9 +7,9 @@ import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Arena, HostArena
-from dlrm_overlap.embedding.forward import Side, Step, lengths_and_ids
-from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Piece
+from dlrm_overlap.embedding.backends.base import Side, Step, lengths_and_ids
+from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
 from dlrm_overlap.kernels import reference
 
@@ -57,17 +57,17 @@ class WindowBackward(Backward):
         self.gradients, self._arena, self._epoch = gradients, arena, 0
         self._groups = self.layout.groups(self.rank)
 
-    def _gradient(self, window: torch.Tensor, piece: Piece, samples: int) -> torch.Tensor:
-        """Return the gradient [B, D] of a piece of this rank, where it lies in `window`."""
-        start = self.gradients.starts[piece] * samples
-        return window[start : start + samples * piece.dim].view(samples, piece.dim)
+    def _gradient(self, window: torch.Tensor, shard: FeatureShard, samples: int) -> torch.Tensor:
+        """Return the gradient [B, D] of a shard of this rank, where it lies in `window`."""
+        start = self.gradients.starts[shard] * samples
+        return window[start : start + samples * shard.dim].view(samples, shard.dim)
 
     def _update_by_fbgemm(self, step: Step, window: torch.Tensor) -> None:
         """Update the rows of those fused lookups whose rule FBGEMM's operator alone knows, by it."""
         for group in self._groups:
             if (rule := step.rules[group.number]).only_fbgemm:
                 ids, samples = bags_of(group, step.inputs), step.batch.total
-                gradient = torch.cat([self._gradient(window, piece, samples) for piece in group.pieces], dim=1).float()
+                gradient = torch.cat([self._gradient(window, shard, samples) for shard in group.shards], dim=1).float()
                 RowUpdate(self.tables.lookups[group.number]).apply(gradient, ids.values(), ids.offsets(), rule)
 
 
@@ -86,7 +86,7 @@ class HostPush(WindowBackward):
         return GRADIENT_WINDOWS[self._epoch % 2]
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Store each piece's gradient at its owner, part by part, and raise the part's flag."""
+        """Store each shard's gradient at its owner, part by part, and raise the part's flag."""
         if self._sent is not None:  # peers may write its window anew once they see this step's flags
             self.update(self._sent)
         self._sent = step
@@ -94,14 +94,14 @@ class HostPush(WindowBackward):
         gradient = gradient.float() * self.scale
         batch = step.batch
         first = batch.first_sample[self.rank]
-        for part, by_owner in enumerate(self.gradients.pieces):
+        for part, by_owner in enumerate(self.gradients.shards):
             for turn in range(self.world_size):
                 owner = (self.rank + 1 + turn) % self.world_size
                 window = self._arena.view(self._window, owner)
-                for piece in by_owner[owner]:
-                    column = self.layout.column(piece)
-                    rows = self._gradient(window, piece, batch.total)
-                    rows[first : first + gradient.shape[0]] = gradient[:, column : column + piece.dim]
+                for shard in by_owner[owner]:
+                    column = self.layout.column(shard)
+                    rows = self._gradient(window, shard, batch.total)
+                    rows[first : first + gradient.shape[0]] = gradient[:, column : column + shard.dim]
                 self._arena.raise_flag(GRADIENT_FLAGS, owner, part, self._epoch)
 
     def update(self, step: Step) -> None:
@@ -113,23 +113,23 @@ class HostPush(WindowBackward):
         self._arena.wait(GRADIENT_FLAGS, counts, self._epoch, self.options.wait_timeout_s, "part")
         window = self._arena.local(self._window)
         self._update_by_fbgemm(step, window)
-        for pieces in self.layout.tables(self.rank):
-            if not step.rules[pieces[0].group].only_fbgemm:
-                self._update_table(pieces, step, window)
+        for shards in self.layout.tables(self.rank):
+            if not step.rules[shards[0].group].only_fbgemm:
+                self._update_table(shards, step, window)
 
-    def _update_table(self, pieces: list[Piece], step: Step, window: torch.Tensor) -> None:
+    def _update_table(self, shards: list[FeatureShard], step: Step, window: torch.Tensor) -> None:
         samples = step.batch.total
         values, gradients = [], []
-        for piece in pieces:
-            bag = piece.position * samples
-            lengths, ids = lengths_and_ids(step.inputs[piece.source], bag, bag + samples)
-            rows = self._gradient(window, piece, samples).float()
-            if piece.mean:
+        for shard in shards:
+            bag = shard.position * samples
+            lengths, ids = lengths_and_ids(step.inputs[shard.source], bag, bag + samples)
+            rows = self._gradient(window, shard, samples).float()
+            if shard.mean:
                 rows = rows / lengths.clamp(min=1)[:, None]
             values.append(ids)
             gradients.append(rows.repeat_interleave(lengths, dim=0))
-        weight, state = self.tables.weight(pieces[0]), self.tables.state(pieces[0])
-        optimizer, rule = self.tables.optimizer(pieces[0]), step.rules[pieces[0].group]
+        weight, state = self.tables.weight(shards[0]), self.tables.state(shards[0])
+        optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].group]
         reference.update_rows(
             weight, state, torch.cat(values).long(), torch.cat(gradients), optimizer, rule.lr, rule.arguments.eps
         )

@@ -11,7 +11,7 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
-class Form:
+class CompiledKernel:
     """One way to compile a `@triton.jit` kernel: its compile-time arguments fixed.
 
     Triton's own launch inspects every argument to find what was compiled for its type and alignment, which takes the

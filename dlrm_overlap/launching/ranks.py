@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from dlrm_overlap import launcher
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.parsing import Parser, parse_config
-from dlrm_overlap.preflight import check_memory, check_processes, check_resume
-from dlrm_overlap.spawn import spawn
+from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching.parsing import Parser, parse_config
+from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume
+from dlrm_overlap.launching.spawn import spawn
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class Ranks:
     config: Config
     values: Any
     """all parsed options, the command's own among them"""
-    launch: launcher.Launch
+    world: launcher.World
     device: "torch.device"
 
     def connect(self) -> None:
@@ -41,12 +41,12 @@ class Ranks:
         import torch.distributed as dist
         from rich.console import Console
 
-        from dlrm_overlap.run_log import start_logging
+        from dlrm_overlap.observe.run_log import start_logging
 
         if not dist.is_initialized():
-            start_logging(self.launch.rank, Console(stderr=True))
-            log.info("%s", self.launch.describe())
-            launcher.init_process_group(self.launch, self.device)
+            start_logging(self.world.rank, Console(stderr=True))
+            log.info("%s", self.world.describe())
+            launcher.init_process_group(self.world, self.device)
 
     def trainer(self, config: Config | None = None) -> "Trainer":
         """Connect and build the trainer of `config`, by default the command's own.
@@ -62,9 +62,9 @@ class Ranks:
         config = config or self.config
         check_device(config, self.device)
         train_data, held_out = open_datasets(config.data)
-        total_steps(config, train_data, self.launch.world_size)
+        total_steps(config, train_data, self.world.world_size)
         self.connect()
-        return Trainer(config, self.launch, self.device, train_data, held_out)
+        return Trainer(config, self.world, self.device, train_data, held_out)
 
 
 def run_on_ranks(
@@ -109,13 +109,15 @@ def run_on_ranks(
                 launcher.find_device("cuda", local_rank=nproc - 1)
             return spawn([*command, *_without_nproc(argv)], nproc)
 
-        launch = launcher.detect()
-        check_memory(config, launch.world_size, launch.local_world_size)
-        from dlrm_overlap.doctor import check_stack  # torch takes seconds: not before the options are known to be good
+        world = launcher.detect()
+        check_memory(config, world.world_size, world.local_world_size)
+        from dlrm_overlap.launching.doctor import (
+            check_stack,
+        )  # torch takes seconds: not before the options are known to be good
 
         check_stack()
-        device = launcher.find_device(config.train.device, launch.local_rank, launch.source, launch.local_world_size)
-        code = work(Ranks(config, values, launch, device))
+        device = launcher.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
+        code = work(Ranks(config, values, world, device))
     launcher.shutdown()
     return code
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.text_table import format_table
+from dlrm_overlap.observe.text_table import format_table
 
 # Kinds of work by the names of their kernels, FBGEMM's, NCCL's and ours; the first that fits. The rest is dense.
 _KINDS = {

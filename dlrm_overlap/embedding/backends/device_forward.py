@@ -10,13 +10,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.arena import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.forward import BatchSizes, Forward, Step, WindowForward, bad_id_message
-from dlrm_overlap.embedding.layout import Piece
-from dlrm_overlap.embedding.windows import WINDOWS
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Tuning, Windows, tuning_for
+from dlrm_overlap.embedding.backends.base import BatchSizes, Forward, Step, WindowForward, bad_id_message
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.protocol.windows import WINDOWS
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
-from dlrm_overlap.kernels.pooled_exchange import store_pooled
-from dlrm_overlap.kernels.sliced_put import TRACE_COLUMNS, SlicedPut, Slices, SliceState
+from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
+from dlrm_overlap.kernels.forward.store_pooled import store_pooled
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
 
@@ -24,8 +24,8 @@ _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs severa
 class DeviceLookup:
     """This rank's launches: what each pools, and where each finds its rows."""
 
-    def __init__(self, forward: Forward, columns: Mapping[Piece, int]) -> None:
-        """Place each local piece at `columns`' element of a window's row."""
+    def __init__(self, forward: Forward, columns: Mapping[FeatureShard, int]) -> None:
+        """Place each local shard at `columns`' element of a window's row."""
         self.forward, self.columns = forward, columns
         self.launches = list(forward.layout.launches(forward.rank).values())
         self.record = Record(forward.device)
@@ -35,28 +35,28 @@ class DeviceLookup:
     def tables(self) -> list[FeatureTable]:
         """Return a feature table a launch, made anew when the rows have moved."""
         if (storage := self.forward.tables.storage()) != self._storage:
-            self._tables = [self._table(pieces) for pieces in self.launches]
+            self._tables = [self._table(shards) for shards in self.launches]
             self._storage = storage
         return self._tables
 
-    def _table(self, pieces: list[Piece]) -> FeatureTable:
-        weights = [self.forward.tables.weight(piece) for piece in pieces]
+    def _table(self, shards: list[FeatureShard]) -> FeatureTable:
+        weights = [self.forward.tables.weight(shard) for shard in shards]
         entries = [
-            [weight.data_ptr(), weight.shape[0], self.columns[piece], piece.position, int(piece.mean)]
-            for piece, weight in zip(pieces, weights, strict=True)
+            [weight.data_ptr(), weight.shape[0], self.columns[shard], shard.position, int(shard.mean)]
+            for shard, weight in zip(shards, weights, strict=True)
         ]
-        dim, dtype = pieces[0].dim, pieces[0].dtype
+        dim, dtype = shards[0].dim, shards[0].dtype
         return FeatureTable(
             entries=torch.tensor(entries, dtype=torch.int64, device=self.forward.device),
             dim=dim,
             weight_dtype=dtype,
             alignment=gcd(16, dim * dtype.itemsize, *(weight.data_ptr() for weight in weights)),
-            column_alignment=gcd(16, *(self.columns[piece] for piece in pieces)),
+            column_alignment=gcd(16, *(self.columns[shard] for shard in shards)),
         )
 
-    def bags(self, pieces: list[Piece], step: Step) -> Bags:
+    def bags(self, shards: list[FeatureShard], step: Step) -> Bags:
         """Return the ids of a launch."""
-        ids = step.inputs[pieces[0].source]
+        ids = step.inputs[shards[0].source]
         return Bags(
             values=ids.values(),
             offsets=ids.offsets(),
@@ -65,10 +65,10 @@ class DeviceLookup:
             samples_per_rank=step.batch.most,
         )
 
-    def launch(self, tuning: Tuning) -> Launch:
+    def launch(self, tuning: Tuning) -> PoolingOptions:
         """Return what a kernel is told beside its tensors."""
         check = self.forward.bounds_check != BoundsCheckMode.NONE
-        return Launch(self.forward.rank, self.forward.schedule, tuning, check)
+        return PoolingOptions(self.forward.rank, self.forward.schedule, tuning, check)
 
     def parts(self, send: torch.Tensor, step: Step) -> Windows:
         """Return the parts [b_w, D_local] of a send buffer [B, D_local] as the windows of its destinations."""
@@ -78,8 +78,8 @@ class DeviceLookup:
 
     def store(self, windows: Windows, step: Step, tables: list[FeatureTable]) -> None:
         """Pool every bag into its owner's window, by the zero-copy kernel; `tables` are `tables()`."""
-        for pieces, table in zip(self.launches, tables, strict=True):
-            bags = self.bags(pieces, step)
+        for shards, table in zip(self.launches, tables, strict=True):
+            bags = self.bags(shards, step)
             store_pooled(bags, table, windows, self.record.status, self.launch(tuning_for(table.dim)))
 
     def check(self) -> None:
@@ -95,8 +95,8 @@ class DeviceLookup:
             raise ExchangeTimeoutError(expired, self.forward.options.wait_timeout_s)
         if (bad := self.record.bad_id()) and self.forward.bounds_check != BoundsCheckMode.IGNORE:
             position, sample, rows = bad
-            pieces = self.forward.layout.by_owner[self.forward.rank]
-            names = " or ".join(piece.name for piece in pieces if piece.position == position)
+            shards = self.forward.layout.by_owner[self.forward.rank]
+            names = " or ".join(shard.name for shard in shards if shard.position == position)
             message = f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}"
             if self.forward.bounds_check == BoundsCheckMode.FATAL:
                 raise ValueError(message)
@@ -151,13 +151,13 @@ class DeviceForward(WindowForward):
             raise_flags(flags, self.rank, 0, epoch)
             return
         first_slot, last = 0, len(self.lookup.launches) - 1
-        for i, (pieces, table) in enumerate(zip(self.lookup.launches, tables, strict=True)):
-            bags = self.lookup.bags(pieces, step)
+        for i, (shards, table) in enumerate(zip(self.lookup.launches, tables, strict=True)):
+            bags = self.lookup.bags(shards, step)
             launch = self.lookup.launch(self._tuning(table, bags))
             slices = Slices(self.options.slice_bags, first_slot, end_wait=i == last)
             put = SlicedPut(bags, table, window, flags, self._state(i, bags, table, launch), launch, slices)
             put.launch_kernel(epoch, self._grid((i, launch.tuning), put))
-            first_slot += len(pieces) * self._slices(bags.samples_per_rank)
+            first_slot += len(shards) * self._slices(bags.samples_per_rank)
 
     def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, where the kernels have not, and lend the window, or copy it."""
@@ -171,7 +171,7 @@ class DeviceForward(WindowForward):
         many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
         return tuning_for(table.dim, groups=2 if many else 1)
 
-    def _state(self, i: int, bags: Bags, table: FeatureTable, launch: Launch) -> SliceState:
+    def _state(self, i: int, bags: Bags, table: FeatureTable, launch: PoolingOptions) -> SliceState:
         """Return what launch i's programs share, for the largest batch so far."""
         here = self.world_size * table.entries.shape[0]
         tasks = here * -(-bags.samples_per_rank // launch.tuning.task_bags)

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from dlrm_overlap.comm.arena import Arena, ExchangeTimeoutError, Record
-from dlrm_overlap.embedding.backward import WindowBackward
-from dlrm_overlap.embedding.forward import Step
-from dlrm_overlap.embedding.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
-from dlrm_overlap.embedding.layout import Piece
+from dlrm_overlap.embedding.backends.base import Step
+from dlrm_overlap.embedding.backends.host import WindowBackward
+from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
+from dlrm_overlap.kernels.backward.row_runs import Positions, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.backward.update_rows import RowRange, Rule, update_rows
 from dlrm_overlap.kernels.flags import Flags, wait_flags
-from dlrm_overlap.kernels.gradient_exchange import PartFlags, PieceTable, push_gradients
-from dlrm_overlap.kernels.row_atomics import add_to_rows
-from dlrm_overlap.kernels.row_runs import Positions, PreparedRuns, SortedIds, prepare
-from dlrm_overlap.kernels.row_update import RowRange, Rule, update_rows
 
 _PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates
 _SEED = 0x5EED
@@ -38,17 +38,17 @@ class _Range:
     first: int
     end: int
     rows: RowRange
-    piece: Piece
+    shard: FeatureShard
     """one of them: whose optimizer and learning rate hold for all"""
 
 
 class _Input:
     """The rows that one input of this rank names, and how they are updated."""
 
-    def __init__(self, pieces: Sequence[Piece], backward: "DevicePush") -> None:
-        """Take the pieces of one source in the order of their positions."""
+    def __init__(self, shards: Sequence[FeatureShard], backward: "DevicePush") -> None:
+        """Take the shards of one source in the order of their positions."""
         tables, starts = backward.tables, backward.gradients.starts
-        self.source = pieces[0].source
+        self.source = shards[0].source
         first_keys: list[int] = []
         key = 0
         for table in backward.layout.tables(backward.rank):
@@ -58,54 +58,54 @@ class _Input:
         device = backward.device
         self.first_keys = torch.tensor([*first_keys, key], dtype=torch.int64, device=device)
         self.key_bits = key.bit_length()
-        self.features = len(pieces)
+        self.features = len(shards)
 
         self.ranges: list[_Range] = []
         boundaries: list[int] = []
         entries = [
-            [starts[p] // 4, p.dim // 4, int(p.mean), first] for p, first in zip(pieces, first_keys, strict=True)
+            [starts[p] // 4, p.dim // 4, int(p.mean), first] for p, first in zip(shards, first_keys, strict=True)
         ]
-        alike = [self._alike(piece, first, backward) for piece, first in zip(pieces, first_keys, strict=True)]
-        for index, (_, group) in enumerate(groupby(range(len(pieces)), key=lambda i: alike[i])):
+        alike = [self._alike(shard, first, backward) for shard, first in zip(shards, first_keys, strict=True)]
+        for index, (_, group) in enumerate(groupby(range(len(shards)), key=lambda i: alike[i])):
             members = list(group)
-            piece = pieces[members[0]]
+            shard = shards[members[0]]
             part, _, weight_at, state_at = alike[members[0]]
-            tbe = tables.lookups[piece.group]
+            tbe = tables.lookups[shard.group]
             weights = tbe.weights_dev.detach()  # type: ignore[union-attr]
-            optimizer = tables.optimizer(piece)
+            optimizer = tables.optimizer(shard)
             rows = RowRange(
                 index=index,
                 weights=weights,
                 states=weights if optimizer == "sgd" else tbe.momentum1_dev.detach(),  # type: ignore[union-attr]
                 weight_at=weight_at,
                 state_at=state_at,
-                dim=piece.dim,
-                any_mean=any(pieces[i].mean for i in members),
+                dim=shard.dim,
+                any_mean=any(shards[i].mean for i in members),
                 optimizer=optimizer,
                 stochastic_rounding=bool(tbe.stochastic_rounding),
             )
-            self.ranges.append(_Range(part, members[0], members[-1] + 1, rows, piece))
+            self.ranges.append(_Range(part, members[0], members[-1] + 1, rows, shard))
             boundaries.append(first_keys[members[0]])
         self.positions = Positions(
             entries=torch.tensor(entries, dtype=torch.int64, device=device),
-            any_mean=any(piece.mean for piece in pieces),
+            any_mean=any(shard.mean for shard in shards),
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
         )
 
     @staticmethod
-    def _alike(piece: Piece, first_key: int, backward: "DevicePush") -> tuple[int, int, int, int]:
+    def _alike(shard: FeatureShard, first_key: int, backward: "DevicePush") -> tuple[int, int, int, int]:
         """Return what neighbours must share to be one range: part, lookup, where key 0 would lie, and its state."""
         tables = backward.tables
-        tbe, weight, state = tables.lookups[piece.group], tables.weight(piece), tables.state(piece)
-        units = piece.dim // 4
+        tbe, weight, state = tables.lookups[shard.group], tables.weight(shard), tables.state(shard)
+        units = shard.dim // 4
         base: Any = tbe.weights_dev
         weight_at = (weight.data_ptr() - base.data_ptr()) // (4 * weight.itemsize) - first_key * units
         if state is None:
-            return backward.gradients.part_of[piece], piece.group, weight_at, 0
+            return backward.gradients.part_of[shard], shard.group, weight_at, 0
         base = tbe.momentum1_dev
         state_at = (state.data_ptr() - base.data_ptr()) // state.itemsize
         state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
-        return backward.gradients.part_of[piece], piece.group, weight_at, state_at
+        return backward.gradients.part_of[shard], shard.group, weight_at, state_at
 
     def sort(self, step: Step) -> PreparedRuns | None:
         """Sort the ids by row, by FBGEMM's own radix sort, and prepare their update; None if there are none."""
@@ -144,8 +144,8 @@ class DevicePush(WindowBackward):
         self._flags = [self._flags_of(part) for part in range(gradients.parts)]
         done = torch.zeros(gradients.parts, dtype=torch.int32, device=self.device)
         self._part_flags = PartFlags(arena.addresses(GRADIENT_FLAGS), done)
-        dims = {piece.dim for pieces in self.layout.by_owner for piece in pieces}
-        self._pushed = [self._piece_table(dim) for dim in sorted(dims)]
+        dims = {shard.dim for shards in self.layout.by_owner for shard in shards}
+        self._pushed = [self._shard_table(dim) for dim in sorted(dims)]
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[_Input] = []
         self._seed = torch.initial_seed()
@@ -160,17 +160,17 @@ class DevicePush(WindowBackward):
             status=self._record.status,
         )
 
-    def _piece_table(self, dim: int) -> PieceTable:
+    def _shard_table(self, dim: int) -> ShardTable:
         """Return what travels of one dim."""
         starts = self.gradients.starts
         places = [
-            [[[self.layout.column(p), starts[p], 1] for p in owned if p.dim == dim] for owned in pieces]
-            for pieces in self.gradients.pieces
+            [[[self.layout.column(p), starts[p], 1] for p in owned if p.dim == dim] for owned in shards]
+            for shards in self.gradients.shards
         ]
-        counts = [max(map(len, pieces)) for pieces in places]
-        every = [place for pieces in places for owned in pieces for place in owned]
-        padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in pieces] for pieces in places]
-        return PieceTable(
+        counts = [max(map(len, shards)) for shards in places]
+        every = [place for shards in places for owned in shards for place in owned]
+        padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in shards] for shards in places]
+        return ShardTable(
             entries=torch.tensor(padded, dtype=torch.int64, device=self.device),
             counts=torch.tensor(counts, dtype=torch.int32, device=self.device),
             dim=dim,
@@ -181,8 +181,8 @@ class DevicePush(WindowBackward):
     def _sources(self) -> list[_Input]:
         """Return this rank's inputs, made anew when the rows have moved."""
         if (storage := self.tables.storage()) != self._storage:
-            pieces = self.layout.by_owner[self.rank]
-            self._inputs = [_Input(list(group), self) for _, group in groupby(pieces, key=lambda piece: piece.source)]
+            shards = self.layout.by_owner[self.rank]
+            self._inputs = [_Input(list(group), self) for _, group in groupby(shards, key=lambda shard: shard.source)]
             self._storage = storage
         return self._inputs
 
@@ -243,7 +243,7 @@ class DevicePush(WindowBackward):
             self._update_by_fbgemm(step, self._local[self._epoch % 2])
 
     def _update(self, step: Step, index: int, source: _Input, rows: _Range) -> None:
-        window, rule = self._local[self._epoch % 2], step.rules[rows.piece.group]
+        window, rule = self._local[self._epoch % 2], step.rules[rows.shard.group]
         if rule.only_fbgemm:
             return
         if self._atomic:

@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, Launch, Windows, power_of_2
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.launch import INTERPRETED, Form
-from dlrm_overlap.kernels.pooled_exchange import GENERAL, constants_of, shape_of, store_rows
+from dlrm_overlap.kernels.forward.store_pooled import GENERAL, constants_of, shape_of, store_rows
 from dlrm_overlap.kernels.primitives import (
     COLUMN,
     FEATURE_COLUMNS,
@@ -232,7 +232,7 @@ class Slices:
 
 
 @lru_cache
-def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: Any) -> Form:
+def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: Any) -> CompiledKernel:
     tuning = shape[0].tuning
     constants = {
         "PUT": put,
@@ -246,7 +246,7 @@ def _putting(put: Any, slice_bags: int, end_wait: bool, traced: bool, *shape: An
     }
     # Not a cooperative launch, which no wait needs: all its programs would have to start together, hence after a NCCL
     # kernel that waits for a peer's, which in turn may be behind that peer's grid, whose programs wait for ours.
-    return Form(_put_slices, {"num_warps": tuning.num_warps}, constants | constants_of(*shape))
+    return CompiledKernel(_put_slices, {"num_warps": tuning.num_warps}, constants | constants_of(*shape))
 
 
 class SlicedPut(NamedTuple):
@@ -257,7 +257,7 @@ class SlicedPut(NamedTuple):
     windows: Windows
     flags: Flags
     state: SliceState
-    launch: Launch
+    launch: PoolingOptions
     slices: Slices
 
     def launch_kernel(self, epoch: int, programs: int) -> None:
@@ -282,7 +282,7 @@ class SlicedPut(NamedTuple):
         assert error == driver.CUresult.CUDA_SUCCESS, error
         return programs
 
-    def _form(self) -> Form:
+    def _form(self) -> CompiledKernel:
         shape = shape_of(self.features, self.windows, self.launch)
         slices = self.slices
         return _putting(slices.put, slices.bags, slices.end_wait, self.state.trace is not None, *shape)

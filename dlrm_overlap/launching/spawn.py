@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
+from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.embedding.layout import Layout, Piece
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 
 GRADIENT_WINDOWS = ("gradients0", "gradients1")
 GRADIENT_FLAGS = "gradients_ready"
@@ -16,10 +16,10 @@ _MOST_PARTS = 6  # from here on the host's launches cost more than they hide
 
 
 class GradientLayout:
-    """The gradient windows [D_local * B], piece after piece, and their parts.
+    """The gradient windows [D_local * B], shard after shard, and their parts.
 
-    A piece whose columns begin at `start` of D_local holds [B, D] from element start * B on. Parts are ranges of a
-    rank's pieces: the rows of one are updated while the next travels. Two windows take turns: a rank that has seen all
+    A shard whose columns begin at `start` of D_local holds [B, D] from element start * B on. Parts are ranges of a
+    rank's shards: the rows of one are updated while the next travels. Two windows take turns: a rank that has seen all
     flags of exchange e - 1 may write e, since its peers raise those after their updates of e - 2.
     """
 
@@ -35,32 +35,32 @@ class GradientLayout:
         return dict.fromkeys(GRADIENT_WINDOWS, Region((self._elements,), self._wire_dtype)) | {GRADIENT_FLAGS: flags}
 
     @cached_property
-    def starts(self) -> Mapping[Piece, int]:
-        """The first column of each piece in its owner's D_local."""
-        starts: dict[Piece, int] = {}
-        for pieces in self._layout.by_owner:
+    def starts(self) -> Mapping[FeatureShard, int]:
+        """The first column of each shard in its owner's D_local."""
+        starts: dict[FeatureShard, int] = {}
+        for shards in self._layout.by_owner:
             column = 0
-            for piece in pieces:
-                starts[piece] = column
-                column += piece.dim
+            for shard in shards:
+                starts[shard] = column
+                column += shard.dim
         return starts
 
     @cached_property
-    def part_of(self) -> Mapping[Piece, int]:
-        """The part of each piece: by the columns before its table, whose rows are all updated at once.
+    def part_of(self) -> Mapping[FeatureShard, int]:
+        """The part of each shard: by the columns before its table, whose rows are all updated at once.
 
         The first part is half as long as the others: nothing is updated while it travels.
         """
-        parts: dict[Piece, int] = {}
+        parts: dict[FeatureShard, int] = {}
         for rank, columns in enumerate(self._layout.owner_dims):
-            for pieces in self._layout.tables(rank):
-                parts |= dict.fromkeys(pieces, (self.starts[pieces[0]] * (2 * self.parts - 1) // columns + 1) // 2)
+            for shards in self._layout.tables(rank):
+                parts |= dict.fromkeys(shards, (self.starts[shards[0]] * (2 * self.parts - 1) // columns + 1) // 2)
         return parts
 
     @cached_property
-    def pieces(self) -> Sequence[Sequence[Sequence[Piece]]]:
-        """The pieces by part, then by owner, in order."""
+    def shards(self) -> Sequence[Sequence[Sequence[FeatureShard]]]:
+        """The shards by part, then by owner, in order."""
         return [
-            [[piece for piece in pieces if self.part_of[piece] == part] for pieces in self._layout.by_owner]
+            [[shard for shard in shards if self.part_of[shard] == part] for shards in self._layout.by_owner]
             for part in range(self.parts)
         ]

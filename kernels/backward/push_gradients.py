@@ -1,11 +1,11 @@
 """Gradients to their owners: each rank's part of the pooled embeddings' gradient, stored from where autograd left it
 straight into the gradient windows of the ranks that hold the rows. No packing, no unpacking.
 
-A window is [D_local * B] of the wire's type at the rows' owner, piece after piece: the piece whose columns begin at
+A window is [D_local * B] of the wire's type at the rows' owner, shard after shard: the shard whose columns begin at
 `start` of D_local holds row sample of its [B, D] from element (start * B + sample * D) on. A table's gradients lie
 together, which keeps them in the cache while its rows are updated.
 
-Pieces travel in parts, each with a flag of its own, so that the rows of one are updated while the next travels. One
+Shards travel in parts, each with a flag of its own, so that the rows of one are updated while the next travels. One
 launch sends all parts of a dim: few programs, which keep their multiprocessors to the end, where a launch a part would
 queue behind the dense kernels that run beside it. The program that finishes a part's last task raises its flags.
 
@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Windows, power_of_2
-from dlrm_overlap.kernels.launch import TYPES, Form
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.primitives import raise_flags, task_at
 
-# Columns of the piece table [parts, W, most, 3] int64.
-SOURCE = tl.constexpr(0)  # column of the output's gradient where the piece begins
+# Columns of the shard table [parts, W, most, 3] int64.
+SOURCE = tl.constexpr(0)  # column of the output's gradient where the shard begins
 START = tl.constexpr(1)  # column of D_local, at its owner
-PRESENT = tl.constexpr(2)  # 0: this rank has fewer pieces than the fullest
-PIECE_COLUMNS = tl.constexpr(3)
+PRESENT = tl.constexpr(2)  # 0: this rank has fewer shards than the fullest
+SHARD_COLUMNS = tl.constexpr(3)
 
 _NUM_WARPS = 32
 _TASK_ELEMENTS = 1024  # of a warp: so much in flight keeps the links busy beside dense kernels, too
@@ -38,13 +38,13 @@ _SIZES = ["rank", "world_size", "parts", "most", "blocks", "samples", "batch", "
 
 
 @dataclass(frozen=True)
-class PieceTable:
-    """What of the gradient goes where: pieces of one dim, by part and owner."""
+class ShardTable:
+    """What of the gradient goes where: shards of one dim, by part and owner."""
 
     entries: torch.Tensor
     """[parts, W, most, 3] int64: column of the gradient, of D_local at the owner, 1 (0 where the rank has no more)"""
     counts: torch.Tensor
-    """[parts] int32: pieces of the rank that has most in this part"""
+    """[parts] int32: shards of the rank that has most in this part"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     source_alignment: int
@@ -66,7 +66,7 @@ class PartFlags:
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"])
 def _push_gradients(
     gradient,
-    pieces,
+    shards,
     counts,
     windows,
     peers_ready,
@@ -93,17 +93,17 @@ def _push_gradients(
     SOURCE_ALIGNMENT: tl.constexpr,
     START_ALIGNMENT: tl.constexpr,
 ):
-    """Store this program's share of the gradient's pieces of one dim, part by part, into the windows of their owners.
+    """Store this program's share of the gradient's shards of one dim, part by part, into the windows of their owners.
 
-    A task is up to ROWS samples of one piece; program p of P takes the tasks p, p + P, .. of each part. It reads the
+    A task is up to ROWS samples of one shard; program p of P takes the tasks p, p + P, .. of each part. It reads the
     gradient [b, STRIDE] of this rank, and stores `scale` times it, in the wire's type, into an owner's window, this
-    rank's or a peer's, at rows `first_sample` .. of the piece's [B, DIM]. No two programs store to one place.
+    rank's or a peer's, at rows `first_sample` .. of the shard's [B, DIM]. No two programs store to one place.
 
     Order: a part's stores, a barrier, the count in `done` [parts] (GPU scope). Who counts last of `programs`, which are
     those of all dims' launches, has acquired what the others released; it sets the count back to 0 for the next
     exchange and raises the part's flag at every rank (release, system scope). The others are at the next part by then.
 
-    Example: 4 owners with up to 5 pieces each of the part, 2 tasks a piece: 40 tasks, of which program 3 of 11 takes 3,
+    Example: 4 owners with up to 5 shards each of the part, 2 tasks a shard: 40 tasks, of which program 3 of 11 takes 3,
     14, 25 and 36; in balanced order those of rank 0 go to ranks 0, 3, 2 and 1.
     """
     at = tl.arange(0, BLOCK_DIM)
@@ -111,10 +111,10 @@ def _push_gradients(
         here = tl.load(counts + part)
         for position in range(tl.program_id(0), world_size * here * blocks, tl.num_programs(0)):
             destination, which, block = task_at(position, rank, world_size, here, blocks, SCHEDULE)
-            piece = pieces + ((part * world_size + destination) * most + which) * PIECE_COLUMNS
-            if tl.load(piece + PRESENT) != 0:
-                source = tl.multiple_of(tl.load(piece + SOURCE), SOURCE_ALIGNMENT)
-                start = tl.multiple_of(tl.load(piece + START), START_ALIGNMENT)
+            shard = shards + ((part * world_size + destination) * most + which) * SHARD_COLUMNS
+            if tl.load(shard + PRESENT) != 0:
+                source = tl.multiple_of(tl.load(shard + SOURCE), SOURCE_ALIGNMENT)
+                start = tl.multiple_of(tl.load(shard + START), START_ALIGNMENT)
                 window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
                 sample = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
                 mask = (sample < samples)[:, None] & (at < DIM)[None, :]
@@ -131,7 +131,9 @@ def _push_gradients(
 
 
 @lru_cache
-def _pushing(schedule: str, world_size: int, dim: int, wire: torch.dtype, stride: int, *alignments: int) -> Form:
+def _pushing(
+    schedule: str, world_size: int, dim: int, wire: torch.dtype, stride: int, *alignments: int
+) -> CompiledKernel:
     block = power_of_2(dim)
     constants: dict[str, Any] = {
         "SCHEDULE": schedule,
@@ -143,12 +145,14 @@ def _pushing(schedule: str, world_size: int, dim: int, wire: torch.dtype, stride
         "STRIDE": stride,
     }
     names = ("WINDOW_ALIGNMENT", "SOURCE_ALIGNMENT", "START_ALIGNMENT")
-    return Form(_push_gradients, {"num_warps": _NUM_WARPS}, constants | dict(zip(names, alignments, strict=True)))
+    return CompiledKernel(
+        _push_gradients, {"num_warps": _NUM_WARPS}, constants | dict(zip(names, alignments, strict=True))
+    )
 
 
 def push_gradients(
     gradient: torch.Tensor,
-    tables: Sequence[PieceTable],
+    tables: Sequence[ShardTable],
     windows: Windows,
     flags: PartFlags,
     rank: int,

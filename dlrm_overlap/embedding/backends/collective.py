@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backward import Backward
-from dlrm_overlap.embedding.forward import Forward, Step, check_on_host, pool_on_host
+from dlrm_overlap.embedding.backends.base import Forward, Step, check_on_host, pool_on_host
+from dlrm_overlap.embedding.backends.host import Backward
 from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
 
 
@@ -20,16 +20,16 @@ class CollectiveForward(Forward):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        pieces = self.layout.by_owner[self.rank]
-        starts = [0, *accumulate(piece.dim for piece in pieces)]
-        self._columns = dict(zip(pieces, starts[:-1], strict=True))
+        shards = self.layout.by_owner[self.rank]
+        starts = [0, *accumulate(shard.dim for shard in shards)]
+        self._columns = dict(zip(shards, starts[:-1], strict=True))
         self._width = starts[-1]
         layout = self.layout
         self._order = None if layout.sent_in_order else layout.sent_columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
         self._device: Any = None
         if self.device.type == "cuda":
-            from dlrm_overlap.embedding.device_forward import DeviceLookup
+            from dlrm_overlap.embedding.backends.device_forward import DeviceLookup
 
             self._device = DeviceLookup(self, self._columns)
 
@@ -58,9 +58,9 @@ class CollectiveForward(Forward):
 
     def _pool_on_host(self, step: Step, send: torch.Tensor) -> None:
         check_on_host(self, step)
-        for piece, column in self._columns.items():
-            weight = self.tables.weight(piece)
-            send[:, column : column + piece.dim] = pool_on_host(piece, weight, step, 0, send.shape[0])
+        for shard, column in self._columns.items():
+            weight = self.tables.weight(shard)
+            send[:, column : column + shard.dim] = pool_on_host(shard, weight, step, 0, send.shape[0])
 
     def check(self) -> None:
         """Raise what a kernel has recorded."""

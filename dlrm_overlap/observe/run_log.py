@@ -22,12 +22,12 @@ from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint import make_folder, newest_checkpoint
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.doctor import environment
 from dlrm_overlap.embedding.plan import describe_plan
-from dlrm_overlap.launcher import Launch
-from dlrm_overlap.metrics import memory_bytes, quantile, steady_ms
-from dlrm_overlap.tensorboard import TensorBoard, markdown_table
-from dlrm_overlap.tracing import StepTracer
+from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
+from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
+from dlrm_overlap.observe.tracing import StepTracer
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -90,22 +90,22 @@ class RunLog:
     def __init__(
         self,
         config: Config,
-        launch: Launch,
+        world: World,
         device: torch.device,
         folder: Path,
         start: int,
         steps: int,
         plan: ShardingPlan,
     ) -> None:
-        self.config, self.launch, self.device, self.folder, self.start = config, launch, device, folder, start
-        self.global_batch = config.train.samples_per_rank(launch.world_size) * launch.world_size
+        self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
+        self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
         self.versions = environment()
-        self._tracer = StepTracer(config.log, folder, launch.rank, device, start)
+        self._tracer = StepTracer(config.log, folder, world.rank, device, start)
         self._metrics = self._board = self._progress = None
-        if launch.rank:
+        if world.rank:
             return
         make_folder(folder)
         if start == 0:  # an earlier run's would belie what this one writes beside them
@@ -120,7 +120,7 @@ class RunLog:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
             self._board.text("plan", describe_plan(plan))
-            self._board.text("environment", markdown_table(self.versions | {"launch": launch.describe()}))
+            self._board.text("environment", markdown_table(self.versions | {"launch": world.describe()}))
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -166,7 +166,7 @@ class RunLog:
         waited_s = torch.tensor(wait_s, dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
         dist.all_reduce(waited_s, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        self.loss = loss.item() / self.launch.world_size / count
+        self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s.item() - self.waited_s) * 1e3 / count
         self.waited_s = waited_s.item()
         self.step_ms += step_ms
@@ -211,12 +211,12 @@ class RunLog:
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
             "backend": self.config.embedding.backend,
-            "world_size": self.launch.world_size,
+            "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,
             "device": self.device.type,
             "versions": self.versions,
         }
-        if self.launch.rank == 0:
+        if self.world.rank == 0:
             write_atomically(self.folder / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
         if self._board:
             results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.launch import Form
+from dlrm_overlap.kernels.compiled import CompiledKernel
 
 # Columns of the position table [positions, 4] int64; offsets count units of 4 elements.
 START_AT = tl.constexpr(0)  # column of D_local where the piece begins
@@ -149,18 +149,18 @@ class PreparedRuns(NamedTuple):
 
 
 @lru_cache
-def _placing(any_mean: bool) -> Form:
-    return Form(_place_gradients, {"num_warps": 4}, {"ANY_MEAN": any_mean, "BLOCK": 1024})
+def _placing(any_mean: bool) -> CompiledKernel:
+    return CompiledKernel(_place_gradients, {"num_warps": 4}, {"ANY_MEAN": any_mean, "BLOCK": 1024})
 
 
 @lru_cache
-def _finding(ranges: int) -> Form:
-    return Form(_find_ranges, {"num_warps": 1}, {"BLOCK": power_of_2(ranges)})
+def _finding(ranges: int) -> CompiledKernel:
+    return CompiledKernel(_find_ranges, {"num_warps": 1}, {"BLOCK": power_of_2(ranges)})
 
 
 @lru_cache
-def _cutting(piece_ids: int) -> Form:
-    return Form(_cut_runs, {"num_warps": 1}, {"PIECE_IDS": piece_ids, "BLOCK": _CUT_RUNS})
+def _cutting(piece_ids: int) -> CompiledKernel:
+    return CompiledKernel(_cut_runs, {"num_warps": 1}, {"PIECE_IDS": piece_ids, "BLOCK": _CUT_RUNS})
 
 
 def prepare(ids: SortedIds, positions: Positions, piece_ids: int = PIECE_IDS) -> PreparedRuns:

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.launch import TYPES, Form
-from dlrm_overlap.kernels.rounding import rounded
-from dlrm_overlap.kernels.row_runs import DONE, PIECE_IDS, PIECES, PreparedRuns, piece_ids_of
+from dlrm_overlap.kernels.backward.rounding import rounded
+from dlrm_overlap.kernels.backward.row_runs import DONE, PIECE_IDS, PIECES, PreparedRuns, piece_ids_of
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
 _PROGRAMS = 1 << 15  # at most, each taking one task after the other
 _ROW_ELEMENTS = 256  # of a warp: rows side by side
@@ -308,7 +308,9 @@ class Rule(NamedTuple):
 
 
 @lru_cache
-def _updating(dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, piece_ids: int) -> Form:
+def _updating(
+    dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, piece_ids: int
+) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
     constants = {
@@ -323,7 +325,7 @@ def _updating(dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, st
         "WEIGHT": TYPES[weights],
         "STOCHASTIC": stochastic and weights != torch.float32,
     }
-    return Form(_update_rows, {"num_warps": warps}, constants)
+    return CompiledKernel(_update_rows, {"num_warps": warps}, constants)
 
 
 def update_rows(

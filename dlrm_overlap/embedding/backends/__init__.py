@@ -1,0 +1,1 @@
+"""The ways to run an exchange, a class each."""

@@ -1,0 +1,1 @@
+"""Finding the ranks: launchers, process groups, options, and what a machine can refuse."""

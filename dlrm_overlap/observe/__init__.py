@@ -1,0 +1,1 @@
+"""What a run writes and shows: log lines, metrics, TensorBoard, traces."""

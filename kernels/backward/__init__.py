@@ -1,0 +1,1 @@
+"""Kernels that send gradients and update rows."""

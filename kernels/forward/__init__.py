@@ -1,0 +1,1 @@
+"""Kernels that pool embeddings and send them."""
