@@ -1,0 +1,69 @@
+"""The registry: every backend of the embedding stage, what it can take, and where its code lies.
+
+Configuration, command line, sharder and benchmarks read their lists here. It loads no code of a backend before that is
+asked for, and no torch. docs/adding_a_backend.md says how to add one.
+"""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+_PACKAGE = "dlrm_overlap.embedding.backends"
+
+
+class Half(NamedTuple):
+    """Where the class of a forward or of a backward lies, MODULE:CLASS in `embedding/backends`, by type of device."""
+
+    cpu: str
+    cuda: str
+
+    def load(self, device_type: str) -> Any:
+        """Import and return the class for `device_type`, cpu or cuda."""
+        module, _, name = getattr(self, device_type).partition(":")
+        return getattr(import_module(f"{_PACKAGE}.{module}"), name)
+
+
+class Backend(NamedTuple):
+    """What there is to know of a backend before any of its code is loaded."""
+
+    summary: str
+    """what it does, in a line"""
+    forward: Half | None
+    """None: TorchRec's own lookup and exchange"""
+    backwards: tuple[str, ...]
+    """the values of `embedding.backward` that it takes, auto aside; the first is what auto stands for"""
+    stores_to_peers: bool = False
+    """it stores into the peers' memory: one host or NVLink domain, and not within a captured CUDA graph"""
+    has_slices: bool = False
+    """it sends slices from a persistent kernel: `embedding.slice_bags` and `programs_per_sm` have an effect"""
+
+
+BACKENDS = {
+    "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, ()),
+    "nccl": Backend(
+        "our lookup, then the same",
+        Half(cpu="collective:CollectiveForward", cuda="collective:CollectiveForward"),
+        ("collective",),
+    ),
+    "pgas": Backend(
+        "pooled rows stored straight into the peers' memory",
+        Half(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
+        ("push", "collective", "atomic"),
+        stores_to_peers=True,
+    ),
+    "fused": Backend(
+        "slices put by one persistent kernel as they are done",
+        Half(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
+        ("push", "collective", "atomic"),
+        stores_to_peers=True,
+        has_slices=True,
+    ),
+}
+
+BACKWARDS = {
+    "collective": Half(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
+    "push": Half(cpu="host:HostPush", cuda="push:Push"),
+    "atomic": Half(cpu="host:HostPush", cuda="atomic:AtomicPush"),
+}
+
+EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
+"""The backends whose exchange is ours: what the sharder takes."""
