@@ -38,7 +38,7 @@ def test_the_registry_loads_no_torch() -> None:
 
 @pytest.mark.parametrize("path", sorted(SHAPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
-    commands = [line.split()[2:] for line in path.read_text().splitlines() if line.startswith("#   dlrm-overlap")]
+    commands = [line.split()[3:] for line in path.read_text().splitlines() if line.startswith("#   dlrm-overlap")]
     assert commands
     for kind, *options in commands:
         assert options[options.index("--config") + 1] == str(path)
