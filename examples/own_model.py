@@ -27,7 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, exchanges
-from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching import launcher, process_group
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower
 ROWS = {"user": 4000, "history": 1000, "item": 1000, "words": 400}  # of each feature's table
@@ -80,8 +80,8 @@ def main() -> None:
     options = parser.parse_args()
 
     world = launcher.detect()  # torchrun, mpirun, srun, or this process alone
-    device = launcher.find_device("auto", world.local_rank, world.source)
-    launcher.init_process_group(world, device)  # and, on a GPU, streams of the right priority
+    device = process_group.find_device("auto", world.local_rank, world.source)
+    process_group.init_process_group(world, device)  # and, on a GPU, streams of the right priority
     torch.manual_seed(0)
 
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
@@ -110,7 +110,7 @@ def main() -> None:
 
     for exchange in exchanges(model):  # all ranks have taken the same steps
         exchange.close()
-    launcher.shutdown()
+    process_group.shutdown()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume
 from dlrm_overlap.launching.spawn import spawn
@@ -46,7 +46,7 @@ class Ranks:
         if not dist.is_initialized():
             start_logging(self.world.rank, Console(stderr=True))
             log.info("%s", self.world.describe())
-            launcher.init_process_group(self.world, self.device)
+            process_group.init_process_group(self.world, self.device)
 
     def trainer(self, config: Config | None = None) -> "Trainer":
         """Connect and build the trainer of `config`, by default the command's own.
@@ -106,7 +106,7 @@ def run_on_ranks(
             config.train.samples_per_rank(nproc)
             check_memory(config, nproc, nproc)
             if config.train.device == "cuda":
-                launcher.find_device("cuda", local_rank=nproc - 1)
+                process_group.find_device("cuda", local_rank=nproc - 1)
             return spawn([*command, *_without_nproc(argv)], nproc)
 
         world = launcher.detect()
@@ -116,9 +116,9 @@ def run_on_ranks(
         )  # torch takes seconds: not before the options are known to be good
 
         check_stack()
-        device = launcher.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
+        device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
         code = work(Ranks(config, values, world, device))
-    launcher.shutdown()
+    process_group.shutdown()
     return code
 
 
@@ -127,7 +127,7 @@ def _count_processes(nproc: int | str, config: Config) -> int:
     if nproc != "auto":
         check_processes(int(nproc))
         return int(nproc)
-    gpus = launcher.visible_gpus(config.train.device)
+    gpus = process_group.visible_gpus(config.train.device)
     told = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
     print(f"--nproc auto: {told}", file=sys.stderr)
     return gpus or 2
