@@ -20,7 +20,7 @@ import dlrm_overlap
 from dlrm_overlap.bench.request import KINDS, Request
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
-from dlrm_overlap.launching.preflight import check_output, check_runs
+from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.launching.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
@@ -62,13 +62,12 @@ def compare(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.compare import backend_configs, report, train_backends
-        from dlrm_overlap.trainer import check_device
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
         configs = backend_configs(ranks.config, ranks.values.backends)
         for config in configs.values():
-            check_device(config, ranks.device)  # of all backends, before the first one trains
+            check_start(config, ranks.device)  # of all backends, before the first one trains
         if ranks.world.rank == 0:
             output.unlink(missing_ok=True)  # an earlier one would belie the runs that this writes beside it
         folders = train_backends(configs, ranks.trainer)

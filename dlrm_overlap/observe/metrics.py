@@ -33,12 +33,28 @@ def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     return {"loss": loss, "auroc": binary_auroc(logits.sigmoid(), labels.int()).item(), "ne": loss / entropy}
 
 
-def gather_predictions(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather [n] logits and [n] labels of every rank, n alike on all, into [W, n] each."""
+def gather_predictions(
+    logits: torch.Tensor, labels: torch.Tensor, batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather the logits and labels of all ranks and put them in the data set's order; a collective.
+
+    Of each global batch, rank r has the r-th `batch_size` samples. Two ranks with batches of one sample, for instance,
+    hold the samples 0, 2, 4 and 1, 3, 5 after three steps.
+
+    Args:
+        logits: [steps * b] float32, this rank's batches one after the other; as many on every rank.
+        labels: [steps * b] float32, alike.
+        batch_size: samples of a rank and step, b.
+
+    Returns:
+        Logits and labels, each [steps * W * b], the same on every rank.
+    """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
     dist.all_gather(list(gathered.unbind()), local)
-    return gathered[:, 0], gathered[:, 1]
+    by_step = gathered.view(len(gathered), 2, -1, batch_size).permute(1, 2, 0, 3)  # [2, steps, W, b]
+    logits, labels = by_step.flatten(1)
+    return logits, labels
 
 
 class StepTimer:

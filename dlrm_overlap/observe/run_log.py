@@ -57,7 +57,10 @@ def has_results(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder`, as `RunLog.summary` did, or None without one."""
+    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
+
+    The file holds null where a number was NaN or infinite; here it is NaN.
+    """
     path = folder / "summary.json"
     if not path.exists():
         return None
@@ -217,7 +220,7 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
-            write_atomically(self.folder / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
+            write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}
             self._board.hyperparameters(_flatten(self.config.as_dict()), results)
@@ -244,7 +247,7 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`."""
-        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.write(json.dumps(nan_as_none(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -252,10 +255,10 @@ class MetricsFile:
         self._file.close()
 
 
-def _finite(value: Any) -> Any:
-    """Return `value` with every NaN and infinity in it replaced by None, which JSON can hold."""
+def nan_as_none(value: Any) -> Any:
+    """Return `value` with every NaN and infinity in it replaced by None, which, unlike these, JSON can hold."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: nan_as_none(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
