@@ -72,7 +72,7 @@ class Trainer:
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
 
         group = dist.group.WORLD
-        assert group is not None, "the launcher makes the process group before the trainer"
+        assert group is not None, "the process group is made before the trainer"
         dlrm = build_model(config.model, config.embedding, rows, config.data.dense_features, config.train.seed)
         task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
         sharder = build_sharder(config.embedding)
@@ -114,6 +114,7 @@ class Trainer:
         ):
             batches = iter(loader)
             while step < self.steps:
+                # The next step behind which the run evaluates, saves or ends.
                 border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
                 self._train(step, border, batches, loader, run_log)
                 step = border
@@ -282,7 +283,7 @@ class Trainer:
             raise
 
     def _require_finite(self, finite: bool, otherwise: str, step: int) -> None:
-        """Raise `NotFiniteError` unless `finite`, which every rank has found alike, after `step`, for all ranks."""
+        """Raise `NotFiniteError` unless the state after `step` is `finite`, of which every rank has found the same."""
         if not finite:
             train, embedding = self.config.train, self.config.embedding
             raise NotFiniteError(
