@@ -22,10 +22,10 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": nn.functional.gelu}
 
 
 class DotInteraction(nn.Module):
-    """The bottom MLP's output, then the dot products of all pairs of a sample's embeddings, that output and T pooled ones
-    (arXiv 1906.00091, section 2.1).
+    """The bottom MLP's output d, then the dot products of all pairs among d and the T pooled embeddings of a sample.
 
-    Example: T = 2, D = 4 gives, per sample, the 4 numbers of the bottom MLP's output d, then d.e0, d.e1, e0.e1.
+    This is the interaction of arXiv 1906.00091, section 2.1. Example: T = 2, D = 4 gives, per sample, the 4 numbers of
+    d, then d.e0, d.e1, e0.e1.
     """
 
     def __init__(self, features: int, dim: int) -> None:

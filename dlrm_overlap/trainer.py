@@ -243,7 +243,7 @@ class Trainer:
         return None
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int) -> Loader:
-        """Return the loader of this rank's part of the global batches [first_step, last_step) of `dataset`."""
+        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`."""
         distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
         data = self.config.data
         return make_loader(
