@@ -275,7 +275,7 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def _map_npz(file: Path) -> list[np.ndarray]:
-    """Map the members 0.npy .. 25.npy of an npz file where they lie in it."""
+    """Map the members 0.npy .. 25.npy of an npz file, each from its place in the file."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}

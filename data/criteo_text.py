@@ -79,7 +79,7 @@ def read_rows(
     Raises:
         InputError: if the file cannot be read or is empty, or a line breaks the format (see `parse_rows`).
     """
-    line, rest, told = 1, b"", 0
+    line, rest, reported = 1, b"", 0
     try:
         with file.open("rb") as raw:
             stream = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
@@ -95,8 +95,8 @@ def read_rows(
                         f"{file}, line {line}: no end within {_MAX_LINE_BYTES} bytes; give text, or .gz of it"
                     )
                 if on_read is not None:
-                    on_read(raw.tell() - told)
-                    told = raw.tell()
+                    on_read(raw.tell() - reported)
+                    reported = raw.tell()
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{file}: cannot be read ({error}); replace the file") from error
     if rest:

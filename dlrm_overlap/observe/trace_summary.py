@@ -118,5 +118,5 @@ def summarise(path: Path) -> str:
         if spans:
             others = itertools.chain.from_iterable(by_kind[other] for other in by_kind if other != kind)
             lines.append([kind, f"{length(spans) * ms:.3f}", f"{(busy - length(others)) * ms:.3f}"])
-    told = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
-    return f"{path}: {told}\n{format_table(lines)}"
+    text = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
+    return f"{path}: {text}\n{format_table(lines)}"

@@ -42,7 +42,7 @@ def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
             process_group.find_device(kind, 0, source, local_ranks=3)
 
 
-def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -55,14 +55,14 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     )
 
 
-def test_a_rendezvous_that_nobody_comes_to_is_told_in_one_line() -> None:
+def test_a_rendezvous_that_nobody_comes_to_is_reported_in_one_line() -> None:
     alone = World(0, 0, 2, 2, HERE, free_port(), "environment")
     with pytest.raises(InputError, match=r"no rendezvous of 2 ranks at .* within 1 s .*start all ranks") as error:
         process_group.init_process_group(alone, torch.device("cpu"), timeout_s=1)
     assert "\n" not in str(error.value)
 
 
-def test_a_host_without_an_address_is_told_in_one_line() -> None:
+def test_a_host_without_an_address_is_reported_in_one_line() -> None:
     nowhere = World(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
     with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):
         process_group.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
