@@ -78,8 +78,8 @@ def _record(status, a, b, c, KIND: tl.constexpr):
     record(status, KIND, a + zero, b + zero, c + zero, zero, zero)
 
 
-def _record_bad_id(told: Record, position: int, sample: int, rows: int) -> None:
-    _record[(1,)](told.status, position, sample, rows, KIND=BAD_ID)
+def _record_bad_id(told: Record, feature: int, sample: int, rows: int) -> None:
+    _record[(1,)](told.status, feature, sample, rows, KIND=BAD_ID)
 
 
 def test_a_wait_that_expires_after_a_bad_id_is_told_and_the_bad_id_too() -> None:

@@ -30,15 +30,15 @@ def test_windows_hold_what_the_reference_pools(case: Case) -> None:
 @pytest.mark.parametrize("bad", [World.ROWS, -1, 2**31 - 1, -(2**31)])
 def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dtype, bad: int) -> None:
     world = World(Case(ids=dtype))
-    feature, position, sample = 2, 0, 6  # on rank 0: the second sample of rank 1
-    place = int(world.ids[0].offsets[position * 8 + sample])
-    assert world.ids[0].lengths[position * 8 + sample] > 1
-    assert world.position(0, feature) == position
+    feature, index, sample = 2, 0, 6  # on rank 0: the second sample of rank 1
+    place = int(world.ids[0].offsets[index * 8 + sample])
+    assert world.ids[0].lengths[index * 8 + sample] > 1
+    assert world.input_feature(0, feature) == index
     world.ids[0].values[place + 1] = bad
     ids = world.ids[0].storage.clone()
     ids[1 + place + 1] = 0
     _run(world)
-    assert world.records[0].bad_id() == [position, sample, World.ROWS]
+    assert world.records[0].bad_id() == [index, sample, World.ROWS]
     assert world.records[1].bad_id() is None
     assert_same(world.ids[0].storage, ids, "ids")
     world.assert_windows()  # of the ids as they are now

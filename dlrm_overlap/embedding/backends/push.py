@@ -21,9 +21,10 @@ from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_W
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
-from dlrm_overlap.kernels.backward.row_runs import Positions, PreparedRuns, SortedIds, prepare
-from dlrm_overlap.kernels.backward.update_rows import RowRange, Rule, update_rows
+from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.backward.update_rows import update_rows
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 
 _PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates
@@ -86,7 +87,7 @@ class _Input:
             )
             self.ranges.append(_Range(part, members[0], members[-1] + 1, rows, shard))
             boundaries.append(first_keys[members[0]])
-        self.positions = Positions(
+        self.positions = InputFeatures(
             entries=torch.tensor(entries, dtype=torch.int64, device=device),
             any_mean=any(shard.mean for shard in shards),
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
