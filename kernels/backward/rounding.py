@@ -26,8 +26,8 @@ def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     else:
         greatest = 65504.0
         normal = ((bits + (chance & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        # Below 2^-14 float16 has steps of 2^-24, up to 1024 of them. The chance, an odd multiple of 2^-14 below 1, can be
-        # added to so many without rounding.
+        # Below 2^-14 float16 has steps of 2^-24, up to 1024 of them. The chance, an odd multiple of 2^-14 below 1, can
+        # be added to so many without rounding.
         fraction = ((chance & 0x3FFF) | 1).to(tl.float32) * 6.103515625e-05
         tiny = tl.floor(x * 16777216.0 + fraction) * 5.9604644775390625e-08
         near = tl.where(tl.abs(x) < 6.103515625e-05, tiny, normal)

@@ -154,7 +154,7 @@ class SliceState:
     """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
 
     staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings, until they are put"""
+    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
