@@ -8,12 +8,15 @@ import torch
 
 
 class Bags(NamedTuple):
-    """The bags of one input, on the rank that pools them: F features, each with a bag for every sample of all ranks."""
+    """The bags of one input, on the rank that pools them: each of its features has a bag for every rank's samples.
+
+    Example: features f and g, 2 samples, bags f: [5] [], g: [7, 7] [1]. values 5 7 7 1, offsets 0 1 1 3 4.
+    """
 
     values: torch.Tensor
     """[n] int32 or int64, row ids, bag after bag"""
     offsets: torch.Tensor
-    """[F * B + 1] int32 or int64: the bag of sample s of the input's feature f is i = f * B + s, and holds the ids
+    """[features * B + 1] int32 or int64: sample s of the input's feature f has bag i = f * B + s, which holds the ids
     [offsets[i], offsets[i + 1]) of `values`"""
     first_sample: torch.Tensor
     """[W + 1] int32: rank w owns samples [first_sample[w], first_sample[w + 1])"""

@@ -1,4 +1,4 @@
-"""What both kernels of the forward share: pooling a task's bags, storing the result, and the constants for both."""
+"""What both kernels of the forward share: how to pool a task's bags and store the result, and their constants."""
 
 from typing import Any, NamedTuple
 
@@ -101,13 +101,16 @@ class PoolingShape(NamedTuple):
     """elements of a window's row"""
     wire_dtype: torch.dtype
     alignment: int
+    """bytes, of the tables' addresses and rows"""
     window_alignment: int
+    """bytes, of the windows' addresses"""
     column_alignment: int
+    """elements, of the columns of a window"""
 
     @staticmethod
-    def of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> "PoolingShape":
-        """Return the shape of a launch."""
-        return PoolingShape(
+    def fields_of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> tuple[Any, ...]:
+        """Return the fields of a launch's shape, in their order: a plain tuple, since every launch makes one."""
+        return (
             options,
             features.dim,
             features.weight_dtype,

@@ -188,7 +188,8 @@ _ARGUMENTS = (
 
 
 @lru_cache
-def _compiled(put: Any, slice_bags: int, end_wait: bool, traced: bool, shape: PoolingShape) -> CompiledKernel:
+def _compiled(put: Any, slice_bags: int, end_wait: bool, traced: bool, fields: tuple[Any, ...]) -> CompiledKernel:
+    shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
         "PUT": put,
@@ -240,8 +241,8 @@ class SlicedPut(NamedTuple):
 
     def _kernel(self) -> CompiledKernel:
         slices, traced = self.slices, self.state.trace is not None
-        shape = PoolingShape.of(self.features, self.windows, self.options)
-        return _compiled(slices.put, slices.bags, slices.end_wait, traced, shape)
+        fields = PoolingShape.fields_of(self.features, self.windows, self.options)
+        return _compiled(slices.put, slices.bags, slices.end_wait, traced, fields)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""

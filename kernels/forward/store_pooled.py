@@ -10,6 +10,7 @@ columns 4 .. 7, of its own.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -65,7 +66,8 @@ _ARGUMENTS = (
 
 
 @lru_cache
-def _compiled(shape: PoolingShape) -> CompiledKernel:
+def _compiled(fields: tuple[Any, ...]) -> CompiledKernel:
+    shape = PoolingShape(*fields)
     return CompiledKernel(_store_pooled, _ARGUMENTS, shape.constants(), num_warps=shape.options.tuning.num_warps)
 
 
@@ -83,7 +85,7 @@ def store_pooled(
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // options.tuning.task_bags)
-    kernel = _compiled(PoolingShape.of(features, windows, options))
+    kernel = _compiled(PoolingShape.fields_of(features, windows, options))
     kernel(
         world_size * features_here * blocks,
         (bags.values.dtype, bags.offsets.dtype),
