@@ -22,9 +22,10 @@ class CompiledKernel:
 
     - Names. Launches pass the run-time arguments in the order of the kernel's parameters. The caller states their names
       in that order when it makes the `CompiledKernel`, which asserts that they are the kernel's own. A parameter that
-      is moved or renamed on one side alone is so found before anything is launched.
-    - Integers. The kernel names them in `do_not_specialize`, since only the types in `dtypes` tell compiled kernels
-      apart; those that may need 64 bits it annotates as `tl.int64`.
+      is moved or renamed on one side alone is so found before anything is launched; a NamedTuple that is passed whole
+      gives its `_fields` as names. Values are not matched to names: a call has them in the same lines as the names.
+    - Integers. The kernel names them in `do_not_specialize`, since compiled kernels are found by the types in `dtypes`
+      alone; those that may need 64 bits it annotates as `tl.int64`.
     - Alignment. Every tensor begins at a multiple of 16 bytes, but those that the kernel names in
       `do_not_specialize_on_alignment`: Triton compiles for what divides the addresses of the first launch.
     - Types. `dtypes` has those of all tensors whose type the constants leave open.
@@ -33,6 +34,7 @@ class CompiledKernel:
     a mistake, at every launch under Triton's interpreter.
 
     Example:
+        # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
         scale = CompiledKernel(_scale, ("values", "count", "factor"), {"BLOCK": 1024}, num_warps=4)
         scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """

@@ -130,7 +130,8 @@ def _cut_runs(run_starts, run_count, shared, chunk_run, chunk_first, CHUNK_IDS: 
 def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
     """Return the ids of a chunk of a run of `length`: a run has no more chunks than a chunk has ids, up to 2^24 ids.
 
-    Example: with CHUNK_IDS 128 chunks have 128 ids, those of runs of more than 128 * 128 = 16,384 ids have 512.
+    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids, one of 20,000 ids, more than 128 * 128, has chunks
+    of 512.
     """
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS, CHUNK_IDS * 4, CHUNK_IDS)
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS * 16, CHUNK_IDS * 16, ids)

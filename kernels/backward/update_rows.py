@@ -1,11 +1,11 @@
 """The update of a rank's rows from gradients in its window: each row is read once, its gradients are summed in float32,
 and it is written once.
 
-`prepare` has sorted the ids by row, placed the gradient of each, and cut long runs into chunks. Here programs take the
-chunks, one each, and the other runs: short ones several at a time, longer ones one after the other. The program that
-sums the last chunk of a run to be finished adds up the sums of all its chunks and updates the row. So a row that is in
-every bag costs no more than as many rows that are in one bag each. Every sum has a fixed order: two updates from the
-same rows and gradients give the same bits.
+The ids are sorted by row; `prepare` has placed the gradient of each, and cut long runs into chunks. Programs take one
+chunk at a time, and sum it; of those that sum the chunks of a run, the last to finish adds up the sums and updates the
+row. Programs also take the other runs: short ones side by side, longer ones one by one with the whole program. So a row
+that is in n bags costs no more than n rows that are in one bag each. Every sum has a fixed order: two updates of the
+same rows by the same gradients give the same bits.
 
 Example: ids of rows  a b c c c c c c c d,  chunks of 3 ids:  c c c | c c c | c  are summed by three programs, of which
 the last to finish adds the three sums and updates c; other programs update a, b and d.

@@ -24,7 +24,7 @@ from tests.agreement import assert_same
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
 
-GUARD = -7.0  # what lies around the elements that a kernel may write; those are poisoned with NaN
+GUARD = -7.0  # around the elements that a kernel may write; those are poisoned with NaN
 _GUARDS = 8  # at each end of what must begin at a multiple of 16 bytes
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ class World:
         self.tuning = case.tuning or tuning_for(case.dim)
         self.samples = max(case.batch_sizes)
         self.ids = [Ids(case, count, self.ROWS, generator) for count in case.features]
-        # Each rank's tables lie in one allocation, the second behind the first, and rows that belong to no table last.
+        # Each rank's tables are in one allocation, the second behind the first, and rows that belong to no table last.
         self.storage = [
             torch.randn(max(1, count) + 1, self.ROWS, case.dim, generator=generator).to(case.weights)
             for count in case.features

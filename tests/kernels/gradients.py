@@ -142,7 +142,7 @@ class Model:
             self.states.append(states)
 
     def _make_gradients(self) -> None:
-        """Make the window, of NaN where no bag's gradient lies: between the shards, and those of empty bags."""
+        """Make the window, of NaN where there is no gradient: between the shards, and for empty bags."""
         samples = self.case.samples
         dims = [self.case.ranges[feature.range].dim for feature in self.features]
         # The other way round than the features, which must not matter.

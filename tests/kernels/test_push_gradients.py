@@ -202,7 +202,7 @@ def test_the_last_program_raises_the_flags() -> None:
 
 
 @pytest.mark.parametrize(("gap", "spare"), [(0, 0), (0, 4), (4, 3), (8, 100)])
-def test_columns_and_rows_lie_anywhere(gap: int, spare: int) -> None:
+def test_columns_and_rows_begin_anywhere(gap: int, spare: int) -> None:
     _check(Case((5, 3), ((12, 12), (12,)), gap=gap, spare=spare))
 
 

@@ -50,7 +50,7 @@ def test_the_first_of_several_bad_ids_is_recorded() -> None:
     for bag in (1, 7):
         values[int(offsets[bag])] = World.ROWS
     _run(world)
-    assert world.records[0].bad_id() == [1, 3, World.ROWS], "the first feature's, whose bags lie behind the second's"
+    assert world.records[0].bad_id() == [1, 3, World.ROWS], "the first feature's, whose bags come after the second's"
     world.assert_windows()
 
 

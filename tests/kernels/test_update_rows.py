@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_to_a_neighbour_and_fair(weights: torch.dtype, sc
 
 
 @pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
-def test_the_seed_tells_how_to_round(weights: torch.dtype) -> None:
+def test_the_seed_decides_how_to_round(weights: torch.dtype) -> None:
     rows = []
     for seed in (3, 3, 4, 2**31 - 1):
         model, _ = _twins("adagrad", weights)
