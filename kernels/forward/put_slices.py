@@ -28,6 +28,8 @@ from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERA
 from dlrm_overlap.kernels.forward.puts import put_by_stores
 from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, task_at
 
+# Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
+# that it completed, and, of a program's last task, how long the program waited for flags at the end.
 TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
 
 
@@ -66,11 +68,11 @@ def _put_slices(
     next task and the number of programs that are through; the last of them sets both back to 0.
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
-    count completes the slice acquires, passes a barrier, and so sees what all programs have staged for it. It sets the
-    count back to 0, puts the slice, passes a barrier, and raises the flag at the destination (release, system scope).
-    Stores into this rank's own window need no flag: the kernel's end orders them. With END_WAIT, program
-    p of P at last awaits its share of this rank's `ready` [W, slots]: FLAGS flags from p * FLAGS on, then from
-    (p + P) * FLAGS on, and so forth.
+    count completes the slice sets the count back to 0 (acquire, GPU scope), passes a barrier, and so sees what all
+    programs have staged for the slice. It puts the slice, passes a barrier, and raises the flag at the destination
+    (release, system scope). Stores into this rank's own window need no flag: the kernel's end orders them. With
+    END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see `await_flags`: FLAGS flags
+    from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order. Program A
     draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B draws task 1
