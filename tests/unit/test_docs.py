@@ -1,12 +1,21 @@
-"""README's config table says what config.py says: every key, its default and its meaning."""
+"""The pages agree with what they speak of: links, names of code, keys, backends, measured rows."""
 
 import ast
+import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 
-from dlrm_overlap import config
+import pytest
+
+from dlrm_overlap import backends, config
 from dlrm_overlap.config import Config
+
+PAGES = sorted([Path("README.md"), Path("CONTRIBUTING.md"), Path("launch/README.md"), *Path("docs").rglob("*.md")])
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
+ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page names
+_FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - {"runs", "build", "dist", ".venv"})
 
 
 def _meanings() -> dict[tuple[str, str], str]:
@@ -34,8 +43,69 @@ def _rows(section: type, prefix: str = "") -> list[str]:
     return rows
 
 
-def test_readme_has_every_key_and_no_other() -> None:
-    lines = Path("README.md").read_text().splitlines()
+def _table(page: str, header: str) -> list[list[str]]:
+    """Return the cells of the rows of the table that begins with `header`."""
+    lines = Path(page).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
+    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[start:end]]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"\]\([^)]*\)", "", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+
+
+def test_the_page_of_keys_has_every_key_and_no_other() -> None:
+    lines = Path("docs/configuration.md").read_text().splitlines()
     start = lines.index("| key | default | meaning |") + 2
     rows = _rows(Config)
     assert lines[start : start + len(rows) + 1] == [*rows, ""]
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page} links to {path}"
+        assert not anchor or anchor in _anchors(target), f"{page} links to {link}"
+
+
+@EVERY_PAGE
+def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(rf"`((?:{_FOLDERS})/[\w/]*(?:\.\w+)?)`", text):
+        assert any((root / path).exists() for root in ROOTS), f"{page} names {path}"
+    for name in re.findall(r"\b(dlrm_overlap(?:\.\w+)+)", text):
+        module, attributes = Path(), []
+        for part in name.split("."):
+            if (module / part).is_dir() or (module / f"{part}.py").exists():
+                module /= part
+            else:
+                attributes.append(part)
+        source = module.with_suffix(".py") if not module.is_dir() else module / "__init__.py"
+        assert len(attributes) <= 1, f"{page} names {name}"
+        assert all(re.search(rf"^(?:class|def) {a}\b|^{a}\b.* =", source.read_text(), re.M) for a in attributes), name
+
+
+def test_readme_names_the_backends_of_the_registry() -> None:
+    assert [row[0] for row in _table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
+
+
+def test_readme_and_its_plot_show_the_measured_rows() -> None:
+    with Path("docs/results/stage.csv").open(newline="") as file:
+        measured = list(csv.DictReader(file))
+    shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
+    shown = _table("README.md", "| tables/GPU")
+    picture = Path("docs/results/stage.svg").read_text()
+    assert len(shown) == len(shapes) == 5
+    for cells, rows in zip(shown, shapes, strict=True):
+        medians = {row["contender"]: f"{float(row['median_ms']):.2f}" for row in rows}
+        expected = [medians[name] for name in ("baseline", "torchrec", "pgas", "fused")]
+        assert cells[1:] == [*expected, f"{float(rows[0]['limit_ms']):.2f}"]
+        assert all(f">{median}</text>" in picture for median in expected)
