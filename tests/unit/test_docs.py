@@ -15,7 +15,8 @@ from dlrm_overlap.config import Config
 PAGES = sorted([Path("README.md"), Path("CONTRIBUTING.md"), Path("launch/README.md"), *Path("docs").rglob("*.md")])
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
 ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page names
-_FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - {"runs", "build", "dist", ".venv"})
+_MADE_BY_RUNS = {"runs", "build", "dist"}
+_FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - _MADE_BY_RUNS)
 
 
 def _meanings() -> dict[tuple[str, str], str]:
