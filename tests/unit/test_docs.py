@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,34 @@ def test_readme_and_its_plot_show_the_measured_rows() -> None:
         expected = [medians[name] for name in ("baseline", "torchrec", "pgas", "fused")]
         assert cells[1:] == [*expected, f"{float(rows[0]['limit_ms']):.2f}"]
         assert all(f">{median}</text>" in picture for median in expected)
+
+
+def test_the_table_of_floors_is_the_one_that_is_checked() -> None:
+    contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer.replace("dlrm_overlap.", "").split(" | ") for layer in contracts[0]["layers"]]
+    rows = _table("docs/architecture.md", "| floor |")
+    assert [sorted(re.findall(r"`([\w.]+)`", row[1])) for row in rows] == [sorted(layer) for layer in layers]
+
+
+def _texts() -> str:
+    """Return every string in the code, with ~ for what an f-string or %s puts in, a line each."""
+    texts = []
+    for path in [*Path("dlrm_overlap").rglob("*.py"), *Path("data").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "~" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[.\d]*\w", "~", node.value))
+    return "\n".join(texts)
+
+
+def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
+    messages = re.findall(r"^\| (`.*?) \|", Path("docs/troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [text for cell in messages for text in re.findall(r"`([^`]*)`", cell) if " " in text]
+    assert len(quoted) >= 25
+    texts = _texts()
+    for text in quoted:
+        # Between what was put in: numbers, names in capitals, and two dots for anything.
+        for part in re.split(r"\.\.|\b\d+\b|\b[A-Z]{4,}(?!\w)", text):
+            assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
