@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
-class Half(NamedTuple):
+class Implementation(NamedTuple):
     """Where the class of a forward or of a backward lies, MODULE:CLASS in `embedding/backends`, by type of device."""
 
     cpu: str
@@ -27,7 +27,7 @@ class Backend(NamedTuple):
 
     summary: str
     """what it does, in a line"""
-    forward: Half | None
+    forward: Implementation | None
     """None: TorchRec's own lookup and exchange"""
     backwards: tuple[str, ...]
     """the values of `embedding.backward` that it takes, auto aside; the first is what auto stands for"""
@@ -41,18 +41,18 @@ BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, ()),
     "nccl": Backend(
         "our lookup, then the same",
-        Half(cpu="collective:CollectiveForward", cuda="collective:CollectiveForward"),
+        Implementation(cpu="collective:HostCollectiveForward", cuda="device_collective:DeviceCollectiveForward"),
         ("collective",),
     ),
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
-        Half(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
+        Implementation(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
         ("push", "collective", "atomic"),
         stores_to_peers=True,
     ),
     "fused": Backend(
         "slices put by one persistent kernel as they are done",
-        Half(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
+        Implementation(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
         ("push", "collective", "atomic"),
         stores_to_peers=True,
         has_slices=True,
@@ -60,9 +60,9 @@ BACKENDS = {
 }
 
 BACKWARDS = {
-    "collective": Half(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
-    "push": Half(cpu="host:HostPush", cuda="push:Push"),
-    "atomic": Half(cpu="host:HostPush", cuda="atomic:AtomicPush"),
+    "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
+    "push": Implementation(cpu="host:HostPush", cuda="push:Push"),
+    "atomic": Implementation(cpu="host:HostPush", cuda="atomic:AtomicPush"),
 }
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)

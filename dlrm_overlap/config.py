@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dlrm_overlap.backends import BACKENDS, BACKWARDS
+
 if TYPE_CHECKING:
     from typing import TypeAlias
 
@@ -20,12 +22,16 @@ if TYPE_CHECKING:
     PositiveFloat: TypeAlias = float
     NonNegativeInt: TypeAlias = int
     PositiveInt: TypeAlias = int
+    BackendName: TypeAlias = str
+    BackwardName: TypeAlias = str
 else:
     from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
     # jsonargparse's own take infinity, on which a run trains to NaN.
     NonNegativeFloat = restricted_number_type("NonNegativeFinite", float, [(">=", 0), ("<", math.inf)])
     PositiveFloat = restricted_number_type("PositiveFinite", float, [(">", 0), ("<", math.inf)])
+    BackendName = Literal[tuple(BACKENDS)]
+    BackwardName = Literal[("auto", *BACKWARDS)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -202,7 +208,7 @@ class ModelConfig:
 class EmbeddingConfig:
     """The embedding stage: ids in, pooled embeddings out, gradients back."""
 
-    backend: Literal["torchrec", "nccl", "pgas", "fused"] = "torchrec"
+    backend: BackendName = "torchrec"
     """torchrec: FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas: pooled
     rows stored straight into the peers' memory. fused: slices put by one persistent kernel as they are done"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
@@ -211,7 +217,7 @@ class EmbeddingConfig:
     """fused: bags of a table in a slice, what one put sends; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
-    backward: Literal["auto", "collective", "push", "atomic"] = "auto"
+    backward: BackwardName = "auto"
     """pgas, fused: the gradients' way. push, which auto is: stored at their owners, each touched row updated once.
     collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd only, not deterministic"""
     wait_timeout_s: PositiveFloat = 600.0
@@ -250,8 +256,7 @@ class EmbeddingConfig:
     @property
     def has_backward(self) -> bool:
         """Whether the backend takes this backward: torchrec has its own, and nccl the collective."""
-        known = {"torchrec": ("auto",), "nccl": ("auto", "collective")}
-        return self.backward in known.get(self.backend, (self.backward,))
+        return self.backward in ("auto", *BACKENDS[self.backend].backwards)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.embedding.plan import build_plan, build_topology
-from dlrm_overlap.embedding.sharder import build_sharder, exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.model import TrainTask, build_model

@@ -14,11 +14,12 @@ from dlrm_overlap.bench.limits import median_ms
 from dlrm_overlap.bench.timing import greatest
 from dlrm_overlap.bench.workload import Ids, Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.backends.base import BatchSizes, ExchangeOptions, Step
+from dlrm_overlap.embedding.backends.base import ExchangeContext, gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack
-from dlrm_overlap.embedding.backends.host import gradient_scale
-from dlrm_overlap.embedding.exchange import make_ways
-from dlrm_overlap.embedding.row_update import RowUpdate
+from dlrm_overlap.embedding.halves import open_halves
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
 
@@ -66,7 +67,7 @@ class CollectiveBaseline(Contender):
         layout, rank = workload.layout, workload.rank
         assert layout.sent_in_order, "owners hold their tables in the model's order"
         (lookup,) = workload.tables.lookups
-        self._update = RowUpdate(lookup)
+        self._update = FbgemmUpdate(lookup)
         self._dims, self._width = layout.owner_dims, layout.owner_dims[rank]
         self._send_sizes = [workload.batch_sizes[rank] * dim for dim in self._dims]
         self._receive_sizes = [size * self._width for size in workload.batch_sizes]
@@ -121,19 +122,19 @@ class Push(Contender):
         super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
         self._schedule = resolve_schedule(options.schedule, load_store_peers=True)
-        arguments = workload.layout, workload.tables, options, workload.group, workload.device
-        self._ways = make_ways(*arguments, samples_per_rank=self._batch_sizes.most)
+        known = workload.layout, workload.tables, options, workload.group, workload.device
+        self._halves = open_halves(ExchangeContext(*known, samples_per_rank=self._batch_sizes.most))
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
         self.prepares = options.backward == "push"
 
     def _begun(self, batch: GradientBatch) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
-        self._ways.backward.follow(step)
+        self._halves.backward.note_forward(step)
         return step
 
     def _prepared(self, batch: GradientBatch) -> Step:
         step = self._begun(batch)
-        self._ways.backward.prepare(step)
+        self._halves.backward.prepare(step)
         return step
 
     def columns(self) -> dict[str, Any]:
@@ -144,19 +145,18 @@ class Push(Contender):
         """Send the gradient and update the rows."""
         # A copy: `update` lets go of what was made of the ids.
         step = self._begun(batch) if self._exposed else copy(self._steps[batch.number])
-        self._ways.backward.send(step, batch.gradient)
-        self._ways.backward.update(step)
+        self._halves.backward.start(step, batch.gradient)
+        self._halves.backward.finish(step)
 
     def prepare(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
         """Do what needs the ids alone, and nothing else."""
         step = self._prepared(batch)
         if self.workload.device.type == "cuda":
-            self._ways.backward.update(step)  # on GPUs but a wait for what runs beside the main stream
+            self._halves.backward.finish(step)  # on GPUs but a wait for what runs beside the main stream
 
     def close(self) -> None:
         """Give the windows back."""
-        self._ways.backward.close()
-        self._ways.forward.close()
+        self._halves.close()
 
 
 def make_backward_contenders(

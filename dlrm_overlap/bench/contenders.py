@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.workload import Ids, Workload
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
 

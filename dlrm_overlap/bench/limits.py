@@ -11,8 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.timing import gather
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.embedding.backends.base import lengths_and_ids
 from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.protocol.step import lengths_and_ids
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP, _REPEATS = 3, 20
@@ -64,8 +64,8 @@ def count_bytes(
     hbm_bytes = sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
     counts = [ids.length_per_key() for ids in inputs]
     for shard in layout.by_owner[rank]:
-        id_bytes = inputs[shard.source].values().element_size()
-        hbm_bytes += counts[shard.source][shard.position] * (shard.dim * shard.dtype.itemsize + id_bytes)
+        id_bytes = inputs[shard.input].values().element_size()
+        hbm_bytes += counts[shard.input][shard.feature] * (shard.dim * shard.dtype.itemsize + id_bytes)
     hbm_bytes += batch_sizes[rank] * layout.total_dim * wire_dtype.itemsize
     others = sum(batch_sizes) - batch_sizes[rank]
     return hbm_bytes, others * layout.owner_dims[rank] * wire_dtype.itemsize
@@ -113,7 +113,7 @@ def count_update(
     named_bytes = once_bytes = ids = touched = 0
     for shards in layout.tables(rank):
         dim, dtype = shards[0].dim, shards[0].dtype
-        firsts = [(inputs[shard.source], shard.position * samples) for shard in shards]
+        firsts = [(inputs[shard.input], shard.feature * samples) for shard in shards]
         bags = [lengths_and_ids(ids_of_all, bag, bag + samples) for ids_of_all, bag in firsts]
         rows = torch.cat([values for _, values in bags]).unique().numel()
         named = sum(values.numel() for _, values in bags)

@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.timing import gather, greatest
 from dlrm_overlap.bench.workload import Workload
-from dlrm_overlap.embedding.backends.base import BatchSizes, ExchangeOptions, Forward, Step
-from dlrm_overlap.embedding.exchange import make_ways
+from dlrm_overlap.embedding.backends.base import ExchangeContext, Forward
+from dlrm_overlap.embedding.halves import open_halves
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP_STEPS = 3
@@ -42,7 +44,9 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
     device, group = workload.device, workload.group
     traced = options.backend == "fused" and device.type == "cuda"
     options = replace(options, trace=traced, backward="collective")
-    forward, _ = make_ways(workload.layout, workload.tables, options, group, device, max(workload.batch_sizes))
+    known = workload.layout, workload.tables, options, group, device
+    halves = open_halves(ExchangeContext(*known, samples_per_rank=max(workload.batch_sizes)))
+    forward = halves.forward
     own_ms: list[float] = []
     programs_us: list[tuple[float, float]] = []
     for ids in itertools.islice(itertools.cycle(workload.batches), _WARMUP_STEPS + steps):
@@ -52,15 +56,15 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
         if device.type == "cuda":
             torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else the events would time the host
         timer.mark()
-        forward.launch(step)
+        forward.start(step)
         timer.mark()
-        forward.collect(step)
+        forward.finish(step)
         own_ms += timer.take_ms()
         if traced:
             own_ms[-1], put_us, wait_us = _read_trace(forward)
             programs_us.append((put_us, wait_us))
     dist.barrier(group)
-    forward.close()
+    halves.close()
     by_rank = gather(own_ms[_WARMUP_STEPS:], device, group)
     longest = [max(times) for times in zip(*by_rank, strict=True)]
     skews = [most - min(times) for most, times in zip(longest, zip(*by_rank, strict=True), strict=True)]
@@ -75,10 +79,10 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
 
 def _read_trace(forward: Forward) -> tuple[float, float, float]:
     """Return this rank's own work in ms, and put and end wait in us a program, of the step before."""
-    from dlrm_overlap.embedding.backends.device_forward import DeviceForward
+    from dlrm_overlap.embedding.backends.sliced import SlicedForward
     from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
 
-    assert isinstance(forward, DeviceForward)
+    assert isinstance(forward, SlicedForward)
     trace = torch.cat(list(forward.traces.values()))
     column = {name: trace[:, i] for i, name in enumerate(TRACE_COLUMNS)}
     programs = column["program"].unique().numel()

@@ -7,7 +7,7 @@ import torch
 from dlrm_overlap.bench.contenders import Baseline, Contender, Overlap, TorchRec
 from dlrm_overlap.bench.workload import Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
 _SLICE_BAGS = (4, 8, 16, 32, 64, 128)

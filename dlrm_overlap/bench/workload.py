@@ -16,14 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.layout import Layout
-from dlrm_overlap.embedding.sharder import (
-    OverlapEmbeddingBagCollectionSharder,
-    build_layout,
-    build_sharder,
-    model_order,
-)
+from dlrm_overlap.embedding.sharded_module import build_layout, model_order
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharder
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.model import build_model

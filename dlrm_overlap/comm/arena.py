@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -23,12 +23,11 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
 _ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order
-_KINDS, _RECORD_WORDS = 2, 8
-_EXPIRED, _BAD_ID = 1, 2  # the kinds of `primitives.record`
 
 Made = TypeVar("Made")
 
@@ -38,19 +37,6 @@ class Region(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-class ExchangeTimeoutError(RuntimeError):
-    """A peer did not raise its flag in time: it died, stalls, or runs another program."""
-
-    def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
-        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and what a slot is."""
-        rank, peer, slot, expected, seen = missing
-        super().__init__(
-            f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
-            f"{seen}; see that rank's log, or raise embedding.wait_timeout_s, the sharder's wait_timeout_s, if it is "
-            f"only slow"
-        )
 
 
 def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
@@ -254,46 +240,6 @@ class HostArena(Arena):
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)
             time.sleep(20e-6)
-
-
-class Record:
-    """Status records that kernels write and the host polls without waiting for the GPU; see `primitives.record`.
-
-    There is one of each kind, the first: of a wait that expired, and of an id outside its table.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._words = words.numpy()  # reads cost nothing, and keep the memory
-        self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
-        """[1 + kinds] int64 on the device: what kernels are given"""
-
-    @property
-    def empty(self) -> bool:
-        """Whether no kernel has recorded anything."""
-        return self._words[_EXPIRED - 1, 0] == 0 and self._words[_BAD_ID - 1, 0] == 0  # each step: .any() takes longer
-
-    def expired(self) -> list[int] | None:
-        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
-        return self._told(_EXPIRED, 5)
-
-    def bad_id(self) -> list[int] | None:
-        """Return [position of the feature, sample, rows of its table] of an id outside its table, or None."""
-        return self._told(_BAD_ID, 3)
-
-    def _told(self, kind: int, count: int) -> list[int] | None:
-        words = self._words[kind - 1]
-        return words[1 : 1 + count].tolist() if words[0] else None
-
-    def clear_bad_id(self) -> None:
-        """Forget the id outside its table that was told, so that kernels launched from now on record another.
-
-        Never waits for the GPU: until the current stream gets to free the lock, kernels record none. What has not been
-        told yet is kept, since its words may be being written.
-        """
-        if self._words[_BAD_ID - 1, 0]:
-            self._words[_BAD_ID - 1] = 0  # nobody writes here as long as the lock is taken
-            self.status[_BAD_ID].zero_()
 
 
 def open_arena(regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> Arena:

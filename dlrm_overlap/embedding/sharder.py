@@ -1,260 +1,22 @@
-"""The drop-in: TorchRec's sharder and sharded module, with the embedding exchange of a backend."""
+"""The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionAwaitable,
-    EmbeddingBagCollectionContext,
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-from torchrec.distributed.types import (
-    Awaitable,
-    LazyAwaitable,
-    ParameterSharding,
-    QuantizedCommCodecs,
-    ShardingEnv,
-    ShardingEnv2D,
-)
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.backends.base import BACKENDS, ExchangeOptions
-from dlrm_overlap.embedding.backends.host import BACKWARDS
-from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.row_update import only_fbgemm, unsupported
-from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
+from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
-log = logging.getLogger("dlrm_overlap")
-
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
-_MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded module, whose table-wise and column-wise shards exchange through an `Exchange`.
-
-    What an exchange cannot take falls back, sharding by sharding, to TorchRec's own lookup and output_dist. The output
-    has the features in TorchRec's order, which follows the plan; or, under `output_order` model, the exchanged ones
-    first, in the order of the unsharded module, then the others in TorchRec's.
-    """
-
-    def __init__(self, *args: Any, options: ExchangeOptions, output_order: str, **kwargs: Any) -> None:
-        """Take TorchRec's arguments, how to exchange, and the order of the output."""
-        super().__init__(*args, **kwargs)
-        self._options, self._output_order = options, output_order
-        self._reasons_told: set[str] = set()
-        self.exchange: Exchange | None = None
-        self._set_up_exchange()
-
-    def _set_up_exchange(self) -> None:
-        reasons = [self._reason_to_fall_back(sharding) for sharding in self._embedding_shardings]
-        for sharding_type, reason in zip(self._sharding_types, reasons, strict=True):
-            if reason and self._env.rank == 0:
-                log.warning(
-                    "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
-                )
-        self._exchanged = [i for i, reason in enumerate(reasons) if reason is None]
-        if not self._exchanged:
-            return
-        group, device = self._env.process_group, self._device
-        assert group is not None
-        assert device is not None
-        every: list[Any] = self._embedding_shardings
-        shardings = [every[i] for i in self._exchanged]
-        names = [name for sharding in shardings for name in sharding.embedding_names()]
-        if self._output_order == "model":
-            places = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
-            names.sort(key=places.__getitem__)
-        layout = build_layout(shardings, names, group.size())
-        tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
-        self.exchange = Exchange(layout, tables, self._options_for(shardings), group, device)
-        self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
-        if self._output_order == "model":
-            others = [every[i] for i in range(len(every)) if i not in self._exchanged]
-            self._output_names = names + [name for sharding in others for name in sharding.embedding_names()]
-            self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
-
-    def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the collective's backward where the rows' update is FBGEMM's alone."""
-        options = self._options
-        groups = [
-            g for sharding in shardings for groups in sharding._grouped_embedding_configs_per_rank for g in groups
-        ]
-        reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, options.backward))}
-        if options.backend == "nccl" or options.backward == "collective" or not reasons:
-            return options
-        if self._env.rank == 0:
-            log.warning("backward %s: gradients go by the collective: %s", options.backward, ", ".join(sorted(reasons)))
-        return replace(options, backward="collective")
-
-    def _reason_to_fall_back(self, sharding: Any) -> str | None:
-        """Return why a sharding cannot be exchanged, alike on all ranks, or None if it can."""
-        if type(sharding) not in (TwPooledEmbeddingSharding, CwPooledEmbeddingSharding):
-            return "only table-wise and column-wise shards are exchanged"
-        if self._is_weighted:
-            return "bags have weights"
-        if isinstance(self._env, ShardingEnv2D):
-            return "2D parallelism"
-        if sharding.qcomm_codecs_registry:
-            return "quantised communication: use wire_dtype instead"
-        for group in (group for groups in sharding._grouped_embedding_configs_per_rank for group in groups):
-            kernels = {table.compute_kernel for table in group.embedding_tables}
-            if kernels != {EmbeddingComputeKernel.FUSED}:
-                return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
-            if group.has_feature_processor:
-                return "feature processors"
-            if max(table.local_cols for table in group.embedding_tables) > _MOST_COLUMNS:
-                return f"shards of more than {_MOST_COLUMNS} columns"
-            if data_type_to_dtype(group.data_type) not in _WIRE_DTYPES.values():
-                return f"rows of type {group.data_type.value}"
-            params = group.fused_params or {}
-            if params.get("output_dtype", SparseType.FP32) != SparseType.FP32:
-                return f"output of type {params['output_dtype']}"
-            if (reason := unsupported(params)) is not None:
-                return reason
-        return None
-
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
-        if self.exchange is None or self._falls_back(ctx, input):
-            return super().compute_and_output_dist(ctx, input)
-        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        exchanged = self.exchange.start([input[i] for i in self._exchanged], batch_sizes)
-        others = {
-            i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
-            for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
-            if i not in self._exchanged
-        }
-        awaitable = EmbeddingBagCollectionAwaitable(
-            awaitables=self._in_order(exchanged, others),
-            embedding_dims=self._output_dims,
-            embedding_names=self._output_names,
-            module_fqn=self._module_fqn,
-        )
-        if self._has_mean_pooling_callback:
-            assert ctx.divisor is not None
-            awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
-        return awaitable
-
-    def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
-        """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        if ctx.variable_batch_per_feature:
-            reason = "features have batches of different sizes"
-        elif (
-            self.post_lookup_tracker_fn
-            or self.post_odist_tracker_fn
-            or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
-        ):
-            reason = "a tracker is registered"
-        elif any(_weighted(input[i]) for i in self._exchanged):  # which FBGEMM applies, whatever is_weighted says
-            reason = "ids have weights"
-        else:
-            return False
-        if reason not in self._reasons_told and self._env.rank == 0:
-            log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
-        self._reasons_told.add(reason)
-        return True
-
-    def _in_order(
-        self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
-    ) -> list[Awaitable[torch.Tensor]]:
-        """Return what waits for the columns of the output, in their order.
-
-        Args:
-            others: by sharding, of those that are not exchanged.
-        """
-        if self._output_order == "model" or not others:
-            return [exchanged, *others.values()]
-        every: list[Any] = self._embedding_shardings
-        widths = [sum(every[i].embedding_dims()) for i in self._exchanged]
-        parts = cache(lambda: exchanged.wait().split(widths, dim=1))
-        ours = {i: _Part(parts, number) for number, i in enumerate(self._exchanged)}
-        return [ours[i] if i in ours else others[i] for i in range(len(every))]
-
-    def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
-        """Divide by the bags' lengths, given in TorchRec's order, where row-wise shards hold parts of a mean."""
-        divisors = dict(zip(self._embedding_names, divisor.split(self._embedding_dims, dim=1), strict=True))
-        values = pooled.values() / torch.cat([divisors[name] for name in pooled.keys()], dim=1)  # noqa: SIM118
-        return KeyedTensor(pooled.keys(), pooled.length_per_key(), values)
-
-    def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """Reshard as TorchRec does, then lay out the exchange anew."""
-        if self.exchange is not None:
-            self.exchange.close()
-            self.exchange = None
-        super().update_shards(*args, **kwargs)
-        self._set_up_exchange()
-
-
-class _Part(Awaitable[torch.Tensor]):
-    """Some columns of what an exchange returns, for an output that has others between them."""
-
-    def __init__(self, parts: Callable[[], Sequence[torch.Tensor]], number: int) -> None:
-        super().__init__()
-        self._parts, self._number = parts, number
-
-    def _wait_impl(self) -> torch.Tensor:
-        return self._parts()[self._number]
-
-
-def _weighted(ids: KeyedJaggedTensor) -> bool:
-    weights = ids.weights_or_none()
-    return weights is not None and weights.is_floating_point()
-
-
-def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the names of the pooled embeddings in the order of the unsharded module."""
-    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
-
-
-def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
-    """Lay out table-wise and column-wise shardings, the output's features in the order of `names`.
-
-    All ranks build the same from the plan.
-    """
-    shards: list[FeatureShard] = []
-    for owner in range(world_size):
-        group = 0
-        for source, sharding in enumerate(shardings):
-            position = 0
-            for config in sharding._grouped_embedding_configs_per_rank[owner]:
-                for index, table in enumerate(config.embedding_tables):
-                    for name in table.embedding_names:
-                        shards.append(
-                            FeatureShard(
-                                name=name,
-                                owner=owner,
-                                source=source,
-                                position=position,
-                                group=group,
-                                table=index,
-                                first_column=table.local_metadata.shard_offsets[1],
-                                dim=table.local_cols,
-                                mean=config.pooling == PoolingType.MEAN,
-                                dtype=data_type_to_dtype(config.data_type),
-                            )
-                        )
-                        position += 1
-                group += 1
-    return Layout(shards, names, world_size)
 
 
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -298,9 +60,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         for name, value, known in (
-            ("backend", backend, BACKENDS),
+            ("backend", backend, EXCHANGED),
             ("schedule", schedule, ("auto", *SCHEDULES)),
-            ("wire_dtype", wire_dtype, tuple(_WIRE_DTYPES)),
+            ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
             ("output_order", output_order, ("plan", "model")),
         ):
@@ -314,9 +76,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             schedule,
             slice_bags,
             programs_per_sm,
-            _WIRE_DTYPES[wire_dtype],
+            WIRE_DTYPES[wire_dtype],
             wait_timeout_s,
-            backward="push" if backward == "auto" else backward,
+            backward=backward,
             copy_output=copy_output,
         )
 
@@ -348,12 +110,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return OverlapShardedEmbeddingBagCollection
 
 
-def exchanges(model: nn.Module) -> list[Exchange]:
-    """Return the exchanges of a sharded model."""
-    modules = (m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection))
-    return [module.exchange for module in modules if module.exchange is not None]
-
-
 def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
     """Return the sharder of the configured backend, with the table optimizer fused into the backward.
 
@@ -366,7 +122,7 @@ def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
         "eps": config.eps,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
-    if config.backend != "torchrec":
+    if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
             fused_params,
             backend=config.backend,

@@ -1,14 +1,19 @@
-"""This rank's rows, where FBGEMM keeps them."""
+"""This rank's rows, where FBGEMM keeps them, and their update by FBGEMM's own operator."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, FusedLookup
+from dlrm_overlap.embedding.protocol.step import UpdateRule
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -16,18 +21,8 @@ OPTIMIZERS = {
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
 
-
-class UpdateRule(NamedTuple):
-    """The numbers of one lookup's optimizer."""
-
-    lr: float
-    arguments: Any
-    """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
-
-    @property
-    def only_fbgemm(self) -> bool:
-        """Whether FBGEMM's own operator alone updates rows so."""
-        return bool(self.arguments.weight_decay or self.arguments.max_norm)
+_WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+_SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
 
 
 class LocalTables:
@@ -46,11 +41,14 @@ class LocalTables:
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """What an id outside its table means: NONE is not looked for, IGNORE and WARNING take row 0, FATAL stops."""
+        """What happens to an id outside its table.
+
+        NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops.
+        """
         return BoundsCheckMode(self.lookups[0].bounds_check_mode_int) if self.lookups else BoundsCheckMode.NONE
 
     def storage(self) -> tuple[int, ...]:
-        """Return where the lookups' rows lie now: it changes when they are moved or replaced."""
+        """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
         return tuple((tbe.weights_host if tbe.use_cpu else tbe.weights_dev).data_ptr() for tbe in self.lookups)  # type: ignore
 
     def _split(self) -> None:
@@ -62,18 +60,99 @@ class LocalTables:
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows [rows, D] of a shard of this rank."""
         self._split()
-        return self._weights[shard.group][shard.table]
+        return self._weights[shard.lookup][shard.table]
 
     def state(self, shard: FeatureShard) -> torch.Tensor | None:
         """Return the optimizer's state of a shard's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
         self._split()
-        states = self._states[shard.group]
+        states = self._states[shard.lookup]
         return states[shard.table][0] if states else None
 
     def optimizer(self, shard: FeatureShard) -> str:
         """Return the optimizer of a shard's rows: sgd | adagrad | rowwise_adagrad."""
-        return OPTIMIZERS[self.lookups[shard.group].optimizer]
+        return OPTIMIZERS[self.lookups[shard.lookup].optimizer]
 
     def rules(self) -> list[UpdateRule]:
-        """Return how each lookup's rows are updated by a step whose forward is now: as FBGEMM, which reads it there."""
+        """Return by which numbers each lookup updates its rows after a forward now.
+
+        FBGEMM, too, reads them at the forward.
+        """
         return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args) for tbe in self.lookups]
+
+
+class FbgemmUpdate:
+    """FBGEMM's own backward of one fused lookup, run without its forward.
+
+    It applies gradients of pooled embeddings to the lookup's rows, in place, by the lookup's own optimizer.
+    """
+
+    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        name = f"split_embedding_backward_codegen_{OPTIMIZERS[tbe.optimizer]}_unweighted_pt2_wrapper"
+        self._tbe, self._operator = tbe, getattr(torch.ops.fbgemm, name).default
+        self._names = [argument.name for argument in self._operator._schema.arguments]
+
+    def apply(self, gradient: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, rule: UpdateRule) -> None:
+        """Update the rows that `values` names, each once, by the sum of its bags' gradients.
+
+        Args:
+            gradient: [B, sum of the features' dims] float32, contiguous.
+            values: [n] int, row ids.
+            offsets: [features * B + 1] int, of the bags, from 0 to n.
+            rule: the lookup's, as it was at the forward.
+        """
+        if gradient.shape[0] == 0:
+            return
+        tbe = self._tbe
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
+        known: dict[str, Any] = {
+            "grad_output": gradient,
+            "indices": values.to(tbe.embedding_table_index_type),
+            "offsets": offsets.to(tbe.embedding_table_index_type),
+            "indice_weights": gradient.new_empty(0),
+            "pooling_mode": int(tbe.pooling_mode),
+            "lxu_cache_locations": tbe.lxu_cache_locations_empty,
+            "use_uniq_cache_locations": tbe.use_uniq_cache_locations_bwd,
+            "BT_block_size": _SEGMENT_LENGTH,
+            "max_segment_length_per_warp": _SEGMENT_LENGTH,
+            "info_B_num_bits": bits,
+            "info_B_mask_int64": mask,
+            "output_dtype": tbe.output_dtype,
+            "learning_rate_tensor": torch.full_like(tbe.learning_rate_tensor, rule.lr),
+            **rule.arguments._asdict(),
+        }
+        for place in ("host", "dev", "uvm"):
+            known[f"{place}_weights"] = getattr(tbe, f"weights_{place}")
+        self._operator(*[known[name] if name in known else getattr(tbe, name) for name in self._names])
+
+
+def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Return the bags of one fused lookup, out of its owner's `inputs`."""
+    ids = inputs[lookup.input]
+    first, features, total = lookup.first_feature, len(lookup.shards), len(ids.keys())
+    return ids if features == total else ids.split([first, features, total - first - features])[1]
+
+
+def unsupported(fused_params: Mapping[str, Any]) -> str | None:
+    """Return why `FbgemmUpdate` cannot replace the backward of a lookup made with these, or None if it can."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
+    if optimizer not in OPTIMIZERS:
+        return f"optimizer {optimizer}"
+    if fused_params.get("gradient_clipping"):
+        return "gradient clipping"
+    if getattr(fused_params.get("extra_optimizer_config"), "use_writeback_bwd_prehook", False):
+        return "a writeback hook"
+    if decay not in _WEIGHT_DECAYS:
+        return f"weight decay {decay.name}"
+    return None
+
+
+def only_fbgemm(fused_params: Mapping[str, Any], backward: str) -> str | None:
+    """Return why only `FbgemmUpdate` can update the rows of a lookup made with these, or None if kernels can, too."""
+    for name in ("weight_decay", "max_norm"):
+        if fused_params.get(name):
+            return f"{name} {fused_params[name]}"
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if backward == "atomic" and optimizer != EmbOptimType.EXACT_SGD:
+        return f"optimizer {OPTIMIZERS[optimizer]} is no sum"
+    return None

@@ -1,58 +1,40 @@
-"""The GPU's side of an exchange on CPU tensors: its kernels run by Triton's interpreter, on no streams.
+"""The GPU's halves of an exchange on CPU tensors: its kernels run by Triton's interpreter, on no streams.
 
 A wait counts turns there, 1e9 a second.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions, Forward
-from dlrm_overlap.embedding.backends.collective import CollectiveForward
-from dlrm_overlap.embedding.backends.device_forward import DeviceForward, DeviceLookup
-from dlrm_overlap.embedding.backends.push import DevicePush
-from dlrm_overlap.embedding.protocol.gradients import GradientLayout
+from dlrm_overlap.backends import Implementation
+from dlrm_overlap.embedding.backends.base import ExchangeContext, Forward
+from dlrm_overlap.embedding.backends.sliced import SlicedForward
+from dlrm_overlap.embedding.halves import Halves, open_halves
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.distributed.stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 
 
-class InterpretedForward(DeviceForward):
-    """Its forward."""
-
-    def _grid(self, *_: Any) -> int:
-        return 2
-
-
-class InterpretedCollective(CollectiveForward):
-    """The same of the ablation: the zero-copy kernel into a send buffer, then the collective."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._device = DeviceLookup(self, self._columns)
+def interpreted_halves(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Halves:
+    """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`."""
+    for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
+        lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
+    load = Implementation.load
+    with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
+        halves = open_halves(ExchangeContext(stage.layout, stage.tables, options, group, CPU, samples))
+    if isinstance(halves.forward, SlicedForward):
+        halves.forward._grid = lambda *_: 2  # type: ignore[method-assign]
+    return halves
 
 
 def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Forward:
-    """Return the GPU's way through an exchange's forward."""
-    arguments = stage.layout, stage.tables, options, group, CPU
-    if options.backend == "nccl":
-        return InterpretedCollective(*arguments)
-    return InterpretedForward(*arguments, samples_per_rank=samples)
-
-
-def interpreted_push(
-    stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int
-) -> tuple[InterpretedForward, DevicePush]:
-    """Return its way through forward and backward; to be made and used within `without_streams`."""
-    for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
-        lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
-    arguments = stage.layout, stage.tables, options, group, CPU
-    gradients = GradientLayout(stage.layout, samples, options.wire_dtype)
-    forward = InterpretedForward(*arguments, samples_per_rank=samples, beside=gradients.regions())
-    return forward, DevicePush(*arguments, gradients=gradients, arena=forward.windows.arena)
+    """Return the GPU's forward."""
+    return interpreted_halves(stage, group, replace(options, backward="collective"), samples).forward
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.sharder import exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.pipeline import build_pipeline
 
@@ -137,7 +137,7 @@ def train(
 
 def _way(exchange: Exchange) -> tuple[str, str, int]:
     """Return backend, backward and the parts of the gradient windows, 0 without any."""
-    backward = exchange._made().backward
+    backward = exchange._open().backward
     parts = backward.gradients.parts if isinstance(backward, HostPush) else 0
     return exchange.options.backend, type(backward).__name__, parts
 

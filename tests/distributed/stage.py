@@ -13,8 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels import reference
@@ -40,17 +40,17 @@ class Stage:
         self.shards: list[FeatureShard] = []
         lookups = []
         for owner, pooled in enumerate(owners):
-            group = position = 0
+            lookup = feature = 0
             for mean, dims in enumerate(pooled):
                 for table, dim in enumerate(dims):
-                    name = f"rank{owner}_{position}"
-                    place = (owner, 0, position, group, table, 0)
+                    name = f"rank{owner}_{feature}"
+                    place = (owner, 0, feature, lookup, table, 0)
                     self.shards.append(FeatureShard(name, *place, dim, mean=bool(mean), dtype=torch.float32))
-                    position += 1
+                    feature += 1
                 if dims and owner == rank:
                     pooling = PoolingMode.MEAN if mean else PoolingMode.SUM
                     lookups.append(self._make_lookup(dims, pooling, mode, optimizer))
-                group += bool(dims)
+                lookup += bool(dims)
         self.layout = Layout(self.shards, sorted((shard.name for shard in self.shards), reverse=True), len(owners))
         generator = torch.Generator().manual_seed(0)
         self.weights = {shard.name: torch.randn(ROWS, shard.dim, generator=generator) for shard in self.shards}

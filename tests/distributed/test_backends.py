@@ -8,8 +8,8 @@ import pytest
 from torchrec.distributed import comm_ops
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.checkpoint import Checkpointer
-from dlrm_overlap.embedding.backends.base import BACKENDS
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
 from tests.distributed.workers import quickstart, run_ranks, train
@@ -61,14 +61,14 @@ def _load_without_states(load: Callable[..., int]) -> Callable[..., int]:
 
 
 def _train_with_all_optimizers(folder: Path) -> None:
-    for backend in ("torchrec", *BACKENDS):
+    for backend in ("torchrec", *EXCHANGED):
         for optimizer in LEARNING_RATE:
             _run(folder, f"{optimizer}_{backend}", backend, optimizer, *SAVING)
 
 
 def _train_on_two_ranks(folder: Path) -> None:
     _train_with_all_optimizers(folder)
-    for backend in ("torchrec", *BACKENDS):
+    for backend in ("torchrec", *EXCHANGED):
         _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
     for resumed in RESUMED:
         _resume(folder, "_then_".join(resumed), *resumed)
@@ -81,14 +81,14 @@ def _train_on_two_ranks(folder: Path) -> None:
 
 def _train_variants(folder: Path) -> None:
     _run(folder, "sgd_torchrec", "torchrec", "sgd")
-    for backend in ("torchrec", *BACKENDS):
+    for backend in ("torchrec", *EXCHANGED):
         _run(folder, f"bf16_{backend}", backend, "sgd", *BF16)
     for name, (backend, options) in VARIANTS.items():
         _run(folder, name, backend, "sgd", *options)
 
 
 def _train_on_four_ranks(folder: Path) -> None:
-    for backend in ("torchrec", *BACKENDS):
+    for backend in ("torchrec", *EXCHANGED):
         for optimizer in ("sgd", "rowwise_adagrad"):
             _run(folder, f"{optimizer}_{backend}", backend, optimizer)
         _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
@@ -122,7 +122,7 @@ def _assert_agrees(run: Path, reference: Path, rtol: float) -> None:
     assert evals == pytest.approx(expected, rel=max(rtol, EVAL_TOLERANCE), abs=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 @pytest.mark.parametrize("optimizer", LEARNING_RATE)
 def test_two_ranks_agree(two_ranks: Path, backend: str, optimizer: str) -> None:
     reference = two_ranks / f"{optimizer}_torchrec"
@@ -132,14 +132,14 @@ def test_two_ranks_agree(two_ranks: Path, backend: str, optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_four_ranks_agree(four_ranks: Path, backend: str, optimizer: str) -> None:
     reference = four_ranks / f"{optimizer}_torchrec"
     _assert_agrees(four_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 @pytest.mark.parametrize("ranks", ["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
 def test_tables_cut_by_columns(request: pytest.FixtureRequest, ranks: str, backend: str) -> None:
     folder = request.getfixturevalue(ranks)
@@ -158,7 +158,7 @@ def test_a_gradient_that_is_not_divided_is_caught(two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_bf16_wire(variants: Path, backend: str) -> None:
     run = variants / f"bf16_{backend}"
     _assert_agrees(run, variants / "bf16_torchrec", LOSS_TOLERANCE["bf16_wire"])

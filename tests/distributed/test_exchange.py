@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +14,16 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 
-from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Region, open_arena
+from dlrm_overlap.backends import EXCHANGED
+from dlrm_overlap.comm.arena import HostArena, Region, open_arena
+from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.base import BACKENDS, BatchSizes, ExchangeOptions, Step
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
-from tests.distributed.interpreted import interpreted_forward, interpreted_push, without_streams
+from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
 from tests.distributed.stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import run_cases, run_ranks
 
@@ -134,7 +138,7 @@ def check_nothing_stays_mapped_or_in_the_file_system(rank: int, world_size: int)
 
 def check_outputs_of_batches_that_change(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
-    for backend in BACKENDS:
+    for backend in EXCHANGED:
         exchange = stage.exchange(_group(), backend)
         for number, sizes in enumerate(BATCH_SIZES):
             inputs, expected = stage.inputs(number, sizes)
@@ -147,7 +151,7 @@ def check_outputs_of_batches_that_change(rank: int, world_size: int) -> None:
 
 def check_what_nobody_waits_for_does_not_break_the_next_step(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
-    for backend in BACKENDS:
+    for backend in EXCHANGED:
         exchange = stage.exchange(_group(), backend)
         for number, sizes in enumerate(BATCH_SIZES):
             inputs, expected = stage.inputs(number, sizes)
@@ -164,7 +168,7 @@ def check_what_nobody_waits_for_does_not_break_the_next_step(rank: int, world_si
 def check_a_slow_reader_is_not_overtaken(rank: int, world_size: int) -> None:
     # Without a backward nothing but the exchange keeps the others from running ahead.
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
-    for backend in BACKENDS:
+    for backend in EXCHANGED:
         exchange = stage.exchange(_group(), backend)
         for number in range(6):
             inputs, expected = stage.inputs(number, sizes)
@@ -183,14 +187,14 @@ def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     exchange = stage.exchange(_group(), "pgas")
     step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-    exchange.launch(step)
+    exchange.start_forward(step)
     exchange.expect_gradient(step)
-    exchange.collect(step)
+    exchange.finish_forward(step)
     for number in range(6):
-        exchange.send_gradient(step, torch.full((4, stage.layout.total_dim), float(number)))
+        exchange.start_backward(step, torch.full((4, stage.layout.total_dim), float(number)))
         if rank == 2:
             time.sleep(0.1)
-        exchange.update(step)
+        exchange.finish_backward(step)
     for shard in stage.layout.by_owner[rank]:
         ids, weight = step.inputs[0][shard.name], stage.weights[shard.name].clone().requires_grad_()
         bags = ids.values(), weight, ids.offsets()[:-1]
@@ -223,8 +227,8 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
         for number, sizes in enumerate(BATCH_SIZES[1:5]):
             inputs, expected = stage.inputs(number, sizes)
             step = Step(inputs, BatchSizes.of(sizes))
-            forward.launch(step)
-            pooled = forward.collect(step)
+            forward.start(step)
+            pooled = forward.finish(step)
             forward.check()
             if rank == 1:
                 time.sleep(0.05)  # nobody may overtake it
@@ -240,8 +244,8 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
         forward = interpreted_forward(stage, _group(), options, samples=4)
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-            forward.launch(step)
-            forward.collect(step)
+            forward.start(step)
+            forward.finish(step)
             with pytest.raises(ExchangeTimeoutError, match=f"rank {rank} waited .* of rank [0-2]: expected epoch 1,"):
                 forward.check()
         dist.barrier()
@@ -255,23 +259,23 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
         generator = torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
             options = ExchangeOptions(backward=backward, wait_timeout_s=1e-4)
-            forward, push = interpreted_push(stage, _group(), options, samples=9)
+            halves = interpreted_halves(stage, _group(), options, samples=9)
+            push: Any = halves.backward
             assert push.gradients.parts > 1
             for number, sizes in enumerate(BATCH_SIZES[1:5]):
                 inputs, _ = stage.inputs(number, sizes)
                 gradient = torch.randn(sizes[rank], stage.layout.total_dim, generator=generator)
                 exchange.start(inputs, sizes).wait().backward(gradient)
                 step = Step(inputs, BatchSizes.of(sizes))
-                push.follow(step)
+                push.note_forward(step)
                 if number == 1:
                     push.prepare(step)
-                push.send(step, gradient)
+                push.start(step, gradient)
                 if rank == 1:
                     time.sleep(0.05)  # nobody may overtake it
-                push.update(step)
+                push.finish(step)
                 push.check()
-            push.close()
-            forward.close()
+            halves.close()
         exchange.close()
         wanted = _rows_and_states(expected)
         assert_all_near(_rows_and_states(stage), wanted, WEIGHT_TOLERANCE["fp32"], f"{optimizer}, {backward}:")
@@ -280,14 +284,14 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
 def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     with without_streams():
-        _, push = interpreted_push(stage, _group(), ExchangeOptions(wait_timeout_s=1e-8), samples=4)
+        push = interpreted_halves(stage, _group(), ExchangeOptions(wait_timeout_s=1e-8), samples=4).backward
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-            push.follow(step)
-            push.send(step, torch.ones(4, stage.layout.total_dim))
+            push.note_forward(step)
+            push.start(step, torch.ones(4, stage.layout.total_dim))
             told = f"rank {rank} waited .* for part 0 of rank [0-2]: expected epoch 1,"
             with pytest.raises(ExchangeTimeoutError, match=told):
-                push.send(step, torch.ones(4, stage.layout.total_dim))
+                push.start(step, torch.ones(4, stage.layout.total_dim))
         dist.barrier()
 
 
@@ -334,7 +338,7 @@ def _lose_a_rank(folder: Path) -> None:
         ):
             pooled.pop(backend).sum().backward()
         with pytest.raises(
-            RuntimeError, match=r"update has failed \(ExchangeTimeoutError: .* of rank 1: .* start again"
+            RuntimeError, match=r"finish_backward has failed \(ExchangeTimeoutError: .* of rank 1: .* start again"
         ):
             exchange.start(inputs, sizes)
         assert time.monotonic() - began < 5

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlrm_overlap.embedding.backends.base import BACKENDS
+from dlrm_overlap.backends import EXCHANGED
 from tests.distributed.models import CPU, world
 from tests.distributed.usages import USAGES, compare
 from tests.distributed.workers import run_cases
@@ -17,7 +17,7 @@ Ended = Callable[[str], None]
 
 def _compare(case: str) -> None:
     usage, optimizer = case.split("-")
-    compare(usage, optimizer, [{"backend": backend} for backend in BACKENDS], world(), CPU)
+    compare(usage, optimizer, [{"backend": backend} for backend in EXCHANGED], world(), CPU)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data import batch as data
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_near
 from tests.distributed.models import local_tensors

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.sharder import exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.trainer import Trainer

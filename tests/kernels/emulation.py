@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap.comm.arena import Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.compiled import INTERPRETED

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.comm.arena import Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
@@ -98,15 +98,3 @@ def test_a_bad_id_after_an_expired_wait_is_told_too() -> None:
     assert (told.bad_id(), told.empty) == (None, False)
     _record_bad_id(told, 4, 5, 6)
     assert (told.bad_id(), told.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])
-
-
-def test_a_bad_id_that_was_cleared_gives_way_to_another() -> None:
-    told = Record(CPU)
-    told.clear_bad_id()
-    assert told.empty
-    _record_bad_id(told, 4, 5, 6)
-    wait_flags(_flags([torch.tensor([[3]])], 0, [1], told), 0, epoch=4)
-    told.clear_bad_id()
-    assert (told.bad_id(), told.expired()) == (None, [0, 0, 0, 4, 3])
-    _record_bad_id(told, 7, 8, 9)
-    assert told.bad_id() == [7, 8, 9]

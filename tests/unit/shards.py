@@ -7,5 +7,5 @@ from dlrm_overlap.embedding.protocol.layout import FeatureShard
 
 def make_shard(name: str, owner: int, dim: int, **where: int) -> FeatureShard:
     """Return a shard of float32 rows, at the first of every place but for those named."""
-    where = {"source": 0, "position": 0, "group": 0, "table": 0, "first_column": 0} | where
+    where = {"input": 0, "feature": 0, "lookup": 0, "table": 0, "first_column": 0} | where
     return FeatureShard(name=name, owner=owner, dim=dim, mean=False, dtype=torch.float32, **where)

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import ExchangeTimeoutError, HostArena, Record, Region, open_arena
+from dlrm_overlap.comm.arena import HostArena, Region, open_arena
+from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
 
 CPU = torch.device("cpu")

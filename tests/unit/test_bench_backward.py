@@ -22,8 +22,8 @@ from dlrm_overlap.bench.contenders import Contender
 from dlrm_overlap.bench.request import Request
 from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.backends.base import Step
 from dlrm_overlap.embedding.backends.host import HostPush
+from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.parsing import parse_config
 from tests.agreement import assert_same
@@ -153,13 +153,13 @@ def test_a_push_prepared_once_serves_every_step(
     def prepare(_: HostPush, step: Step) -> None:
         step.runs = [step.inputs]
 
-    def send(_: HostPush, step: Step, gradient: torch.Tensor) -> None:
+    def start(_: HostPush, step: Step, gradient: torch.Tensor) -> None:
         handed.append(len(step.runs))
         step.runs = []  # used up
 
     monkeypatch.setattr(HostPush, "prepare", prepare)
-    monkeypatch.setattr(HostPush, "send", send)
-    monkeypatch.setattr(HostPush, "update", lambda *_: None)
+    monkeypatch.setattr(HostPush, "start", start)
+    monkeypatch.setattr(HostPush, "finish", lambda *_: None)
     made = make_backward_contenders(config.embedding, workload, optimizer, batches)
     for push in made[1:3]:
         for batch in (*batches, *batches):

@@ -10,13 +10,13 @@ from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
 from tests.agreement import assert_same
 
 
-def _piece(owner: int, dim: int, position: int = 0) -> FeatureShard:
-    return FeatureShard(f"t_{owner}_{position}", owner, 0, position, 0, position, 0, dim, False, torch.float32)
+def _shard(owner: int, dim: int, feature: int = 0) -> FeatureShard:
+    return FeatureShard(f"t_{owner}_{feature}", owner, 0, feature, 0, feature, 0, dim, False, torch.float32)
 
 
 def test_bytes_of_a_hand_computed_step() -> None:
     """Rank 0: 2 samples, tables of dim 4 and 8; rank 1: 1 sample, a table of dim 4; wire bf16, ids int64."""
-    shards = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
+    shards = [_shard(0, 4), _shard(0, 8, feature=1), _shard(1, 4)]
     layout = Layout(shards, [shard.name for shard in shards], world_size=2)
     ids = KeyedJaggedTensor(
         ["t_0_0", "t_0_1"], values=torch.arange(7), lengths=torch.tensor([2, 0, 3, 1, 1, 0])
@@ -32,7 +32,7 @@ def test_bytes_of_a_hand_computed_step() -> None:
 )
 def test_bytes_of_a_hand_computed_backward(optimizer: str, state_of_4: int, state_of_8: int) -> None:
     """Rank 0: 2 samples, tables of dim 4 and 8; rank 1: 1 sample, a table of dim 4; wire bf16."""
-    shards = [_piece(0, 4), _piece(0, 8, position=1), _piece(1, 4)]
+    shards = [_shard(0, 4), _shard(0, 8, feature=1), _shard(1, 4)]
     layout = Layout(shards, [shard.name for shard in shards], world_size=2)
     # The first table: 5 ids of 3 rows in 2 of 3 bags; the second: 2 ids of one row in 2 of 3.
     lengths, values = torch.tensor([2, 0, 3, 1, 1, 0]), torch.tensor([7, 3, 7, 7, 9, 7, 7])

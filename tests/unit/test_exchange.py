@@ -6,8 +6,11 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.backends.base import BACKENDS, BatchSizes, ExchangeOptions, Step, WindowForward
+from dlrm_overlap.backends import EXCHANGED
+from dlrm_overlap.embedding.backends.base import WindowForward
 from dlrm_overlap.embedding.backends.host import HostPush
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
@@ -80,7 +83,7 @@ def test_a_copy_may_be_kept(world_of_one: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("copy_output", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_lookups_that_overlap(world_of_one: dist.ProcessGroup, backend: str, copy_output: bool) -> None:
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, backend, copy_output=copy_output)
@@ -93,7 +96,7 @@ def test_lookups_that_overlap(world_of_one: dist.ProcessGroup, backend: str, cop
     exchange.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_the_output_may_be_changed_in_place(world_of_one: dist.ProcessGroup, backend: str) -> None:
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, backend)
@@ -112,12 +115,12 @@ def test_a_gradient_is_held_until_the_update(world_of_one: dist.ProcessGroup) ->
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, "pgas")
     step = Step(stage.inputs(0, (5,))[0], BatchSizes.of((5,)))
-    exchange.launch(step)
+    exchange.start_forward(step)
     exchange.expect_gradient(step)
-    gradient = torch.zeros_like(exchange.collect(step))
-    exchange.send_gradient(step, gradient)
+    gradient = torch.zeros_like(exchange.finish_forward(step))
+    exchange.start_backward(step, gradient)
     assert step.gradient is gradient, "else autograd may add to it in place, where another stream still reads it"
-    exchange.update(step)
+    exchange.finish_backward(step)
     assert step.gradient is None
     exchange.close()
 
@@ -126,8 +129,8 @@ def test_rows_are_updated_in_autograds_order(world_of_one: dist.ProcessGroup, mo
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, "pgas", copy_output=True)
     sent: list[int] = []
-    monkeypatch.setattr(HostPush, "send", lambda _, step, gradient: sent.append(step.number))
-    monkeypatch.setattr(HostPush, "update", lambda _, step: sent.append(-step.number))
+    monkeypatch.setattr(HostPush, "start", lambda _, step, gradient: sent.append(step.number))
+    monkeypatch.setattr(HostPush, "finish", lambda _, step: sent.append(-step.number))
     (first, _), (second, _) = (stage.inputs(number, (5,)) for number in range(2))
     exchange.steps = 7  # a run that resumes
     awaitables = [exchange.start(inputs, (5,)) for inputs in (first, second)]
@@ -147,7 +150,7 @@ def test_a_step_that_fails_is_the_last(world_of_one: dist.ProcessGroup, monkeypa
         with pytest.raises(MemoryError):
             exchange.start(inputs, (5,))
     for _ in range(2):  # peers may wait for that step, and would take the next one's data for its
-        with pytest.raises(RuntimeError, match=r"launch has failed \(MemoryError: no room\) on this rank"):
+        with pytest.raises(RuntimeError, match=r"start_forward has failed \(MemoryError: no room\) on this rank"):
             exchange.start(inputs, (5,))
     exchange.close()
 
@@ -157,7 +160,7 @@ def test_an_epoch_begins_when_the_ids_have_been_checked(world_of_one: dist.Proce
     exchange = stage.exchange(world_of_one, "fused")
     with pytest.raises(ValueError, match="outside its table"):
         exchange.start(inputs, (5,))
-    forward = exchange._made().forward
+    forward = exchange._open().forward
     assert isinstance(forward, WindowForward)
     assert forward.windows.epoch == 0
     exchange.close()
@@ -179,7 +182,7 @@ def _with_a_bad_id(mode: BoundsCheckMode, bad: int = ROWS) -> tuple[Stage, list[
     return stage, inputs, expected
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_an_id_outside_its_table(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, backend: str
 ) -> None:
@@ -195,7 +198,7 @@ def test_an_id_outside_its_table(
         assert [message[: len(said[0])] for message in caplog.messages] == said, "under WARNING, and never again"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 @pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.NONE])
 def test_the_id_minus_one_stops_a_cpu_as_it_does_fbgemms(
     world_of_one: dist.ProcessGroup, backend: str, mode: BoundsCheckMode
@@ -209,7 +212,7 @@ def test_the_id_minus_one_stops_a_cpu_as_it_does_fbgemms(
 
 
 @interpreted
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_an_id_outside_its_table_on_the_gpus_way(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, backend: str
 ) -> None:
@@ -218,8 +221,8 @@ def test_an_id_outside_its_table_on_the_gpus_way(
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4)
         forward = interpreted_forward(stage, world_of_one, options, samples=5)
         step = Step(inputs, BatchSizes.of((5,)))
-        forward.launch(step)
-        assert_same(forward.collect(step), expected, mode.name)
+        forward.start(step)
+        assert_same(forward.finish(step), expected, mode.name)
         assert inputs[0].values().max() < ROWS
         for _ in range(2):
             forward.check()
@@ -241,7 +244,7 @@ def test_close_tells_what_kernels_have_recorded_and_gives_the_windows_back(
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, "pgas")
     exchange.start(stage.inputs(0, (5,))[0], (5,)).wait()
-    forward, closed = exchange._made().forward, []
+    forward, closed = exchange._open().forward, []
 
     def check() -> None:
         raise ValueError("an id of the last step is outside its table")
@@ -255,7 +258,7 @@ def test_close_tells_what_kernels_have_recorded_and_gives_the_windows_back(
 
 
 @pytest.mark.parametrize("copy_output", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_inference_mode_between_training_steps(
     world_of_one: dist.ProcessGroup, backend: str, copy_output: bool
 ) -> None:
@@ -273,7 +276,7 @@ def test_inference_mode_between_training_steps(
     exchange.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 def test_windows_grow_between_a_forward_and_its_backward(world_of_one: dist.ProcessGroup, backend: str) -> None:
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, backend, copy_output=True)

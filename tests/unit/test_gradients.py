@@ -5,7 +5,7 @@ import torch
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.protocol import gradients
-from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.embedding.protocol.gradients import GradientLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
 from tests.unit.shards import make_shard
 
@@ -13,13 +13,13 @@ from tests.unit.shards import make_shard
 # the first makes up nearly all columns.
 SHARDS = [
     make_shard("a", 0, 8),
-    make_shard("b", 0, 8, position=1),
-    make_shard("c", 0, 12, position=2, table=1),
-    make_shard("d", 0, 4, source=1, group=1),
-    make_shard("e", 0, 4, source=1, position=1, group=1),
-    make_shard("f", 0, 16, source=1, position=2, group=1, table=1, first_column=16),
+    make_shard("b", 0, 8, feature=1),
+    make_shard("c", 0, 12, feature=2, table=1),
+    make_shard("d", 0, 4, input=1, lookup=1),
+    make_shard("e", 0, 4, input=1, feature=1, lookup=1),
+    make_shard("f", 0, 16, input=1, feature=2, lookup=1, table=1, first_column=16),
     make_shard("f", 2, 16),
-    make_shard("g", 2, 64, position=1, table=1),
+    make_shard("g", 2, 64, feature=1, table=1),
 ]
 LAYOUT = Layout(SHARDS, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
 
@@ -33,18 +33,18 @@ def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) ->
     return made
 
 
-def test_pieces_lie_side_by_side() -> None:
+def test_shards_lie_side_by_side() -> None:
     starts = GradientLayout(LAYOUT, 5, torch.float32).starts
     assert [starts[shard] for shard in SHARDS] == [0, 8, 16, 28, 32, 36, 0, 16]
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
-def test_every_piece_travels_once_in_order_and_no_table_is_split(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+def test_every_shard_travels_once_in_order_and_no_table_is_split(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     made = _in_parts(monkeypatch, parts)
     assert len(made.shards) == parts
     for owner, shards in enumerate(LAYOUT.by_owner):
         assert [shard for by_owner in made.shards for shard in by_owner[owner]] == shards
-        tables = [{(shard.group, shard.table) for shard in by_owner[owner]} for by_owner in made.shards]
+        tables = [{(shard.lookup, shard.table) for shard in by_owner[owner]} for by_owner in made.shards]
         assert sum(map(len, tables)) == len(set().union(*tables)), f"rank {owner} has a table in two parts"
     assert [made.part_of[shard] for shard in SHARDS] == [
         part for shard in SHARDS for part in range(parts) if shard in made.shards[part][shard.owner]
@@ -52,7 +52,7 @@ def test_every_piece_travels_once_in_order_and_no_table_is_split(monkeypatch: py
 
 
 def test_parts_go_by_columns_the_first_half_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    even = Layout([make_shard(f"{i}", 0, 4, position=i, table=i) for i in range(10)], list("0123456789"), world_size=1)
+    even = Layout([make_shard(f"{i}", 0, 4, feature=i, table=i) for i in range(10)], list("0123456789"), world_size=1)
     assert [len(shards) for (shards,) in _in_parts(monkeypatch, 3, even).shards] == [2, 4, 4]
     by_part = _in_parts(monkeypatch, 4).shards
     assert by_part[0] == [SHARDS[:2], [], SHARDS[6:7]]
@@ -71,5 +71,6 @@ def test_only_large_windows_are_cut() -> None:
 
 def test_an_arena_has_windows_for_the_most_columns_and_a_flag_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     window = Region((80 * 5 * 3,), torch.float32)
-    flags = {GRADIENT_FLAGS: Region((3, 2), torch.int64)}
-    assert _in_parts(monkeypatch, 2).regions() == dict.fromkeys(GRADIENT_WINDOWS, window) | flags
+    flags = Region((3, 2), torch.int64)
+    regions = {"gradients0": window, "gradients1": window, "gradients_ready": flags}
+    assert _in_parts(monkeypatch, 2).windows.regions(world_size=3) == regions

@@ -13,12 +13,12 @@ NAMES = ["a", "wide", "b", "c"]
 
 SHARDS = [
     make_shard("b", 0, 8),
-    make_shard("c", 0, 8, position=1),
-    make_shard("wide", 0, 4, source=1, group=1, first_column=4),
-    make_shard("wide", 0, 4, source=1, position=1, group=1, table=1, first_column=12),
-    make_shard("wide", 2, 4, source=1, first_column=8),
-    make_shard("wide", 2, 4, source=1, position=1, table=1),
-    make_shard("a", 2, 12, source=0, group=1),
+    make_shard("c", 0, 8, feature=1),
+    make_shard("wide", 0, 4, input=1, lookup=1, first_column=4),
+    make_shard("wide", 0, 4, input=1, feature=1, lookup=1, table=1, first_column=12),
+    make_shard("wide", 2, 4, input=1, first_column=8),
+    make_shard("wide", 2, 4, input=1, feature=1, table=1),
+    make_shard("a", 2, 12, input=0, lookup=1),
 ]
 
 
@@ -49,8 +49,8 @@ def test_owners_keep_their_own_order(layout: Layout) -> None:
 
 def test_groups_are_the_lookups(layout: Layout) -> None:
     def found(rank: int) -> list[tuple[int, int, int, int, int]]:
-        groups = layout.groups(rank)
-        return [(group.number, group.source, group.first_position, len(group.shards), group.dim) for group in groups]
+        groups = layout.lookups(rank)
+        return [(group.number, group.input, group.first_feature, len(group.shards), group.dim) for group in groups]
 
     assert found(0) == [(0, 0, 0, 2, 16), (1, 1, 0, 2, 8)]
     assert found(1) == []
@@ -58,8 +58,8 @@ def test_groups_are_the_lookups(layout: Layout) -> None:
 
 
 def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
-    assert list(layout.launches(0).values()) == [SHARDS[:2], SHARDS[2:4]]
-    assert layout.launches(1) == {}
+    assert list(layout.pooled_together(0).values()) == [SHARDS[:2], SHARDS[2:4]]
+    assert layout.pooled_together(1) == {}
     half = [make_shard("a", 0, 4), FeatureShard("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
-    both = Layout(half, ["a", "b"], world_size=1).launches(0)
+    both = Layout(half, ["a", "b"], world_size=1).pooled_together(0)
     assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}

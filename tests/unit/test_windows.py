@@ -6,24 +6,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.protocol.windows import OutputWindows, WindowHeldError
+from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.embedding.protocol.windows import WindowHeldError, WindowPair, WindowSpec
 
 
 @pytest.fixture
-def windows(world_of_one: dist.ProcessGroup) -> Iterator[OutputWindows]:
-    windows = OutputWindows(4, 6, torch.float32, slots=3, group=world_of_one, device=torch.device("cpu"))
+def windows(world_of_one: dist.ProcessGroup) -> Iterator[WindowPair]:
+    spec = WindowSpec("window", Region((4, 6), torch.float32), slots=3)
+    arena = open_arena(spec.regions(1), world_of_one, torch.device("cpu"))
+    windows = WindowPair(spec, arena)
     yield windows
     windows.close()
+    arena.close()
 
 
-def _produce(windows: OutputWindows) -> torch.Tensor:
+def _produce(windows: WindowPair) -> torch.Tensor:
     """Take a step whose output is its epoch."""
     epoch = windows.begin()
-    windows.arena.local(windows.name).fill_(epoch)
+    windows.local.fill_(epoch)
     return windows.lend(3)
 
 
-def test_steps_count_up_and_windows_take_turns(windows: OutputWindows) -> None:
+def test_steps_count_up_and_windows_take_turns(windows: WindowPair) -> None:
     assert windows.epoch == 0
     names = []
     for epoch in (1, 2, 3, 4):
@@ -36,10 +40,10 @@ def test_steps_count_up_and_windows_take_turns(windows: OutputWindows) -> None:
     assert names == ["window1", "window0"] * 2
     assert (windows.arena.local("window0") == 4).all()
     assert (windows.arena.local("window1") == 3).all()
-    assert tuple(windows.arena.local("ready").shape) == (1, 3)
+    assert tuple(windows.arena.local("window_ready").shape) == (1, 3)
 
 
-def test_a_step_is_refused_while_an_output_is_held(windows: OutputWindows) -> None:
+def test_a_step_is_refused_while_an_output_is_held(windows: WindowPair) -> None:
     lent = _produce(windows)
     for _ in range(2):
         with pytest.raises(WindowHeldError, match="give the sharder copy_output=True, or run its backward") as raised:
@@ -51,7 +55,7 @@ def test_a_step_is_refused_while_an_output_is_held(windows: OutputWindows) -> No
     assert windows.begin() == 2
 
 
-def test_a_view_holds_and_a_clone_does_not(windows: OutputWindows) -> None:
+def test_a_view_holds_and_a_clone_does_not(windows: WindowPair) -> None:
     column = _produce(windows)[:, 0]
     with pytest.raises(WindowHeldError):
         windows.begin()
@@ -60,7 +64,7 @@ def test_a_view_holds_and_a_clone_does_not(windows: OutputWindows) -> None:
     assert (column == 1).all()
 
 
-def test_backward_lets_go(windows: OutputWindows) -> None:
+def test_backward_lets_go(windows: WindowPair) -> None:
     weight = torch.ones(6, requires_grad=True)
     loss = (_produce(windows) * weight).sum()
     with pytest.raises(WindowHeldError):
@@ -69,7 +73,7 @@ def test_backward_lets_go(windows: OutputWindows) -> None:
     assert windows.begin() == 2
 
 
-def test_without_gradients_nothing_is_held(windows: OutputWindows) -> None:
+def test_without_gradients_nothing_is_held(windows: WindowPair) -> None:
     weight = torch.ones(6, requires_grad=True)
     with torch.no_grad():
         pooled = _produce(windows) * weight
@@ -77,7 +81,7 @@ def test_without_gradients_nothing_is_held(windows: OutputWindows) -> None:
     assert (pooled == 1).all()
 
 
-def test_garbage_in_a_cycle_does_not_hold(windows: OutputWindows) -> None:
+def test_garbage_in_a_cycle_does_not_hold(windows: WindowPair) -> None:
     cycle: dict[str, object] = {"lent": _produce(windows)}
     cycle["self"] = cycle
     del cycle

@@ -1,39 +1,41 @@
-"""The collective's part: the forward of the ablation `nccl`, and the gradients' way back to their owners."""
+"""`nccl`, an ablation: our lookup, then a collective; and the collective's backward, which every backend can take."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backends.base import Forward, Step, check_on_host, pool_on_host
-from dlrm_overlap.embedding.backends.host import Backward
-from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
+from dlrm_overlap.embedding.backends.base import Backward, ExchangeContext, Forward
+from dlrm_overlap.embedding.backends.host import check_on_host, pool_on_host
+from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 
 
 class CollectiveForward(Forward):
-    """Our lookup, then `all_to_all_single`, then the unpacking: tells what fusing gains from what a lookup gains.
+    """Our lookup, then `all_to_all_single`, then the unpacking: shows what is gained by the lookup, not by fusing.
 
-    The lookup's windows are the parts [b_w, D_local] of one send buffer [B, D_local].
+    The lookup stores into one send buffer [B, D_local], of which rank w is sent the rows of its samples.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
+        super().__init__(context, windows)
         shards = self.layout.by_owner[self.rank]
         starts = [0, *accumulate(shard.dim for shard in shards)]
-        self._columns = dict(zip(shards, starts[:-1], strict=True))
+        self.columns = dict(zip(shards, starts[:-1], strict=True))
+        """first column of each shard of this rank in the send buffer"""
         self._width = starts[-1]
-        layout = self.layout
-        self._order = None if layout.sent_in_order else layout.sent_columns.argsort().to(self.device)
+        in_order = self.layout.sent_in_order
+        self._order = None if in_order else self.layout.sent_columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
-        self._device: Any = None
-        if self.device.type == "cuda":
-            from dlrm_overlap.embedding.backends.device_forward import DeviceLookup
 
-            self._device = DeviceLookup(self, self._columns)
+    @abstractmethod
+    def pool(self, step: Step, send: torch.Tensor) -> None:
+        """Pool all bags of this rank's shards into `send` [B, D_local]."""
 
-    def launch(self, step: Step) -> None:
+    def start(self, step: Step) -> None:
         """Pool into the send buffer and start the All-to-All."""
         self.check()
         self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
@@ -41,10 +43,7 @@ class CollectiveForward(Forward):
         if self._send.numel() < samples * self._width:
             self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
         send = self._send[: samples * self._width].view(samples, self._width)
-        if self._device is None:
-            self._pool_on_host(step, send)
-        else:
-            self._device.store(self._device.parts(send, step), step, self._device.tables())
+        self.pool(step, send)
         mine = step.batch.per_rank[self.rank]
         step.received = torch.empty(mine * self.layout.total_dim, dtype=wire, device=self.device)
         step.work = dist.all_to_all_single(
@@ -56,43 +55,43 @@ class CollectiveForward(Forward):
             async_op=True,
         )
 
-    def _pool_on_host(self, step: Step, send: torch.Tensor) -> None:
-        check_on_host(self, step)
-        for shard, column in self._columns.items():
-            weight = self.tables.weight(shard)
-            send[:, column : column + shard.dim] = pool_on_host(shard, weight, step, 0, send.shape[0])
-
-    def check(self) -> None:
-        """Raise what a kernel has recorded."""
-        if self._device is not None:
-            self._device.check()
-
-    def collect(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Wait for the collective and put each owner's columns where the model reads them, in memory of their own."""
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Wait for the All-to-All and copy each owner's columns to where the model reads them, in new memory."""
         self.join_stream()
         step.work.wait()
         assert step.received is not None
         if self._stream is not None:
             step.received.record_stream(self._stream)
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
-        parts = step.received.split([mine * dim for dim in dims])
-        pooled = torch.cat([part.view(mine, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
+        received = step.received.split([mine * dim for dim in dims])
+        pooled = torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1)
         step.work = step.received = None
         return pooled if self._order is None else pooled.index_select(1, self._order)
 
 
-class CollectiveBackward(Backward):
-    """Gradients to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
+class HostCollectiveForward(CollectiveForward):
+    """The same on a CPU, by the reference's lookup."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        updates = [RowUpdate(lookup) for lookup in self.tables.lookups]
-        self._updates = list(zip(updates, self.layout.groups(self.rank), strict=True))
+    def pool(self, step: Step, send: torch.Tensor) -> None:
+        """Pool shard by shard."""
+        check_on_host(self, step)
+        for shard, column in self.columns.items():
+            weight = self.tables.weight(shard)
+            send[:, column : column + shard.dim] = pool_on_host(shard, weight, step, 0, send.shape[0])
+
+
+class CollectiveBackward(Backward):
+    """Gradients sent to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
+        super().__init__(context, windows)
+        updates = [FbgemmUpdate(tbe) for tbe in self.tables.lookups]
+        self._updates = list(zip(updates, self.layout.lookups(self.rank), strict=True))
         in_order, ranks = self.layout.sent_in_order, range(self.world_size)
         self._columns = None if in_order else [self.layout.owner_columns(rank).to(self.device) for rank in ranks]
 
-    def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of this rank's samples to the owners of its columns."""
+    def start(self, step: Step, gradient: torch.Tensor) -> None:
+        """Pack the gradient [b, D_total] of this rank's samples by owner and start the All-to-All."""
         mine, samples = step.batch.per_rank[self.rank], step.batch.total
         dims = self.layout.owner_dims
         if self._columns is None:
@@ -107,25 +106,25 @@ class CollectiveBackward(Backward):
             step.received, send, [size * width for size in step.batch.per_rank], sizes, self.group, async_op=True
         )
 
-    def update(self, step: Step) -> None:
+    def finish(self, step: Step) -> None:
         """Wait for the gradients of this rank's columns and update its rows."""
         step.work.wait()
         assert step.received is not None
         gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
         step.work = step.received = None
         first = 0
-        for update, group in self._updates:
-            ids, columns = bags_of(group, step.inputs), gradient[:, first : first + group.dim].contiguous()
-            update.apply(columns, ids.values(), ids.offsets(), step.rules[group.number])
-            first += group.dim
+        for update, lookup in self._updates:
+            ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
+            update.apply(columns, ids.values(), ids.offsets(), step.rules[lookup.number])
+            first += lookup.dim
 
 
 def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times the owners' columns of a gradient, [b, D] each, as a collective sends them: flat, in order.
+    """Return `scale` times a gradient as a collective sends it: flat, one owner's columns [b, D] after the other's.
 
     One multiplication an owner copies, casts and divides by the number of ranks.
     """
     send = by_owner[0].new_empty(sum(columns.numel() for columns in by_owner), dtype=wire_dtype)
-    for part, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
-        torch.mul(columns, scale, out=part.view(columns.shape))
+    for sent, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
+        torch.mul(columns, scale, out=sent.view(columns.shape))
     return send

@@ -1,135 +1,169 @@
-"""The backward of the embedding stage: what every way to run it shares, and the way between processes of one host."""
+"""The exchange between processes of one host, on CPUs: the kernels' order and protocol, the reference's arithmetic."""
 
-from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torchrec.distributed.comm_ops import get_gradient_division
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
-from dlrm_overlap.comm.arena import Arena, HostArena
-from dlrm_overlap.embedding.backends.base import Side, Step, lengths_and_ids
-from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS, GradientLayout
+from dlrm_overlap.comm.arena import HostArena
+from dlrm_overlap.embedding.backends.base import ExchangeContext, Forward, WindowBackward, WindowForward, bad_id_message
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.row_update import RowUpdate, bags_of
+from dlrm_overlap.embedding.protocol.step import Step, lengths_and_ids
+from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels import reference
-
-BACKWARDS = ("collective", "push", "atomic")
-
-
-def gradient_scale(world_size: int) -> float:
-    """Return the factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
-    return 1.0 / world_size if get_gradient_division() else 1.0
+from dlrm_overlap.kernels.schedule import TaskGrid
 
 
-class Backward(Side, ABC):
-    """One rank's side of the backward: of each step `follow`, `send`, then `update`, alike on every rank.
+def pool_on_host(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
+    """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
+    bag = shard.feature * step.batch.total
+    return reference.pool(weight, *lengths_and_ids(step.inputs[shard.input], bag + first, bag + end), shard.mean)
 
-    Rows are updated in the order of the sends. A step may be sent before the one before has been updated.
+
+def check_on_host(forward: Forward, step: Step) -> None:
+    """Look for ids outside their tables; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
+
+    The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds check.
+
+    Raises:
+        ValueError: if the run must stop.
     """
-
-    @property
-    def scale(self) -> float:
-        """Factor of the gradients, see `gradient_scale`."""
-        return gradient_scale(self.world_size)
-
-    def follow(self, step: Step) -> None:
-        """Note, for a step that will have a backward, what holds now that its forward has just been launched."""
-        step.rules = self.tables.rules()
-
-    def prepare(self, step: Step) -> None:
-        """Do what needs the ids alone; else `send` does."""
-
-    @abstractmethod
-    def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of this rank's samples to the owners of the rows."""
-
-    @abstractmethod
-    def update(self, step: Step) -> None:
-        """Make what follows see this rank's rows updated by the step."""
+    mode = forward.bad_ids.mode
+    for shard in forward.layout.by_owner[forward.rank]:
+        rows, bag = forward.tables.weight(shard).shape[0], shard.feature * step.batch.total
+        _, here = lengths_and_ids(step.inputs[shard.input], bag, bag + step.batch.total)
+        outside = (here < 0) | (here >= rows)
+        if not outside.any():
+            continue
+        message = bad_id_message(shard.name, int(here[outside].min()), rows)
+        if mode == BoundsCheckMode.NONE or (here == -1).any():
+            raise ValueError(message)
+        forward.bad_ids.report(message)
+        here.masked_fill_(outside, 0)
 
 
-class WindowBackward(Backward):
-    """What reads gradients out of this rank's window."""
+class _HostWindowForward(WindowForward):
+    """Stores pooled embeddings into the peers' windows."""
 
-    def __init__(self, *args: Any, gradients: GradientLayout, arena: Arena) -> None:
-        """Take the layout and the arena of the windows."""
-        super().__init__(*args)
-        self.gradients, self._arena, self._epoch = gradients, arena, 0
-        self._groups = self.layout.groups(self.rank)
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        assert isinstance(windows.arena, HostArena)
+        self._arena = windows.arena
 
-    def _gradient(self, window: torch.Tensor, shard: FeatureShard, samples: int) -> torch.Tensor:
-        """Return the gradient [B, D] of a shard of this rank, where it lies in `window`."""
-        start = self.gradients.starts[shard] * samples
-        return window[start : start + samples * shard.dim].view(samples, shard.dim)
+    def _store(self, step: Step, bags: int) -> Iterator[tuple[int, int]]:
+        """Pool and store `bags` bags at a time, in the schedule's order.
 
-    def _update_by_fbgemm(self, step: Step, window: torch.Tensor) -> None:
-        """Update the rows of those fused lookups whose rule FBGEMM's operator alone knows, by it."""
-        for group in self._groups:
-            if (rule := step.rules[group.number]).only_fbgemm:
-                ids, samples = bags_of(group, step.inputs), step.batch.total
-                gradient = torch.cat([self._gradient(window, shard, samples) for shard in group.shards], dim=1).float()
-                RowUpdate(self.tables.lookups[group.number]).apply(gradient, ids.values(), ids.offsets(), rule)
+        Yields:
+            After each store (rank stored to, number of the slice among those from here to there).
+        """
+        shards = self.layout.by_owner[self.rank]
+        weights = [self.tables.weight(shard) for shard in shards]
+        grid = TaskGrid(self.rank, self.world_size, len(shards), step.batch.most, task_bags=bags, slice_bags=bags)
+        for task in grid.order(self.schedule):
+            shard, first = shards[task.feature], step.batch.first_sample[task.destination]
+            begin = min(task.block * bags, step.batch.per_rank[task.destination])
+            end = min(begin + bags, step.batch.per_rank[task.destination])
+            column = self.layout.column(shard)
+            window = self._arena.view(self.windows.name, task.destination)
+            pooled = pool_on_host(shard, weights[task.feature], step, first + begin, first + end)
+            window[begin:end, column : column + shard.dim] = pooled
+            yield task.destination, grid.slice_of(task)
+
+    def _raise(self, peer: int, slot: int = 0) -> None:
+        self._arena.raise_flag(self.windows.flags, peer, slot, self.windows.epoch)
+
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Wait for the flags, and lend the window or copy it."""
+        self._arena.wait(self.windows.flags, self.awaited_flags(step), self.windows.epoch, self.options.wait_timeout_s)
+        return self.output(step, copy)
+
+
+class HostZeroCopyForward(_HostWindowForward):
+    """`pgas`: a rank stores all it has, then raises one flag at each rank."""
+
+    def start(self, step: Step) -> None:
+        """Pool and store everything, then raise the flags."""
+        check_on_host(self, step)
+        self.windows.begin()
+        for _ in self._store(step, max(1, step.batch.most)):
+            pass
+        for peer in range(self.world_size):
+            self._raise(peer)
+
+
+class HostSlicedForward(_HostWindowForward):
+    """`fused`: a rank raises a flag behind each slice that it stores."""
+
+    sliced = True
+
+    def start(self, step: Step) -> None:
+        """Pool and store slice by slice; a rank that has none raises its first flag all the same."""
+        check_on_host(self, step)
+        self.windows.begin()
+        nothing = True
+        for destination, slot in self._store(step, self.options.slice_bags):
+            nothing = False
+            if destination != self.rank:
+                self._raise(destination, slot)
+        if nothing:
+            for peer in range(self.world_size):
+                self._raise(peer)
 
 
 class HostPush(WindowBackward):
-    """Between processes of one host: the kernels' layout and protocol, the reference's maths."""
+    """Gradients stored into the owners' windows; rows updated once all of them have arrived."""
 
-    _arena: HostArena
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        assert isinstance(windows.arena, HostArena)
+        self._arena = windows.arena
+        self._unfinished: Step | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert isinstance(self._arena, HostArena)
-        self._sent: Step | None = None
-
-    @property
-    def _window(self) -> str:
-        return GRADIENT_WINDOWS[self._epoch % 2]
-
-    def send(self, step: Step, gradient: torch.Tensor) -> None:
+    def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Store each shard's gradient at its owner, part by part, and raise the part's flag."""
-        if self._sent is not None:  # peers may write its window anew once they see this step's flags
-            self.update(self._sent)
-        self._sent = step
-        self._epoch += 1
+        if self._unfinished is not None:  # peers that see this step's flags may store over the gradients it reads
+            self.finish(self._unfinished)
+        self._unfinished = step
+        epoch = self.windows.begin()
         gradient = gradient.float() * self.scale
-        batch = step.batch
-        first = batch.first_sample[self.rank]
+        first = step.batch.first_sample[self.rank]
         for part, by_owner in enumerate(self.gradients.shards):
             for turn in range(self.world_size):
                 owner = (self.rank + 1 + turn) % self.world_size
-                window = self._arena.view(self._window, owner)
+                window = self._arena.view(self.windows.name, owner)
                 for shard in by_owner[owner]:
                     column = self.layout.column(shard)
-                    rows = self._gradient(window, shard, batch.total)
+                    rows = self.gradient_of(shard, window, step.batch.total)
                     rows[first : first + gradient.shape[0]] = gradient[:, column : column + shard.dim]
-                self._arena.raise_flag(GRADIENT_FLAGS, owner, part, self._epoch)
+                self._arena.raise_flag(self.windows.flags, owner, part, epoch)
 
-    def update(self, step: Step) -> None:
-        """Wait for all gradients and update the rows, table by table, unless the next `send` has done so."""
-        if step is not self._sent:
+    def finish(self, step: Step) -> None:
+        """Wait for all gradients and update the rows, table by table, unless the next `start` has done so."""
+        if step is not self._unfinished:
             return
-        self._sent = None
+        self._unfinished = None
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
-        self._arena.wait(GRADIENT_FLAGS, counts, self._epoch, self.options.wait_timeout_s, "part")
-        window = self._arena.local(self._window)
-        self._update_by_fbgemm(step, window)
+        self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
+        window = self.windows.local
+        self.update_by_fbgemm(step, window)
         for shards in self.layout.tables(self.rank):
-            if not step.rules[shards[0].group].only_fbgemm:
+            if not step.rules[shards[0].lookup].only_fbgemm:
                 self._update_table(shards, step, window)
 
     def _update_table(self, shards: list[FeatureShard], step: Step, window: torch.Tensor) -> None:
+        """Update a table's rows by the gradients of all features that share it."""
         samples = step.batch.total
         values, gradients = [], []
         for shard in shards:
-            bag = shard.position * samples
-            lengths, ids = lengths_and_ids(step.inputs[shard.source], bag, bag + samples)
-            rows = self._gradient(window, shard, samples).float()
+            bag = shard.feature * samples
+            lengths, ids = lengths_and_ids(step.inputs[shard.input], bag, bag + samples)
+            rows = self.gradient_of(shard, window, samples).float()
             if shard.mean:
                 rows = rows / lengths.clamp(min=1)[:, None]
             values.append(ids)
             gradients.append(rows.repeat_interleave(lengths, dim=0))
         weight, state = self.tables.weight(shards[0]), self.tables.state(shards[0])
-        optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].group]
+        optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup]
         reference.update_rows(
             weight, state, torch.cat(values).long(), torch.cat(gradients), optimizer, rule.lr, rule.arguments.eps
         )

@@ -1,4 +1,4 @@
-"""Where gradients lie at the owners of their rows: every rank's gradient window, alike known to all."""
+"""Where each gradient is stored at the rows' owner, and which gradients travel together; every rank knows it all."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -7,20 +7,21 @@ import torch
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-
-GRADIENT_WINDOWS = ("gradients0", "gradients1")
-GRADIENT_FLAGS = "gradients_ready"
+from dlrm_overlap.embedding.protocol.windows import WindowSpec
 
 _PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs
 _MOST_PARTS = 6  # from here on the host's launches cost more than they hide
 
 
 class GradientLayout:
-    """The gradient windows [D_local * B], shard after shard, and their parts.
+    """The gradient windows [D_local * B], shard after shard, and the parts in which gradients travel.
 
-    A shard whose columns begin at `start` of D_local holds [B, D] from element start * B on. Parts are ranges of a
-    rank's shards: the rows of one are updated while the next travels. Two windows take turns: a rank that has seen all
-    flags of exchange e - 1 may write e, since its peers raise those after their updates of e - 2.
+    A shard whose columns begin at `start` of D_local has its gradient [B, D] from element start * B on, so that a
+    table's gradients are together while its rows are updated. Parts are ranges of a rank's tables: the rows of one
+    part are updated while the next part travels. A part has a flag of its own.
+
+    Example: B is 2, a rank has shards of dims 4 and 8. The first one's gradient is [2, 4] at elements 0 .. 7, the
+    second one's [2, 8] at 8 .. 23.
     """
 
     def __init__(self, layout: Layout, samples_per_rank: int, wire_dtype: torch.dtype) -> None:
@@ -29,10 +30,10 @@ class GradientLayout:
         self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
         self.parts = max(1, min(_MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES))
 
-    def regions(self) -> Mapping[str, Region]:
-        """Return what an arena must have."""
-        flags = Region((self._layout.world_size, self.parts), torch.int64)
-        return dict.fromkeys(GRADIENT_WINDOWS, Region((self._elements,), self._wire_dtype)) | {GRADIENT_FLAGS: flags}
+    @property
+    def windows(self) -> WindowSpec:
+        """What the gradients need in every rank's arena: a flag a part."""
+        return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), self.parts)
 
     @cached_property
     def starts(self) -> Mapping[FeatureShard, int]:
@@ -47,7 +48,7 @@ class GradientLayout:
 
     @cached_property
     def part_of(self) -> Mapping[FeatureShard, int]:
-        """The part of each shard: by the columns before its table, whose rows are all updated at once.
+        """The part of each shard, by the columns before its table, whose rows are all updated at once.
 
         The first part is half as long as the others: nothing is updated while it travels.
         """

@@ -1,4 +1,4 @@
-"""Which rank pools which feature, and where in the output its pooled embedding lies: all ranks know all of it."""
+"""Which rank pools which feature, and at which columns of the output the pooled embedding is; all ranks know it all."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,46 +9,51 @@ import torch
 
 @dataclass(frozen=True)
 class FeatureShard:
-    """A feature's columns that one shard holds: a whole table's, or a range of them."""
+    """The columns of one feature's pooled embedding that one rank computes: those of a shard of its table.
+
+    A table that is not cut has one shard, and so its feature one FeatureShard. Two features that share a table have
+    one each.
+    """
 
     name: str
-    """of the feature's pooled embedding in the output"""
+    """name of the feature's pooled embedding in the output"""
     owner: int
     """rank that holds the shard"""
-    source: int
-    """which of the owner's inputs holds the feature's bags: one an input distribution"""
-    position: int
-    """of the feature in that input"""
-    group: int
+    input: int
+    """which of the owner's inputs holds the feature's bags; an owner has an input for each input distribution"""
+    feature: int
+    """index of the feature in that input: the bag of sample s is number feature * B + s"""
+    lookup: int
     """which of the owner's fused lookups (FBGEMM TBE) holds the shard"""
     table: int
-    """of the shard in that lookup"""
+    """index of the shard in that lookup"""
     first_column: int
-    """of the shard in its table"""
+    """first column of the shard in its table"""
     dim: int
-    """columns of the shard, D"""
+    """number of the shard's columns, D"""
     mean: bool
+    """whether a bag is pooled into the mean of its rows, rather than their sum"""
     dtype: torch.dtype
-    """of the rows"""
+    """type of the rows"""
 
 
 @dataclass(frozen=True)
-class Group:
-    """The shards of one fused lookup, in its own order: the bags' positions and the columns are contiguous."""
+class FusedLookup:
+    """The shards of one fused lookup, in its own order, in which their bags and their columns are contiguous."""
 
     number: int
     """which of the owner's lookups it is"""
     shards: Sequence[FeatureShard]
 
     @property
-    def source(self) -> int:
-        """The input that holds their bags."""
-        return self.shards[0].source
+    def input(self) -> int:
+        """The owner's input that holds the bags."""
+        return self.shards[0].input
 
     @property
-    def first_position(self) -> int:
-        """Position of the first shard in that input."""
-        return self.shards[0].position
+    def first_feature(self) -> int:
+        """Index of the first shard's feature in that input."""
+        return self.shards[0].feature
 
     @property
     def dim(self) -> int:
@@ -57,10 +62,15 @@ class Group:
 
 
 class Layout:
-    """Shards in the owners' order, and the output [b, D_total] in the model's feature order."""
+    """The feature shards of all ranks, and the output [b, D_total], whose columns are in the order of `names`.
+
+    Example: features a and b of dims 4 and 8, a on rank 1, b cut into two halves on ranks 0 and 1. The output has 12
+    columns: a at 0, the first half of b at 4, the second at 8. Rank 1 pools a and the second half: `owner_dims` is
+    [4, 8], and `owner_columns(1)` is 0 .. 3, 8 .. 11.
+    """
 
     def __init__(self, shards: Sequence[FeatureShard], names: Sequence[str], world_size: int) -> None:
-        """Lay out `shards`, given in each owner's own order, for features `names` in the model's order."""
+        """Lay out `shards`, given in each owner's own order, for an output with the features `names`."""
         self.names, self.world_size = list(names), world_size
         self.by_owner = [[shard for shard in shards if shard.owner == rank] for rank in range(world_size)]
         width: dict[str, int] = dict.fromkeys(names, 0)
@@ -75,46 +85,46 @@ class Layout:
             first += dim
 
     def column(self, shard: FeatureShard) -> int:
-        """Return the column of the output from which on the shard lies."""
+        """Return the first of the output's columns that the shard fills."""
         return self._first_column[shard.name] + shard.first_column
 
     @cached_property
     def owner_dims(self) -> list[int]:
-        """Columns of the output that each rank's shards make up, D_local of rank 0, 1, .."""
+        """Number of the output's columns that each rank computes: D_local of rank 0, 1, .."""
         return [sum(shard.dim for shard in shards) for shards in self.by_owner]
 
     def owner_columns(self, rank: int) -> torch.Tensor:
-        """Return [D_local] int64: the output's columns in the order in which `rank` pools its shards."""
-        ranges = [torch.arange(self.column(p), self.column(p) + p.dim) for p in self.by_owner[rank]]
+        """Return [D_local] int64: the output's columns that `rank` computes, in the order of its shards."""
+        ranges = [torch.arange(self.column(s), self.column(s) + s.dim) for s in self.by_owner[rank]]
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
-        """[D_total] int64: the output's columns as a collective brings them, rank 0's shards, then rank 1's, .."""
+        """[D_total] int64: the output's columns in the order in which a collective brings them: rank 0's first."""
         return torch.cat([self.owner_columns(rank) for rank in range(self.world_size)])
 
     @cached_property
     def sent_in_order(self) -> bool:
-        """Whether the owners, one after the other, hold the columns as the output has them."""
+        """Whether a collective brings the columns in the order of the output."""
         return torch.equal(self.sent_columns, torch.arange(self.total_dim))
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
-        """Return the rank's shards by the shard whose rows they name, in order."""
+        """Return the rank's feature shards in order, those that share a table's rows together."""
         together: dict[tuple[int, int], list[FeatureShard]] = {}
         for shard in self.by_owner[rank]:
-            together.setdefault((shard.group, shard.table), []).append(shard)
+            together.setdefault((shard.lookup, shard.table), []).append(shard)
         return list(together.values())
 
-    def groups(self, rank: int) -> list[Group]:
+    def lookups(self, rank: int) -> list[FusedLookup]:
         """Return the rank's fused lookups in order."""
         together: dict[int, list[FeatureShard]] = {}
         for shard in self.by_owner[rank]:
-            together.setdefault(shard.group, []).append(shard)
-        return [Group(number, shards) for number, shards in together.items()]
+            together.setdefault(shard.lookup, []).append(shard)
+        return [FusedLookup(number, shards) for number, shards in together.items()]
 
-    def launches(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
-        """Return the rank's shards by what one launch can pool together: input, dim and type of the rows."""
+    def pooled_together(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
+        """Return the rank's feature shards by what one kernel can pool: (input, dim, type of the rows)."""
         together: dict[tuple[int, int, torch.dtype], list[FeatureShard]] = {}
         for shard in self.by_owner[rank]:
-            together.setdefault((shard.source, shard.dim, shard.dtype), []).append(shard)
+            together.setdefault((shard.input, shard.dim, shard.dtype), []).append(shard)
         return together

@@ -1,60 +1,69 @@
-"""Where peers store pooled embeddings: two windows that take turns, their ready flags and epochs."""
+"""Windows that peers store into: two that take turns, their ready flags, and the epochs that both ends count."""
 
 import gc
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import Region, open_arena
-
-WINDOWS = ("window0", "window1")
+from dlrm_overlap.comm.arena import Arena, Loan, Region
 
 
 class WindowHeldError(RuntimeError):
-    """A forward came while the pooled embeddings of the one before were still in use."""
+    """A forward began while the pooled embeddings of the one before were still in use."""
 
 
-class OutputWindows:
-    """The windows [b, D_total] of every rank, and [W, slots] ready flags, row w raised by rank w.
+class WindowSpec(NamedTuple):
+    """What a `WindowPair` needs in every rank's arena."""
 
-    Step e = 1, 2, 3, .. uses window e mod 2. A rank that has seen every peer's flags of step e - 1 may write step e to
-    the peers: there, all that read window e - 2 came before step e - 1 on the stream. That holds if no rank begins a
-    step while the output of an earlier one is in use, which `begin` checks; a peer's flag comes even where it had
-    nothing to send.
+    name: str
+    """prefix of its regions' names"""
+    window: Region
+    """shape and type of either window"""
+    slots: int
+    """ready flags that each rank raises at each other"""
+
+    def regions(self, world_size: int) -> Mapping[str, Region]:
+        """Return the regions: NAME0 and NAME1, the windows, and NAME_ready [W, slots] int64, the flags."""
+        flags = Region((world_size, self.slots), torch.int64)
+        return {f"{self.name}0": self.window, f"{self.name}1": self.window, f"{self.name}_ready": flags}
+
+
+class WindowPair:
+    """Two windows of every rank, and [W, slots] ready flags, of which rank w raises row w.
+
+    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then raise their flags to e. Nothing is ever reset.
+    A rank that has seen every peer's flags of step e - 1 may store step e into the peers' windows: whatever reads
+    there what step e - 2 left in the same window precedes that peer's step e - 1 on its stream. That holds if no rank
+    begins a step while the window of an earlier one is in use, which `begin` checks of windows that are lent, and if
+    each rank raises a flag at each other in every step, also where it has nothing to send.
+
+    Example: in step 3 rank 1 stores into NAME1 of rank 0, then raises slot 0 of row 1 of rank 0's NAME_ready to 3.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        columns: int,
-        dtype: torch.dtype,
-        slots: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        beside: Mapping[str, Region] | None = None,
-    ) -> None:
-        """Make them for up to `samples` samples a rank, and other regions beside them; a collective over `group`."""
-        window = Region((samples, columns), dtype)
-        regions = (
-            dict.fromkeys(WINDOWS, window) | {"ready": Region((group.size(), slots), torch.int64)} | dict(beside or {})
-        )
-        self.arena = open_arena(regions, group, device)
-        self._loans = [self.arena.loan(name) for name in WINDOWS]
-        self.epoch = 0
+    def __init__(self, spec: WindowSpec, arena: Arena) -> None:
+        """Take the windows of `spec` in an arena that has its regions; the arena's owner closes it."""
+        self.arena, self.epoch = arena, 0
+        self.names, self.flags = (f"{spec.name}0", f"{spec.name}1"), f"{spec.name}_ready"
+        self._loans: list[Loan] = []
 
     @property
     def name(self) -> str:
         """Name of the current step's window in the arena."""
-        return WINDOWS[self.epoch % 2]
+        return self.names[self.epoch % 2]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's window of the current step."""
+        return self.arena.local(self.name)
 
     def begin(self) -> int:
         """Begin a step and return its epoch.
 
         Raises:
-            WindowHeldError: if the output of the step before is still in use.
+            WindowHeldError: if a window that was lent is still in use; nothing has begun.
         """
-        if self._held():
+        if self._loans and self._held():
             gc.collect()  # a cycle may be all that holds it
             if self._held():
                 raise WindowHeldError(
@@ -68,11 +77,12 @@ class OutputWindows:
         first, second = self._loans
         return first.held or second.held
 
-    def lend(self, samples: int) -> torch.Tensor:
-        """Return the first `samples` rows of the current window, in use until the last that holds them lets go."""
-        return self._loans[self.epoch % 2].lend(samples)
+    def lend(self, rows: int) -> torch.Tensor:
+        """Return the first `rows` rows of the current window, which is in use until nothing holds them any more."""
+        if not self._loans:
+            self._loans = [self.arena.loan(name) for name in self.names]
+        return self._loans[self.epoch % 2].lend(rows)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Forget what was lent, so that the arena can be closed."""
         self._loans = []
-        self.arena.close()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.lookups import rows_at_borders
 from tests.gpu.exchange.place import Check, Place

@@ -10,10 +10,9 @@ from unittest.mock import patch
 import torch
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol import gradients
-from dlrm_overlap.embedding.protocol.gradients import GRADIENT_FLAGS, GRADIENT_WINDOWS
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
@@ -28,7 +27,7 @@ _PART_BYTES = 1 << 12  # so little that small windows have all parts that there 
 
 def _pause(training: Training, chance: random.Random) -> None:
     """Delay each of the streams that a step runs on, or the host, now and then."""
-    backward: Any = training.exchange._ways and training.exchange._ways.backward
+    backward: Any = training.exchange._halves and training.exchange._halves.backward
     for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
         dawdle(training.place, chance, stream)
 
@@ -62,8 +61,8 @@ def _poison(exchange: Exchange) -> None:
     raised behind all that is on the main stream now, the poison included. The other window is not this rank's: who has
     its flags of the last exchange may store the next.
     """
-    backward: Any = exchange._made().backward
-    backward._arena.local(GRADIENT_WINDOWS[backward._epoch % 2]).fill_(torch.nan)
+    backward: Any = exchange._open().backward
+    backward.windows.local.fill_(torch.nan)
 
 
 def _stress(place: Place, disturbed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -125,7 +124,7 @@ def _parts_far_apart(place: Place, chance: random.Random) -> Any:
 def _first_parts_alone(place: Place, exchange: Exchange, parts: int) -> Any:
     """Return what raises, while entered, the flags of the first `parts` parts alone."""
     if place.on_gpu:
-        backward: Any = exchange._made().backward
+        backward: Any = exchange._open().backward
         backward._part_flags.done[parts:] = -1  # a program that never comes
         return contextlib.nullcontext()
     return _host_flags_raised_by(lambda raise_flag, part: raise_flag() if part < parts else None)
@@ -149,8 +148,8 @@ def _check_parts(place: Place) -> None:
             for seed, batch in enumerate(batches):
                 training.step(batch, seed, pause=partial(_pause, training, chance))
                 _poison(training.exchange)
-        backward: Any = training.exchange._made().backward
-        assert backward._arena.local(GRADIENT_FLAGS).shape == (place.world_size, parts)
+        backward: Any = training.exchange._open().backward
+        assert backward.windows.arena.local(backward.windows.flags).shape == (place.world_size, parts)
         ends.append(training.rows())
         training.close()
     _assert_same_rows(ends[1], ends[0], "8 parts")

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
-from dlrm_overlap.comm.arena import ExchangeTimeoutError
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly

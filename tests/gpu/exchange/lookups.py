@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly

@@ -20,8 +20,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from tests.gpu.exchange.place import Place
@@ -142,9 +142,9 @@ class Stage:
                 self._piece_of[t] = FeatureShard(
                     name=f"t{first}",
                     owner=rank,
-                    source=0,
-                    position=self.owned[rank].index(t),
-                    group=g,
+                    input=0,
+                    feature=self.owned[rank].index(t),
+                    lookup=g,
                     table=index,
                     first_column=self.columns[t] - self.columns[first],
                     dim=table.dim,

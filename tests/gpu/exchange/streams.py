@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import BACKENDS, ExchangeOptions
+from dlrm_overlap.backends import EXCHANGED
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.usages import LEARNING_RATES, USAGES, compare, evaluate_in_pipeline
 from tests.gpu.exchange.place import Check, Place
@@ -65,7 +66,7 @@ def _check_shared_gradient(place: Place) -> None:
             between = (hidden * 50.0 * dense).sum()  # whose gradient is added behind the push's begin
             loss = ((hidden + awaitable.wait()) * dense).sum() + between
             if backward == "push":
-                with torch.cuda.stream(exchange._made().backward._push_stream):
+                with torch.cuda.stream(exchange._open().backward._push_stream):
                     torch.cuda._sleep(5 * _DELAY_CYCLES)
             loss.backward()
             del awaitable, loss
@@ -100,12 +101,12 @@ def _check_capture(place: Place, backend: str) -> None:
 
 
 def _check_usage(place: Place, usage: str, optimizer: str) -> None:
-    compare(usage, optimizer, [{"backend": backend} for backend in BACKENDS], place.group, place.device)
+    compare(usage, optimizer, [{"backend": backend} for backend in EXCHANGED], place.group, place.device)
 
 
 def _check_pipeline(place: Place, pipeline: str, copy_output: bool) -> None:
     """TorchRec's pipelines that look up on a stream of their own evaluate as under stock."""
-    options = [{"backend": backend, "copy_output": copy_output} for backend in BACKENDS]
+    options = [{"backend": backend, "copy_output": copy_output} for backend in EXCHANGED]
     evaluate_in_pipeline(pipeline, options, place.group, place.device)
 
 
@@ -114,7 +115,7 @@ CHECKS = (
         f"two_streams_{backend}_{'copies' if copies else 'lends'}": Check(
             partial(_check_two_streams, backend=backend, copy_output=copies), gpu_only=True
         )
-        for backend in BACKENDS
+        for backend in EXCHANGED
         for copies in (False, True)
     }
     | {"shared_gradient_while_pushed": Check(_check_shared_gradient, gpu_only=True)}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table
 
@@ -74,7 +74,7 @@ def _poison(exchange: Exchange) -> None:
     step. So the window is this rank's until its next launch, which the stream orders behind the poison. The other
     window is not: a peer that has this rank's flags of the step just consumed may write to it already.
     """
-    forward: Any = exchange._made().forward
+    forward: Any = exchange._open().forward
     forward.windows.arena.local(forward.windows.name).fill_(torch.nan)
     for state in getattr(forward, "_states", {}).values():
         state.staging.fill_(torch.nan)
@@ -82,7 +82,7 @@ def _poison(exchange: Exchange) -> None:
 
 def _assert_idle(exchange: Exchange) -> None:
     """Check that the persistent kernel has left its counters as it found them."""
-    for state in getattr(exchange._made().forward, "_states", {}).values():
+    for state in getattr(exchange._open().forward, "_states", {}).values():
         assert not state.done.any(), "tasks of slices stay counted"
         assert not state.ticket.any(), "tickets stay drawn"
 

@@ -32,7 +32,8 @@ from dlrm_overlap.config import (
 )
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.pipeline import build_pipeline
 from dlrm_overlap.trainer import Trainer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
@@ -129,7 +129,7 @@ def _check_trace(place: Place) -> None:
     exchange = stage.exchange(ExchangeOptions("fused", programs_per_sm=2, trace=True))
     for _ in range(3):
         actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
-        forward: Any = exchange._made().forward
+        forward: Any = exchange._open().forward
         place.synchronize()
         assert_same(actual, pool_exactly(batch, everyones, place.rank), "traced")
         del actual

@@ -1,0 +1,51 @@
+"""What kernels have to report to the host: records in page-locked memory that the host polls without waiting."""
+
+from collections.abc import Sequence
+
+import torch
+
+_KINDS, _RECORD_WORDS = 2, 8
+_EXPIRED, _BAD_ID = 1, 2  # the kinds of `primitives.record`
+
+
+class ExchangeTimeoutError(RuntimeError):
+    """A peer did not raise its flag in time: it died, stalls, or runs another program."""
+
+    def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
+        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and what a slot is."""
+        rank, peer, slot, expected, seen = missing
+        super().__init__(
+            f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
+            f"{seen}; see that rank's log, or raise embedding.wait_timeout_s, the sharder's wait_timeout_s, if it is "
+            f"only slow"
+        )
+
+
+class Record:
+    """One record of each kind that kernels write: of a wait that expired, and of an id outside its table.
+
+    A kernel writes a kind's record once, the first time, see `primitives.record`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = words.numpy()  # a read costs nothing, and the array keeps the memory alive
+        self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
+        """[1 + kinds] int64 on the device: what kernels are given, the records' address and a lock for each kind"""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no kernel has recorded anything."""
+        return self._words[_EXPIRED - 1, 0] == 0 and self._words[_BAD_ID - 1, 0] == 0  # each step: .any() takes longer
+
+    def expired(self) -> list[int] | None:
+        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
+        return self._read(_EXPIRED, 5)
+
+    def bad_id(self) -> list[int] | None:
+        """Return [feature of its input, sample, rows of its table] of an id outside its table, or None."""
+        return self._read(_BAD_ID, 3)
+
+    def _read(self, kind: int, count: int) -> list[int] | None:
+        words = self._words[kind - 1]
+        return words[1 : 1 + count].tolist() if words[0] else None

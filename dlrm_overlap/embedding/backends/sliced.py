@@ -1,0 +1,104 @@
+"""`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
+
+import torch
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends.base import ExchangeContext
+from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
+from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, tuning_for
+from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
+
+_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
+
+
+class SlicedForward(ZeroCopyForward):
+    """Persistent kernels, one for each kind of shards; the last returns when all flags have been raised.
+
+    A rank that has nothing to pool does as `pgas`: it only raises its flag, and awaits the others' in `finish`.
+    """
+
+    sliced = True
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        self._states: dict[int, SliceState] = {}
+        self._programs: dict[tuple[int, Tuning], int] = {}
+        self.traces: dict[int, torch.Tensor] = {}
+        """under `options.trace`: what each kernel records, see `TRACE_COLUMNS`"""
+
+    def _has_slices(self, step: Step) -> bool:
+        return bool(self.lookup.pooled_together) and step.batch.most > 0
+
+    def start(self, step: Step) -> None:
+        """Launch the kernels."""
+        if not self._has_slices(step):
+            super().start(step)
+            return
+        self.check()
+        flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
+        epoch = self.windows.begin()
+        self.join_stream()
+        first_slot, last = 0, len(self.lookup.pooled_together) - 1
+        for i, (shards, table) in enumerate(zip(self.lookup.pooled_together, tables, strict=True)):
+            bags = self.lookup.bags(shards, step)
+            options = self.lookup.pooling_options(self._tuning(table, bags))
+            slices = Slices(self.options.slice_bags, first_slot, end_wait=i == last)
+            state = self._state(i, bags, table, options)
+            put = SlicedPut(bags, table, self.peers[epoch % 2], flags, state, options, slices)
+            put.launch_kernel(epoch, self._grid((i, options.tuning), put))
+            first_slot += len(shards) * self.slices(self.options, bags.samples_per_rank)
+
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Lend the window, or copy it: the stream is behind the kernel that has awaited the flags."""
+        if not self._has_slices(step):
+            return super().finish(step, copy)
+        self.join_stream()
+        return self.output(step, copy)
+
+    def _tuning(self, table: FeatureTable, bags: Bags) -> Tuning:
+        """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
+        many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
+        return tuning_for(table.dim, groups=2 if many else 1)
+
+    def _state(self, i: int, bags: Bags, table: FeatureTable, options: PoolingOptions) -> SliceState:
+        """Return what the programs of kernel i share, for the largest batch so far."""
+        here = self.world_size * table.entries.shape[0]
+        tasks = here * -(-bags.samples_per_rank // options.tuning.task_bags)
+        staged = tasks * options.tuning.task_bags * table.dim
+        state = self._states.get(i)
+        if state is None or state.staging.numel() < staged or len(self.traces.get(i, ())) < tasks * self.options.trace:
+            if self.options.trace:
+                self.traces[i] = torch.zeros(tasks, len(TRACE_COLUMNS), dtype=torch.int64, device=self.device)
+            slices = here * self.slices(self.options, bags.samples_per_rank)
+            state = SliceState(
+                staging=torch.empty(staged, dtype=self.options.wire_dtype, device=self.device),
+                done=torch.zeros(slices, dtype=torch.int32, device=self.device),
+                ticket=torch.zeros(2, dtype=torch.int32, device=self.device),
+                trace=self.traces.get(i),
+            )
+            self._states[i] = state
+        return state
+
+    def _grid(self, key: tuple[int, Tuning], put: SlicedPut) -> int:
+        """Return the programs of a persistent grid: as many as fit at once, unless told otherwise.
+
+        Raises:
+            InputError: if more are asked for than fit.
+        """
+        if key not in self._programs:
+            fit, asked = put.resident_programs(), self.options.programs_per_sm
+            if asked is not None and asked > fit:
+                raise InputError(
+                    f"embedding.programs_per_sm: {asked}, but a multiprocessor holds {fit} of these programs at once; "
+                    f"take at most {fit}, or null for as many as fit"
+                )
+            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self._programs[key] = multiprocessors * (asked or fit)
+        return self._programs[key]
+
+    def close(self) -> None:
+        """Forget the windows, what has a view of them, and what else is as large."""
+        self._states, self.traces = {}, {}
+        super().close()

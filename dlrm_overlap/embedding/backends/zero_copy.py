@@ -1,0 +1,64 @@
+"""`pgas` on GPUs: the kernel that pools stores straight into the peers' windows.
+
+Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
+"""
+
+import torch
+
+from dlrm_overlap.embedding.backends.base import ExchangeContext, WindowForward
+from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+
+
+class ZeroCopyForward(WindowForward):
+    """Pools into the peers' windows, then raises one flag at each rank; `finish` awaits the peers' flags."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        columns = {shard: self.layout.column(shard) for shard in self.layout.by_owner[self.rank]}
+        self.lookup = DeviceLookup(context, columns, self.bad_ids)
+        stride, wire = self.layout.total_dim, self.options.wire_dtype
+        self.peers = [Windows(windows.arena.addresses(name), stride, wire) for name in windows.names]
+        """the windows of all ranks: of even epochs, of odd ones"""
+        self._flags: dict[int, Flags] = {}
+
+    def flags_of(self, step: Step) -> Flags:
+        """Return the flags that this rank awaits in `step`."""
+        slices = self.slices(self.options, step.batch.most)
+        if slices not in self._flags:
+            arena = self.windows.arena
+            self._flags[slices] = Flags(
+                addresses=arena.addresses(self.windows.flags),
+                local=arena.local(self.windows.flags),
+                counts=self.awaited_flags(step).to(self.device),
+                timeout=int(self.options.wait_timeout_s * 1e9),
+                status=self.lookup.record.status,
+            )
+        return self._flags[slices]
+
+    def start(self, step: Step) -> None:
+        """Launch the kernels that pool, and behind them the one that raises the flags."""
+        self.check()
+        flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
+        epoch = self.windows.begin()
+        self.join_stream()
+        self.lookup.store(self.peers[epoch % 2], step, tables)
+        raise_flags(flags, self.rank, 0, epoch)
+
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Make the stream wait for the flags, and lend the window or copy it."""
+        self.join_stream()
+        wait_flags(self.flags_of(step), self.rank, self.windows.epoch)
+        return self.output(step, copy)
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded, see `DeviceLookup.check`."""
+        self.lookup.check()
+
+    def close(self) -> None:
+        """Forget the windows and what has a view of them."""
+        self._flags, self.peers = {}, []
+        super().close()

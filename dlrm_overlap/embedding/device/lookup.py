@@ -1,0 +1,109 @@
+"""The lookup on GPUs: which kernels pool this rank's bags, where each finds its rows, and ids outside their table."""
+
+from collections.abc import Mapping
+from math import gcd
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+
+from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.embedding.backends.base import BadIds, ExchangeContext, bad_id_message
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
+from dlrm_overlap.kernels.forward.store_pooled import store_pooled
+from dlrm_overlap.kernels.schedule import resolve_schedule
+
+_MOST_SIZES = 64  # batch sizes whose first samples stay in memory
+
+
+class DeviceLookup:
+    """The kernels that pool this rank's shards, one for each kind of shards that can be pooled together."""
+
+    def __init__(self, context: ExchangeContext, columns: Mapping[FeatureShard, int], bad_ids: BadIds) -> None:
+        """Take, for each shard of this rank, the first column of a destination's row that it fills."""
+        self._context, self._columns, self._bad_ids = context, columns, bad_ids
+        self._rank, self._device = context.group.rank(), context.device
+        self._schedule = resolve_schedule(context.options.schedule, load_store_peers=True)
+        self.pooled_together = list(context.layout.pooled_together(self._rank).values())
+        """the shards of each kernel"""
+        self.record = Record(self._device)
+        self._storage: tuple[int, ...] | None = None
+        self._tables: list[FeatureTable] = []
+        self._first_samples: dict[BatchSizes, torch.Tensor] = {}
+
+    def tables(self) -> list[FeatureTable]:
+        """Return the table of addresses of each kernel, made anew when the rows have moved."""
+        if (storage := self._context.tables.storage()) != self._storage:
+            self._tables = [self._table(shards) for shards in self.pooled_together]
+            self._storage = storage
+        return self._tables
+
+    def _table(self, shards: list[FeatureShard]) -> FeatureTable:
+        weights = [self._context.tables.weight(shard) for shard in shards]
+        entries = [
+            [weight.data_ptr(), weight.shape[0], self._columns[shard], shard.feature, int(shard.mean)]
+            for shard, weight in zip(shards, weights, strict=True)
+        ]
+        dim, dtype = shards[0].dim, shards[0].dtype
+        return FeatureTable(
+            entries=torch.tensor(entries, dtype=torch.int64, device=self._device),
+            dim=dim,
+            weight_dtype=dtype,
+            alignment=gcd(16, dim * dtype.itemsize, *(weight.data_ptr() for weight in weights)),
+            column_alignment=gcd(16, *(self._columns[shard] for shard in shards)),
+        )
+
+    def first_samples(self, batch: BatchSizes) -> torch.Tensor:
+        """Return [W + 1] int32 on the device: the first sample of each rank, and B."""
+        found = self._first_samples.get(batch)
+        if found is None:
+            if len(self._first_samples) == _MOST_SIZES:
+                self._first_samples.clear()
+            found = torch.tensor(batch.first_sample, dtype=torch.int32, device=self._device)
+            self._first_samples[batch] = found
+        return found
+
+    def bags(self, shards: list[FeatureShard], step: Step) -> Bags:
+        """Return the ids of the kernel that pools `shards`."""
+        ids = step.inputs[shards[0].input]
+        return Bags(
+            values=ids.values(),
+            offsets=ids.offsets(),
+            first_sample=self.first_samples(step.batch),
+            samples=step.batch.total,
+            samples_per_rank=step.batch.most,
+        )
+
+    def pooling_options(self, tuning: Tuning) -> PoolingOptions:
+        """Return what a kernel takes beside its tensors."""
+        return PoolingOptions(self._rank, self._schedule, tuning, self._bad_ids.mode != BoundsCheckMode.NONE)
+
+    def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
+        """Return the rows [b_w, D_local] of each rank w in a send buffer [B, D_local], as windows to store into."""
+        row_bytes = send.shape[1] * send.dtype.itemsize
+        first = self.first_samples(step.batch)[:-1]
+        return Windows(send.data_ptr() + first.long() * row_bytes, send.shape[1], send.dtype, gcd(16, row_bytes))
+
+    def store(self, windows: Windows, step: Step, tables: list[FeatureTable]) -> None:
+        """Pool every bag into its destination's window, by the zero-copy kernel; `tables` are `tables()`."""
+        for shards, table in zip(self.pooled_together, tables, strict=True):
+            options = self.pooling_options(tuning_for(table.dim))
+            store_pooled(self.bags(shards, step), table, windows, self.record.status, options)
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded; under bounds check WARNING, log an id outside its table.
+
+        Raises:
+            ExchangeTimeoutError: if a wait for a peer has expired.
+            ValueError: if an id is outside its table, under bounds check FATAL.
+        """
+        if self.record.empty:
+            return
+        if expired := self.record.expired():
+            raise ExchangeTimeoutError(expired, self._context.options.wait_timeout_s)
+        if bad := self.record.bad_id():
+            feature, sample, rows = bad
+            shards = self._context.layout.by_owner[self._rank]
+            names = " or ".join(shard.name for shard in shards if shard.feature == feature)
+            self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")

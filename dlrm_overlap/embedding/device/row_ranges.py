@@ -1,0 +1,120 @@
+"""Which rows the backward updates on a GPU, from which ids, and by which kernel calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from dlrm_overlap.embedding.protocol.gradients import GradientLayout
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.kernels.backward.row_runs import Positions, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.backward.update_rows import RowRange
+
+
+@dataclass(frozen=True)
+class UpdateRange:
+    """Rows of one part that one call of a kernel updates: those of features [first, end) of an input."""
+
+    part: int
+    first: int
+    end: int
+    rows: RowRange
+    lookup: int
+    """the fused lookup that holds them, whose optimizer and learning rate are theirs"""
+
+
+class InputRows:
+    """The rows that the ids of one input name: their order by key, and the ranges in which they are updated.
+
+    A row's key counts the rows of the input's tables one after the other. Example: tables of 10 and 20 rows: row 3 of
+    the second has key 13. Sorted by key, the ids of a table, and so of a range, are together.
+    """
+
+    def __init__(
+        self, shards: Sequence[FeatureShard], tables: LocalTables, gradients: GradientLayout, table_shards: Any
+    ) -> None:
+        """Take the shards of one input in the order of their features.
+
+        Args:
+            table_shards: all shards of this rank, those of one table together: `Layout.tables`.
+        """
+        self.input, self.features = shards[0].input, len(shards)
+        self._tables, self._gradients = tables, gradients
+        first_keys: list[int] = []
+        key = 0
+        for table in table_shards:
+            if table[0].input == self.input:
+                first_keys += [key] * len(table)
+                key += tables.weight(table[0]).shape[0]
+        device = tables.weight(shards[0]).device
+        self._first_keys = torch.tensor([*first_keys, key], dtype=torch.int64, device=device)
+        self._key_bits = key.bit_length()
+        starts = gradients.starts
+        entries = [
+            [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
+        ]
+        alike = [self._alike(shard, first) for shard, first in zip(shards, first_keys, strict=True)]
+        self.ranges: list[UpdateRange] = []
+        boundaries: list[int] = []
+        for index, (_, same) in enumerate(groupby(range(len(shards)), key=lambda i: alike[i])):
+            members = list(same)
+            part, lookup, weight_at, state_at = alike[members[0]]
+            any_mean = any(shards[i].mean for i in members)
+            rows = self._row_range(index, shards[members[0]], weight_at, state_at, any_mean)
+            self.ranges.append(UpdateRange(part, members[0], members[-1] + 1, rows, lookup))
+            boundaries.append(first_keys[members[0]])
+        self.positions = Positions(
+            entries=torch.tensor(entries, dtype=torch.int64, device=device),
+            any_mean=any(shard.mean for shard in shards),
+            boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
+        )
+
+    def _row_range(self, index: int, shard: FeatureShard, weight_at: int, state_at: int, any_mean: bool) -> RowRange:
+        tbe, optimizer = self._tables.lookups[shard.lookup], self._tables.optimizer(shard)
+        weights = tbe.weights_dev.detach()  # type: ignore[union-attr]
+        return RowRange(
+            index=index,
+            weights=weights,
+            states=weights if optimizer == "sgd" else tbe.momentum1_dev.detach(),  # type: ignore[union-attr]
+            weight_at=weight_at,
+            state_at=state_at,
+            dim=shard.dim,
+            any_mean=any_mean,
+            optimizer=optimizer,
+            stochastic_rounding=bool(tbe.stochastic_rounding),
+        )
+
+    def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int]:
+        """Return what neighbours must share to be one range: part, lookup, where key 0 would be, and its state."""
+        tables, part = self._tables, self._gradients.part_of[shard]
+        tbe, weight, state = tables.lookups[shard.lookup], tables.weight(shard), tables.state(shard)
+        units = shard.dim // 4
+        base: Any = tbe.weights_dev
+        weight_at = (weight.data_ptr() - base.data_ptr()) // (4 * weight.itemsize) - first_key * units
+        if state is None:
+            return part, shard.lookup, weight_at, 0
+        base = tbe.momentum1_dev
+        state_at = (state.data_ptr() - base.data_ptr()) // state.itemsize
+        state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
+        return part, shard.lookup, weight_at, state_at
+
+    def sort(self, step: Step) -> PreparedRuns | None:
+        """Sort the ids by key, by FBGEMM's radix sort, and prepare the update of their rows; None if there are none."""
+        ids = step.inputs[self.input]
+        values, offsets, samples = ids.values(), ids.offsets(), step.batch.total
+        if values.numel() == 0:
+            return None
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, self.features)
+        _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
+            self._first_keys,
+            self._key_bits,
+            values.long(),
+            offsets.long(),
+            info_B_num_bits=bits,
+            info_B_mask=mask,
+        )
+        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.positions)

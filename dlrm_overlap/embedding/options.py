@@ -1,0 +1,41 @@
+"""How an exchange runs: the keys of the configuration's section `embedding` that it needs."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.config import EmbeddingConfig
+
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How an exchange runs."""
+
+    backend: str = "pgas"
+    """one of `backends.EXCHANGED`"""
+    schedule: str = "auto"
+    """order of the tasks: linear | remote_first | balanced | auto"""
+    slice_bags: int = EmbeddingConfig.slice_bags
+    """backends with slices: bags in a slice"""
+    programs_per_sm: int | None = None
+    """backends with slices: programs that a multiprocessor runs; None takes as many as fit"""
+    wire_dtype: torch.dtype = torch.float32
+    """type of pooled embeddings and their gradients between ranks"""
+    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
+    """bound of a wait for a peer"""
+    trace: bool = False
+    """backends with slices, on GPUs: record every task"""
+    backward: str = "auto"
+    """collective | push | atomic, or auto: the backend's first"""
+    copy_output: bool = False
+    """backends that store to peers: return a copy of the pooled embeddings. Else the window itself is returned, which
+    its user must let go of before the next forward"""
+
+    @property
+    def resolved_backward(self) -> str:
+        """The backward that is taken: what `backward` names if the backend takes it, else the backend's first."""
+        known = BACKENDS[self.backend].backwards
+        return self.backward if self.backward in known else known[0]

@@ -1,0 +1,79 @@
+"""One step through the embedding stage: its batch, and what its parts hand on to each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSizes:
+    """How many samples each rank has in a step. Example: 3 and 2 samples; `first_sample` (0, 3, 5), `total` 5."""
+
+    per_rank: tuple[int, ...]
+    """samples of each rank, b"""
+    first_sample: tuple[int, ...]
+    """each rank's first sample in the global batch, and then B"""
+    total: int
+    """samples of all ranks, B"""
+    most: int
+    """samples of the rank that has most"""
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # they rarely change
+    def of(per_rank: tuple[int, ...]) -> "BatchSizes":
+        """Return the sizes with what follows from them; the same object for the same sizes."""
+        first = (0, *accumulate(per_rank))
+        return BatchSizes(per_rank, first, first[-1], max(per_rank))
+
+
+class UpdateRule(NamedTuple):
+    """The numbers by which a fused lookup's optimizer updates its rows."""
+
+    lr: float
+    arguments: Any
+    """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
+
+    @property
+    def only_fbgemm(self) -> bool:
+        """Whether FBGEMM's own operator alone can do such an update."""
+        return bool(self.arguments.weight_decay or self.arguments.max_norm)
+
+
+class Step:
+    """One pass through the embedding stage: what its forward and its backward hand on."""
+
+    work: Any = None
+    """the collective under way"""
+    received: torch.Tensor | None = None
+    """the tensor that the collective fills"""
+    set_aside: torch.Tensor | None = None
+    """a copy of the pooled embeddings, if the next step began before they were asked for"""
+    set_aside_event: Any = None
+    """on GPUs: the event after which that copy may be read"""
+    looked_up: Any = None
+    """on GPUs: the event after which the backward may read the ids"""
+    number: int = 0
+    """number of the step among those that have a backward, counted from the run's first"""
+    rules: Sequence[UpdateRule] = ()
+    """how each of this rank's fused lookups updates its rows, as it was at the forward"""
+    runs: Sequence[Any] = ()
+    """the ids of each input, sorted and cut into chunks for the update of their rows"""
+    gradient: torch.Tensor | None = None
+    """gradient of the pooled embeddings, from when it is there until the rows are updated"""
+    sent: bool = False
+    """whether that gradient is on its way to the owners of the rows"""
+
+    def __init__(self, inputs: Sequence[KeyedJaggedTensor], batch: BatchSizes) -> None:
+        """Take the ids of this rank's tables, one tensor an input, each with B bags a feature."""
+        self.inputs, self.batch = inputs, batch
+
+
+def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lengths of the bags [first, end) and, as a view, their ids."""
+    offsets = ids.offsets()
+    return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
