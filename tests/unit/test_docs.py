@@ -5,13 +5,18 @@ import csv
 import dataclasses
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 from dlrm_overlap import backends, config
 from dlrm_overlap.config import Config
+from tests.agreement import assert_same
+from tests.distributed.stage import Stage
 
 PAGES = sorted([Path("README.md"), Path("CONTRIBUTING.md"), Path("launch/README.md"), *Path("docs").rglob("*.md")])
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
@@ -142,3 +147,18 @@ def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
         # Between what was put in: numbers, names in capitals, and two dots for anything.
         for part in re.split(r"\.\.|\b\d+\b|\b[A-Z]{4,}(?!\w)", text):
             assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
+
+
+def test_the_example_of_a_backend_runs(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path("docs/adding_a_backend.md").read_text()
+    source, entry = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    example = ModuleType("gathered")
+    exec(compile(source, "adding_a_backend.md", "exec"), example.__dict__)
+    monkeypatch.setitem(sys.modules, "dlrm_overlap.embedding.backends.gathered", example)
+    for name, backend in eval(f"{{{entry}}}", dict(vars(backends))).items():
+        monkeypatch.setitem(backends.BACKENDS, name, backend)
+    stage = Stage([([8, 4], [4])], rank=0)
+    exchange = stage.exchange(world_of_one, "gathered")
+    inputs, expected = stage.inputs(0, (5,))
+    assert_same(exchange.start(inputs, (5,)).wait().detach(), expected, "the pooled embeddings")
+    exchange.close()
