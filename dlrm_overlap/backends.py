@@ -1,4 +1,4 @@
-"""The registry: every backend of the embedding stage, what it can take, and where its code lies.
+"""The registry: every backend of the embedding stage, what it can take, and where its code is.
 
 Configuration, command line, sharder and benchmarks read their lists here. It loads no code of a backend before that is
 asked for, and no torch. docs/adding_a_backend.md says how to add one.
@@ -11,7 +11,7 @@ _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
 class Implementation(NamedTuple):
-    """Where the class of a forward or of a backward lies, MODULE:CLASS in `embedding/backends`, by type of device."""
+    """Where the class of a forward or of a backward is, MODULE:CLASS in `embedding/backends`, by type of device."""
 
     cpu: str
     cuda: str

@@ -14,10 +14,10 @@ from dlrm_overlap.bench.limits import median_ms
 from dlrm_overlap.bench.timing import greatest
 from dlrm_overlap.bench.workload import Ids, Workload, exchange_options
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.backends.base import ExchangeContext, gradient_scale
+from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack
 from dlrm_overlap.embedding.halves import open_halves
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.kernels.schedule import resolve_schedule

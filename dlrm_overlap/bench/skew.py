@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.timing import gather, greatest
 from dlrm_overlap.bench.workload import Workload
-from dlrm_overlap.embedding.backends.base import ExchangeContext, Forward
+from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.halves import open_halves
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 

@@ -107,7 +107,7 @@ class Arena(ABC):
 
 
 class Loan:
-    """A region lent to whoever computes with it, which tells whether anybody still does."""
+    """A region that is lent as a tensor, and knows whether anything still uses it."""
 
     def __init__(self, region: torch.Tensor) -> None:
         """Take a tensor with a storage of its own."""

@@ -1,4 +1,8 @@
-"""The embedding stage of one sharded module on one rank: forward and backward as autograd sees them."""
+"""The embedding stage of one sharded module on one rank: forward and backward as autograd sees them.
+
+In a training step `Exchange.start` starts the forward's half and returns what waits for it. Later autograd calls
+`start_backward`, when the gradient of the pooled embeddings is there, and `finish_backward`, at the end.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -10,9 +14,8 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.embedding.backends.base import ExchangeContext
 from dlrm_overlap.embedding.halves import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
@@ -23,7 +26,7 @@ Returned = TypeVar("Returned")
 
 
 def _uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Cut a compiled model's graph here: what an exchange does is no tensor's maths, and must be done in every step."""
+    """Keep a function out of compiled graphs: it does what no graph of tensors holds, and must do it in every step."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)
@@ -35,7 +38,10 @@ def _uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters
 
 
 def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Let no part of a step follow one that failed: the peers wait there, and would take a later step's data for it."""
+    """Refuse every part of a step once one has failed on this rank.
+
+    The peers wait for the step that failed, and would take a later step's data for its own.
+    """
 
     @wraps(part)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
@@ -59,8 +65,12 @@ def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters
 class Exchange:
     """Ids of this rank's tables in, pooled embeddings of this rank's samples out, gradients back to the rows.
 
-    All ranks of `group` take the same steps. Windows are made at the first, a collective, and made anew when a rank
-    brings more samples than any before.
+    All ranks of `group` take the same steps. The first step makes the windows, which is a collective; they are made
+    anew when a rank brings more samples than any has before.
+
+    Example: ranks 0 and 1 have 3 and 2 samples, and rank 1 owns one table of dim 4. On rank 1,
+    `exchange.start([ids], [3, 2])`, whose ids are of 5 bags, returns an awaitable; `wait()` returns [2, 4]. On rank 0
+    the input has no feature, and `wait()` returns [3, 4].
     """
 
     def __init__(
@@ -76,7 +86,7 @@ class Exchange:
         self.layout, self.options = layout, options
         self.device = device
         self.steps = 0
-        """that had a backward; a run that resumes sets it, so that its stochastic rounding does not repeat itself"""
+        """steps that had a backward; a run that resumes sets it, so that stochastic rounding does not repeat itself"""
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
         self._capacity = 0
@@ -95,8 +105,8 @@ class Exchange:
             batch_sizes: samples of each rank.
 
         Returns:
-            What waits for the pooled embeddings [b, D_total] of this rank's samples: the features side by side in the
-            layout's order, in float32.
+            An awaitable of the pooled embeddings [b, D_total] float32 of this rank's samples, the features side by side
+            in the layout's order.
 
         Raises:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
@@ -201,10 +211,10 @@ class Exchange:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        except RuntimeError as error:  # by a kernel, whose record tells why
+        except RuntimeError as error:  # a kernel has stopped the GPU; its record says why
             stopped = error
         try:
-            if self._failure is None:  # else it has been told
+            if self._failure is None:  # else it has been raised already
                 halves.check()
         finally:
             if stopped is None:

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.embedding.backends.base import Backward, ExchangeContext, Forward
+from dlrm_overlap.embedding.backends.base import Backward, Forward
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 
 

@@ -1,18 +1,21 @@
-"""How an exchange runs: the keys of the configuration's section `embedding` that it needs."""
+"""How an exchange runs, and on what."""
 
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.tables import LocalTables
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How an exchange runs."""
+    """How an exchange runs: the keys of the configuration's section `embedding` that it needs."""
 
     backend: str = "pgas"
     """one of `backends.EXCHANGED`"""
@@ -39,3 +42,18 @@ class ExchangeOptions:
         """The backward that is taken: what `backward` names if the backend takes it, else the backend's first."""
         known = BACKENDS[self.backend].backwards
         return self.backward if self.backward in known else known[0]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeContext:
+    """What an exchange and its halves know, the same in every step."""
+
+    layout: Layout
+    """the shards of all ranks"""
+    tables: LocalTables
+    """this rank's rows"""
+    options: ExchangeOptions
+    group: dist.ProcessGroup
+    device: torch.device
+    samples_per_rank: int
+    """the most samples that a rank may bring to a step"""

@@ -1,4 +1,4 @@
-"""The sharding plan: TorchRec's planner, told the machine it plans for."""
+"""The sharding plan: TorchRec's planner, given the bandwidths and the memory of this machine."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,6 @@
-"""This rank's rows, where FBGEMM keeps them, and their update by FBGEMM's own operator."""
+"""This rank's rows, where FBGEMM keeps them: ids outside them, and their update by FBGEMM's own operator."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ OPTIMIZERS = {
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
+
+log = logging.getLogger("dlrm_overlap")
 
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
@@ -130,6 +133,32 @@ def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJa
     ids = inputs[lookup.input]
     first, features, total = lookup.first_feature, len(lookup.shards), len(ids.keys())
     return ids if features == total else ids.split([first, features, total - first - features])[1]
+
+
+class BadIds:
+    """What happens when an id outside its table has been found, by FBGEMM's bounds check mode."""
+
+    def __init__(self, mode: BoundsCheckMode) -> None:
+        self.mode = mode
+        self._warned = False
+
+    def report(self, message: str) -> None:
+        """Stop the run or, under WARNING, log the first such id, for which row 0 was taken.
+
+        Raises:
+            ValueError: under FATAL.
+        """
+        if self.mode == BoundsCheckMode.FATAL:
+            raise ValueError(message)
+        if self.mode == BoundsCheckMode.WARNING and not self._warned:
+            log.warning("%s; row 0 was taken. Later ones are not reported", message)
+            self._warned = True
+
+
+def bad_id_message(name: str, value: int | None, rows: int) -> str:
+    """Return what to say of an id outside its table."""
+    what = "an id" if value is None else f"id {value}"
+    return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
 
 
 def unsupported(fused_params: Mapping[str, Any]) -> str | None:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import Implementation
-from dlrm_overlap.embedding.backends.base import ExchangeContext, Forward
+from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.sliced import SlicedForward
 from dlrm_overlap.embedding.halves import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from tests.distributed.stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 

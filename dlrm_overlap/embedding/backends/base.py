@@ -4,40 +4,19 @@ A backend is a subclass of `Forward`, which brings pooled embeddings to the samp
 subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/backends.py` lists them all.
 """
 
-import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.gradients import GradientLayout
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair, WindowSpec
-from dlrm_overlap.embedding.tables import FbgemmUpdate, LocalTables, bags_of
+from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
 from dlrm_overlap.kernels.schedule import resolve_schedule
-
-log = logging.getLogger("dlrm_overlap")
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangeContext:
-    """What an exchange and its halves know, the same in every step."""
-
-    layout: Layout
-    """the shards of all ranks"""
-    tables: LocalTables
-    """this rank's rows"""
-    options: ExchangeOptions
-    group: dist.ProcessGroup
-    device: torch.device
-    samples_per_rank: int
-    """the most samples that a rank may bring to a step"""
 
 
 class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
@@ -132,32 +111,6 @@ class Backward(Half):
 def gradient_scale(world_size: int) -> float:
     """Return the factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
     return 1.0 / world_size if get_gradient_division() else 1.0
-
-
-class BadIds:
-    """What happens when an id outside its table has been found, by FBGEMM's bounds check mode."""
-
-    def __init__(self, mode: BoundsCheckMode) -> None:
-        self.mode = mode
-        self._warned = False
-
-    def report(self, message: str) -> None:
-        """Stop the run or, under WARNING, log the first such id, for which row 0 was taken.
-
-        Raises:
-            ValueError: under FATAL.
-        """
-        if self.mode == BoundsCheckMode.FATAL:
-            raise ValueError(message)
-        if self.mode == BoundsCheckMode.WARNING and not self._warned:
-            log.warning("%s; row 0 was taken. Later ones are not reported", message)
-            self._warned = True
-
-
-def bad_id_message(name: str, value: int | None, rows: int) -> str:
-    """Return what to say of an id outside its table."""
-    what = "an id" if value is None else f"id {value}"
-    return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
 
 
 class WindowForward(Forward):

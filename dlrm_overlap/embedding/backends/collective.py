@@ -7,8 +7,9 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backends.base import Backward, ExchangeContext, Forward
+from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.host import check_on_host, pool_on_host
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of

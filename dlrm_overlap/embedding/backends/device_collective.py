@@ -2,9 +2,9 @@
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import ExchangeContext
 from dlrm_overlap.embedding.backends.collective import CollectiveForward
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 

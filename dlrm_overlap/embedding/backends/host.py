@@ -6,10 +6,12 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.embedding.backends.base import ExchangeContext, Forward, WindowBackward, WindowForward, bad_id_message
+from dlrm_overlap.embedding.backends.base import Forward, WindowBackward, WindowForward
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step, lengths_and_ids
 from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid
 

@@ -12,8 +12,9 @@ from math import gcd
 import torch
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
-from dlrm_overlap.embedding.backends.base import ExchangeContext, WindowBackward
+from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Windows

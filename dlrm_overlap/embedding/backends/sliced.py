@@ -3,8 +3,8 @@
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.base import ExchangeContext
 from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, tuning_for
@@ -82,7 +82,7 @@ class SlicedForward(ZeroCopyForward):
         return state
 
     def _grid(self, key: tuple[int, Tuning], put: SlicedPut) -> int:
-        """Return the programs of a persistent grid: as many as fit at once, unless told otherwise.
+        """Return the programs of a persistent grid: as many as fit at once, or as many as the options ask for.
 
         Raises:
             InputError: if more are asked for than fit.

@@ -5,8 +5,9 @@ Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import ExchangeContext, WindowForward
+from dlrm_overlap.embedding.backends.base import WindowForward
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Windows

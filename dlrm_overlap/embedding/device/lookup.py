@@ -7,9 +7,10 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
-from dlrm_overlap.embedding.backends.base import BadIds, ExchangeContext, bad_id_message
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
 from dlrm_overlap.kernels.schedule import resolve_schedule
