@@ -100,6 +100,13 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
         assert all(re.search(rf"^(?:class|def) {a}\b|^{a}\b.* =", source.read_text(), re.M) for a in attributes), name
 
 
+@EVERY_PAGE
+def test_what_the_programs_of_a_page_import_is_there(page: Path) -> None:
+    for program in re.findall(r"^```python\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in re.findall(r"^from dlrm_overlap.*", program, re.MULTILINE):
+            exec(line, {})
+
+
 def test_readme_names_the_backends_of_the_registry() -> None:
     assert [row[0] for row in _table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
 
