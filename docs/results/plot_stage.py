@@ -55,10 +55,10 @@ def draw(shapes: Sequence[Mapping[str, Mapping[str, str]]], path: Path) -> None:
         for k, (contender, (label, colour)) in enumerate(CONTENDERS.items()):
             median = shape[contender]["median_ms"]
             place, height = i - 0.4 + (k + 0.5) * width, float(median) / base
-            axes.bar(place, height, width * 0.94, color=colour, label=label if i == 0 else None)
+            axes.bar(place, height, width * 0.94, color=colour, label=label if i == 0 else "_")
             axes.text(place, height + 0.02, milliseconds(median), ha="center", va="bottom", fontsize=7)
         limit = float(shape["baseline"]["limit_ms"]) / base
-        axes.hlines(limit, i - 0.42, i + 0.42, color="black", lw=1.2, label="limit of the hardware" if i == 0 else None)
+        axes.hlines(limit, i - 0.42, i + 0.42, color="black", lw=1.2, label="limit of the hardware" if i == 0 else "_")
     axes.set_xticks(range(len(shapes)), [title(shape["baseline"]) for shape in shapes])
     axes.set_xlabel("tables a GPU x rows x dim; global batch, ids a bag")
     axes.set_ylabel("time / FBGEMM + NCCL + unpack")
