@@ -11,7 +11,7 @@ import torch
 
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
-from tests.gpu.exchange.lookups import rows_at_borders
+from tests.gpu.exchange.checks.lookups import rows_at_borders
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table
 

@@ -14,12 +14,12 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol import gradients
 from tests.agreement import assert_all_near, assert_same
-from tests.gpu.exchange.backward import Training, tables_of_all_kinds, uneven_batches
-from tests.gpu.exchange.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
+from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.checks.windows import used_bytes
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage import Batch, Stage, Table
-from tests.gpu.exchange.stress import dawdle
-from tests.gpu.exchange.windows import used_bytes
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
 _PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from tests.unit.shards import make_shard
+from tests.unit.embedding.shards import make_shard
 
 # The model's order. Rank 0 holds `wide` in two shards of its four, a table of two features, in two lookups; rank 1
 # holds nothing; rank 2 the rest, in another order than the model's and from two inputs.

@@ -1,6 +1,16 @@
 """All checks, in the order in which they run."""
 
-from tests.gpu.exchange import backward, backward_steps, faults, lookups, overlap, streams, stress, training, windows
+from tests.gpu.exchange.checks import (
+    backward,
+    backward_steps,
+    faults,
+    lookups,
+    overlap,
+    streams,
+    stress,
+    training,
+    windows,
+)
 
 CHECKS = (
     lookups.CHECKS

@@ -7,7 +7,7 @@ from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.protocol import gradients
 from dlrm_overlap.embedding.protocol.gradients import GradientLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
-from tests.unit.shards import make_shard
+from tests.unit.embedding.shards import make_shard
 
 # Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
 # the first makes up nearly all columns.
