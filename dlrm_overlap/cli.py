@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 import dlrm_overlap
-from dlrm_overlap.bench.request import KINDS, Request
+from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs
@@ -112,70 +112,30 @@ def _print_places(result: Path, runs: Path) -> None:
 
 def bench(argv: list[str]) -> int:
     """Measure the input or the embedding stage; `bench --help` tells the benchmarks."""
-    known = {"input": "the step fed by the loader, against the step on one cached batch", **KINDS}
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *(f"  {k:10} {v}" for k, v in known.items())]))
+        lines = [f"  {name:10} {figure.summary}" for name, figure in FIGURES.items()]
+        print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
-        raise InputError(f"bench: no benchmark is named; known: {', '.join(known)}")
-    if kind not in known:
-        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, list(known))}")
-    return _bench_stage(kind, argv[1:]) if kind in KINDS else _bench_input(argv[1:])
+        raise InputError(f"bench: no benchmark is named; known: {', '.join(FIGURES)}")
+    if kind not in FIGURES:
+        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, list(FIGURES))}")
+    figure = FIGURES[kind]
 
-
-def _bench_input(argv: list[str]) -> int:
     def add_options(parser: Parser) -> None:
-        parser.add_argument("--steps", type=PositiveInt, default=200, help="timed steps of each kind")
-        parser.add_argument("--output", default="runs/bench/input.csv", help="CSV file to append the row to")
+        for name, settings in figure.request.options(kind):
+            parser.add_argument(f"--{name}", **settings)
 
     def check(config: Config, values: Any) -> None:
-        check_output(Path(values.output))
+        check_output(figure.request.read(kind, values).output)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.bench.input import measure
+        request = figure.request.read(kind, ranks.values)
+        request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
+        return figure.load()(request, ranks)
 
-        trainer = ranks.trainer()
-        measure(trainer, ranks.values.steps, Path(ranks.values.output))
-        trainer.close()
-        return 0
-
-    return run_on_ranks(["bench", "input"], bench.__doc__ or "", argv, work, add_options, check)
-
-
-def _bench_stage(kind: str, argv: list[str]) -> int:
-    def add_options(parser: Parser) -> None:
-        parser.add_argument(
-            "--iterations", type=PositiveInt, default=Request.iterations, help="timed steps of each contender"
-        )
-        text = "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
-        parser.add_argument("--tables_per_rank", type=PositiveInt, help=text)
-        if kind == "backward":  # whose ids have been checked by the forward
-            text = "of the rows, one after the other: sgd, rowwise_adagrad, adagrad"
-            parser.add_argument("--optimizers", nargs="+", default=list(Request.optimizers), help=text)
-        else:
-            text = "bounds checks, for all alike"
-            parser.add_argument("--check_ids", type=bool, default=Request.check_ids, help=text)
-        parser.add_argument("--output", default=f"runs/bench/{kind}.csv", help="CSV file to append the rows to")
-
-    def request(values: Any) -> Request:
-        backward = kind == "backward"
-        own: Any = {"optimizers": tuple(values.optimizers)} if backward else {"check_ids": values.check_ids}
-        return Request(kind, Path(values.output), values.iterations, values.tables_per_rank, **own)
-
-    def check(config: Config, values: Any) -> None:
-        check_output(request(values).output)
-
-    def work(ranks: Ranks) -> int:
-        from dlrm_overlap.bench import backward, stage
-
-        run = backward.run if kind == "backward" else stage.run
-        asked = request(ranks.values)
-        asked.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
-        ranks.connect()
-        return run(asked, ranks.config, ranks.world, ranks.device)
-
-    return run_on_ranks(["bench", kind], bench.__doc__ or "", argv, work, add_options, check)
+    return run_on_ranks(["bench", kind], bench.__doc__ or "", argv[1:], work, add_options, check)
 
 
 def prepare(argv: list[str]) -> int:

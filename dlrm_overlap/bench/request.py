@@ -1,69 +1,91 @@
-"""What is asked of a benchmark of the embedding stage. Loads no torch: a mistake is told at once."""
+"""What a user can ask of each figure, beside the configuration. Loads no torch: mistakes are reported at once.
 
-from dataclasses import dataclass, replace
+A class here is what a figure takes; a field made by `_option` is an option on the command line.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_type_hints
+
+from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
-KINDS = {
-    "stage": "all contenders on one shape",
-    "weak": "the same on 1, 2, 4, .. ranks; tables of a rank and global batch stay",
-    "strong": "the same on 1, 2, 4, .. ranks; tables in all and global batch stay",
-    "slice": "fused by slice size, beside pgas",
-    "occupancy": "fused by programs a multiprocessor (GPU)",
-    "schedule": "pgas and fused by order of the tasks, with the skew between ranks",
-    "backward": "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
-}
+
+def _option(default: Any, help: str, **settings: Any) -> Any:
+    """Return a field that is also an option; `help` and `settings` are those of the parser's `add_argument`."""
+    return field(default=default, metadata={"help": help, **settings})
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, beside the configuration, which gives the shape.
-
-    Raises:
-        InputError: if kind and options do not go together.
-    """
+    """What is asked of a figure. The options that a figure takes are a class below this one."""
 
     kind: str
-    """one of KINDS"""
+    """the figure's name in the registry"""
     output: Path
     """CSV file to append the rows to"""
-    iterations: int = 100
-    """timed steps of each contender"""
-    tables_per_rank: int | None = None
-    """tables of each rank, in place of data.tables.count in all"""
-    check_ids: bool = True
-    """bounds checks of ids, the baseline's and the exchanges' alike: on, as in training, or off"""
-    optimizers: tuple[str, ...] = ("sgd", "rowwise_adagrad")
-    """backward: of the rows, one after the other"""
 
-    def __post_init__(self) -> None:
-        known = get_args(get_type_hints(EmbeddingConfig)["optimizer"])
-        for name in self.optimizers:
-            if name not in known:
-                raise InputError(f"--optimizers {name}: not an optimizer of the tables; known: {', '.join(known)}")
-        if len(set(self.optimizers)) < len(self.optimizers):
-            raise InputError(f"--optimizers {' '.join(self.optimizers)}: one is there twice; name each once")
-        given = self.tables_per_rank
-        if self.kind == "weak" and given is None:
-            raise InputError("--tables_per_rank: not given, but weak scaling keeps the tables of a rank; give it")
-        if self.kind == "strong" and given is not None:
-            raise InputError(
-                f"--tables_per_rank: {given}, but strong scaling keeps the tables in all; set data.tables.count instead"
-            )
+    output_help: ClassVar[str] = "CSV file to append the rows to"
+
+    @classmethod
+    def options(cls, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield every option of the figure `kind`: its name without dashes, and what `add_argument` takes."""
+        for option in fields(cls):
+            if option.metadata:
+                default = list(option.default) if isinstance(option.default, tuple) else option.default
+                yield option.name, {"default": default, **option.metadata}
+        yield "output", {"default": f"runs/bench/{kind}.csv", "help": cls.output_help}
+
+    @classmethod
+    def read(cls, kind: str, values: Any) -> Self:
+        """Return the request that the parsed options `values` make of the figure `kind`.
+
+        Raises:
+            InputError: if two options contradict each other, or one contradicts the figure.
+        """
+        own = {option.name: getattr(values, option.name) for option in fields(cls) if option.metadata}
+        own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+        return cls(kind, Path(values.output), **own)
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check what depends on the number of ranks and on their device; needs no process group.
+
+        Raises:
+            InputError: naming the key.
+        """
+
+
+@dataclass(frozen=True)
+class InputRequest(Request):
+    """What is asked of the figure of the input."""
+
+    steps: int = _option(200, "timed steps of each kind", type=PositiveInt)
+
+    output_help: ClassVar[str] = "CSV file to append the row to"
+
+
+@dataclass(frozen=True)
+class StageRequest(Request):
+    """What is asked of every figure of the embedding stage. The configuration gives the shape."""
+
+    iterations: int = _option(100, "timed steps of each contender", type=PositiveInt)
+    tables_per_rank: int | None = _option(
+        None,
+        "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs",
+        type=PositiveInt,
+    )
 
     def worlds(self, world_size: int) -> list[int]:
-        """Return the numbers of ranks to measure on: under weak and strong the powers of two up to all ranks."""
-        if self.kind not in ("weak", "strong"):
-            return [world_size]
-        return [2**n for n in range(world_size.bit_length())]
+        """Return the numbers of ranks to measure on, in ascending order; here all ranks alone."""
+        return [world_size]
 
     def shape(self, config: Config, world_size: int) -> Config:
         """Return `config` with the tables that `world_size` ranks have.
 
         Raises:
-            InputError: if tables or samples do not go round.
+            InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
         """
         if self.tables_per_rank is not None:
             tables = replace(config.data.tables, count=self.tables_per_rank * world_size)
@@ -74,12 +96,77 @@ class Request:
         return config
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check what the number of ranks and their device decide; needs no process group.
+        """Check that every number of ranks to measure on has a shape.
 
         Raises:
             InputError: naming the key.
         """
-        if self.kind == "occupancy" and device_type == "cpu":
-            raise InputError("bench occupancy: a CPU has no multiprocessors; run it on GPUs")
         for size in self.worlds(world_size):
             self.shape(config, size)
+
+
+@dataclass(frozen=True)
+class ForwardRequest(StageRequest):
+    """What is asked of a figure of the stage's forward."""
+
+    check_ids: bool = _option(True, "bounds checks, for all alike", type=bool)
+    """whether the baseline and the exchanges check the ids' bounds; training does"""
+
+
+@dataclass(frozen=True)
+class _ScalingRequest(ForwardRequest):
+    def worlds(self, world_size: int) -> list[int]:
+        """Return the powers of two up to `world_size`."""
+        return [2**n for n in range(world_size.bit_length())]
+
+
+@dataclass(frozen=True)
+class WeakRequest(_ScalingRequest):
+    """What is asked of weak scaling, which keeps the tables of a rank."""
+
+    def __post_init__(self) -> None:
+        if self.tables_per_rank is None:
+            raise InputError("--tables_per_rank: not given, but weak scaling keeps the tables of a rank; give it")
+
+
+@dataclass(frozen=True)
+class StrongRequest(_ScalingRequest):
+    """What is asked of strong scaling, which keeps the tables of all ranks together."""
+
+    def __post_init__(self) -> None:
+        if (given := self.tables_per_rank) is not None:
+            raise InputError(
+                f"--tables_per_rank: {given}, but strong scaling keeps the tables in all; set data.tables.count instead"
+            )
+
+
+@dataclass(frozen=True)
+class OccupancyRequest(ForwardRequest):
+    """What is asked of the figure of the occupancy, which needs GPUs."""
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that the ranks are on GPUs.
+
+        Raises:
+            InputError: naming the key, or because the ranks are on a CPU.
+        """
+        if device_type == "cpu":
+            raise InputError(f"bench {self.kind}: a CPU has no multiprocessors; run it on GPUs")
+        super().check_ranks(config, world_size, device_type)
+
+
+@dataclass(frozen=True)
+class BackwardRequest(StageRequest):
+    """What is asked of the figure of the backward. Its ids have been checked by the forward."""
+
+    optimizers: tuple[str, ...] = _option(
+        ("sgd", "rowwise_adagrad"), "of the rows, one after the other: sgd, rowwise_adagrad, adagrad", nargs="+"
+    )
+
+    def __post_init__(self) -> None:
+        known = get_args(get_type_hints(EmbeddingConfig)["optimizer"])
+        for name in self.optimizers:
+            if name not in known:
+                raise InputError(f"--optimizers {name}: not an optimizer of the tables; known: {', '.join(known)}")
+        if len(set(self.optimizers)) < len(self.optimizers):
+            raise InputError(f"--optimizers {' '.join(self.optimizers)}: one is there twice; name each once")

@@ -304,7 +304,7 @@ def test_reasons_for_the_collective(
     sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(params, backward=backward), FUSED, world_of_one)
     assert sharded.exchange is not None
     taken = "collective" if reason else {"auto": "push"}.get(backward, backward)
-    assert sharded.exchange.options.backward == taken
+    assert sharded.exchange.options.resolved_backward == taken
     lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
     start = f"backward {'push' if backward == 'auto' else backward}: gradients go by the collective: "
     assert lines == ([start + reason] if reason else [])

@@ -1,4 +1,7 @@
-"""How evenly the ranks' own work is spread: each rank's time without its waits for others (arXiv 2305.06942)."""
+"""How evenly the ranks' own work is spread (arXiv 2305.06942).
+
+A rank's own work is the time of its step less the time in which it waits for other ranks.
+"""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -6,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.timing import gather, greatest
-from dlrm_overlap.bench.workload import Workload
+from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.bench.harness.timing import gather, greatest
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.halves import open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
@@ -15,34 +19,35 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP_STEPS = 3
-_LEAD_CYCLES = 2_000_000  # about a millisecond: the host issues a step in it
+_LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host issues a step
 
 
 @dataclass(frozen=True)
 class Skew:
-    """Medians over steps."""
+    """The own work of the ranks; each number is the median over steps."""
 
     own_ms: float
-    """of the rank that works longest"""
+    """own work of the rank that works longest"""
     skew_ms: float
-    """between the ranks that work longest and shortest"""
+    """difference between the ranks that work longest and shortest"""
     skew_fraction: float
-    """of the longest"""
+    """that difference over the own work of the rank that works longest"""
     put_us: float | None = None
-    """fused on GPUs: what a program spends on storing and putting, the mean over its rank's, the greatest rank's"""
+    """backends with slices, on GPUs: time that a program stores and puts, its mean on a rank, the greatest of ranks"""
     wait_us: float | None = None
-    """likewise on waiting for peers at the end"""
+    """likewise the time that a program waits for peers at the end"""
 
 
 @torch.no_grad()
 def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Skew:
-    """Run `steps` steps, each begun by all ranks together, and tell how their own work differs.
+    """Run `steps` steps, each begun by all ranks together, and return how their own work differs. All ranks call this.
 
-    Own work is pgas' kernel, or what a rank does before it waits on a CPU. The kernel of fused waits at its end: there
-    it is the time from the first task's begin to the last one's end, from a trace that the kernel writes.
+    Own work is what `start` does: on GPUs a backend's kernel, on a CPU what a rank does before it waits. The kernel of
+    a backend with slices waits at its end; its own work is the time from the start of the first task to the end of the
+    last, which the kernel writes into a trace.
     """
     device, group = workload.device, workload.group
-    traced = options.backend == "fused" and device.type == "cuda"
+    traced = BACKENDS[options.backend].has_slices and device.type == "cuda"
     options = replace(options, trace=traced, backward="collective")
     known = workload.layout, workload.tables, options, group, device
     halves = open_halves(ExchangeContext(*known, samples_per_rank=max(workload.batch_sizes)))
@@ -54,7 +59,7 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
         timer = StepTimer(device)
         dist.barrier(group)
         if device.type == "cuda":
-            torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else the events would time the host
+            torch.cuda._sleep(_LEAD_CYCLES)  # until the step is issued, or the events would time the host
         timer.mark()
         forward.start(step)
         timer.mark()
@@ -78,7 +83,7 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
 
 
 def _read_trace(forward: Forward) -> tuple[float, float, float]:
-    """Return this rank's own work in ms, and put and end wait in us a program, of the step before."""
+    """Return the last step's own work of this rank in ms, and a program's mean times to put and to wait in us."""
     from dlrm_overlap.embedding.backends.sliced import SlicedForward
     from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
 

@@ -1,11 +1,14 @@
-"""The shapes in configs/bench and the options that change them."""
+"""The figures that can be asked for, their options, and the shapes in configs/bench."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.request import Request
+from dlrm_overlap.bench.registry import FIGURES
+from dlrm_overlap.bench.request import BackwardRequest, StageRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 
@@ -17,15 +20,31 @@ def _config(shape: str, *options: str) -> Config:
     return parse_config("", "", ["--config", str(SHAPES / f"{shape}.yaml"), *options], lambda parser: None)[0]
 
 
+def _request(kind: str, tables_per_rank: int | None = None) -> StageRequest:
+    request = FIGURES[kind].request
+    assert issubclass(request, StageRequest)
+    return request(kind, OUTPUT, tables_per_rank=tables_per_rank)
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+def test_every_figure_has_a_file_that_measures_it(kind: str) -> None:
+    assert callable(FIGURES[kind].load())
+
+
+def test_the_registry_loads_no_torch() -> None:
+    script = "import sys, dlrm_overlap.bench.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("path", sorted(SHAPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
-    commands = [line.split()[2:] for line in path.read_text().splitlines() if line.startswith("#   dlrm-overlap")]
+    commands = [line.split()[3:] for line in path.read_text().splitlines() if line.startswith("#   dlrm-overlap")]
     assert commands
     for kind, *options in commands:
         assert options[options.index("--config") + 1] == str(path)
         own = int(options[options.index("--tables_per_rank") + 1]) if "--tables_per_rank" in options else None
         config = _config(path.stem)
-        Request(kind, OUTPUT, tables_per_rank=own).check_ranks(config, 4, "cuda")
+        _request(kind, own).check_ranks(config, 4, "cuda")
         assert own in (None, config.data.tables.count)
         assert config.data.tables.zipf_alpha == (1.05 if path.stem == "mlperf" else 0)
 
@@ -38,9 +57,9 @@ def test_mlperf_has_the_tables_of_the_training_configuration() -> None:
 
 
 def test_worlds_and_tables() -> None:
-    weak, strong = Request("weak", OUTPUT, tables_per_rank=64), Request("strong", OUTPUT)
+    weak, strong = _request("weak", 64), _request("strong")
     assert weak.worlds(4) == strong.worlds(6) == [1, 2, 4]
-    assert Request("stage", OUTPUT).worlds(3) == [3]
+    assert _request("stage").worlds(3) == [3]
     assert [weak.shape(_config("weak"), size).data.tables.count for size in (1, 4)] == [64, 256]
     assert [strong.shape(_config("strong"), size).data.tables.count for size in (1, 4)] == [96, 96]
 
@@ -60,7 +79,7 @@ def test_what_does_not_go_together_is_refused(
     kind: str, per_rank: int | None, options: list[str], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        Request(kind, OUTPUT, tables_per_rank=per_rank).check_ranks(_config("tiny", *options), 2, "cpu")
+        _request(kind, per_rank).check_ranks(_config("tiny", *options), 2, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -72,4 +91,4 @@ def test_what_does_not_go_together_is_refused(
 )
 def test_optimizers_are_known_and_named_once(optimizers: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Request("backward", OUTPUT, optimizers=optimizers)
+        BackwardRequest("backward", OUTPUT, optimizers=optimizers)

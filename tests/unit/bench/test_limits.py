@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.limits import Limit, count_bytes, count_update
+from dlrm_overlap.bench.harness.limits import Limit, count_bytes, count_update
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
 from tests.agreement import assert_same

@@ -1,8 +1,13 @@
-"""The embedding stage's backward alone: `bench backward`.
+"""`bench backward`: how long does the embedding stage's backward take, by each way that gradients can go?
 
-The gradient [b, D_total] of every rank's samples in, rows updated out, by one optimizer after the other. All contenders
-meet the same ids, rows, gradients and plan, and no time is told unless the rows and the optimizer's state that each
-leaves agree with the baseline's. A row is a contender under an optimizer.
+A step begins with the gradient [b, D_total] of every rank's samples and ends when the owners have updated their rows;
+it is measured under one optimizer after the other. Every contender takes the same ids, rows, gradients and plan, and no
+time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
+contender under an optimizer.
+
+Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, and `atomic` where it can run.
+Extra columns: the optimizer, the packing, the bytes and the time of a cache without bounds, ids and touched rows,
+whether a contender repeats its bits, and the times of the parts.
 """
 
 from collections.abc import Sequence
@@ -12,23 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.agreement import check_rows
-from dlrm_overlap.bench.backward_contenders import (
-    CollectiveBaseline,
-    GradientBatch,
-    Push,
-    make_backward_contenders,
-    make_batches,
-)
-from dlrm_overlap.bench.columns import describe, times
-from dlrm_overlap.bench.contenders import Contender
-from dlrm_overlap.bench.limits import Limit, count_update, find_limit, measure_ceilings
-from dlrm_overlap.bench.report import report
-from dlrm_overlap.bench.request import Request
-from dlrm_overlap.bench.rounds import time_contenders, time_parts
-from dlrm_overlap.bench.workload import Workload, collect_garbage, make_workload, read_ids
-from dlrm_overlap.config import Config
-from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.bench.harness.agreement import check_rows
+from dlrm_overlap.bench.harness.backward_contenders import CollectiveBaseline, GradientBatch, Push, make_batches
+from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.limits import Limit, count_update, find_limit, measure_ceilings
+from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
+from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
+from dlrm_overlap.bench.report.columns import describe, times
+from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import BackwardRequest
+from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.launching.ranks import Ranks
 
 _SHOWN = (
     "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
@@ -36,15 +35,16 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def run(request: Request, config: Config, world: World, device: torch.device) -> int:
-    """Measure, print a table and append the rows on rank 0. The process group must exist; all ranks call this.
+def run(request: BackwardRequest, ranks: Ranks) -> int:
+    """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
 
     Returns:
-        The exit code: 1 if rows disagree, in which case no time is told.
+        The exit code: 1 if rows or states disagree, in which case no time is reported.
     """
-    group = dist.group.WORLD
+    ranks.connect()
+    world, device, group = ranks.world, ranks.device, dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    config = request.shape(config, world.world_size)
+    config = request.shape(ranks.config, world.world_size)
     sparse = read_ids(config, group)
     ceilings = measure_ceilings(group, device)
     gradients: list[torch.Tensor] = []
@@ -60,29 +60,48 @@ def run(request: Request, config: Config, world: World, device: torch.device) ->
         if faults:
             break
     if world.rank == 0:
-        told = [] if faults else rows
-        report(told, faults, request.output, _headline(told) if told else "", _SHOWN)
+        reported = [] if faults else rows
+        report(reported, faults, request.output, _headline(reported) if reported else "", _SHOWN)
     return 1 if faults else 0
 
 
 def _make_gradients(workload: Workload) -> list[torch.Tensor]:
-    """Return a gradient [b, D_total] for each batch, its elements of mean 0 and variance 1."""
+    """Return a gradient [b, D_total] float32 for each batch; its elements have mean 0 and variance 1."""
     shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
     return [torch.randn(shape, generator=generator, device=workload.device) for _ in workload.batches]
 
 
+def make_contenders(
+    config: EmbeddingConfig, workload: Workload, optimizer: str, batches: Sequence[GradientBatch]
+) -> list[Contender]:
+    """Return who takes part under `optimizer`, the baseline first.
+
+    Only SGD's update can be made of atomic additions, and only rows of float32 take part: narrower rows would be
+    rounded after every addition.
+    """
+    options = replace(exchange_options(config, "pgas"), backward="push")
+    contenders: list[Contender] = [
+        CollectiveBaseline(workload, batches[0].gradient),
+        Push("push", workload, options, batches),
+        Push("push_exposed", workload, options, batches, exposed=True),
+    ]
+    if optimizer == "sgd" and config.weight_dtype == "fp32":
+        contenders.append(Push("atomic", workload, replace(options, backward="atomic"), batches))
+    return contenders
+
+
 @torch.no_grad()
 def _measure(
-    request: Request,
+    request: BackwardRequest,
     config: Config,
     workload: Workload,
     optimizer: str,
     batches: Sequence[GradientBatch],
     ceilings: tuple[float, float],
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row a contender, or else what disagrees."""
-    contenders = make_backward_contenders(config.embedding, workload, optimizer, batches)
+    """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    contenders = make_contenders(config.embedding, workload, optimizer, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)
     faults = [
         f"{contender.name}, {optimizer}: rows or state differ from the baseline's by "
@@ -113,7 +132,7 @@ def _measure(
 def _find_limit(
     workload: Workload, optimizer: str, ceilings: tuple[float, float]
 ) -> tuple[Limit, dict[str, int | float]]:
-    """Return the limit, and the columns that tell more of the rank that has it."""
+    """Return the limit, and further columns of the rank that has it."""
     layout, rank = workload.layout, workload.rank
     counts = [
         count_update(layout, rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype, optimizer)
@@ -131,6 +150,7 @@ def _find_limit(
 def _parts(
     contender: Contender, batches: Sequence[GradientBatch], workload: Workload, steps: int
 ) -> dict[str, float | None]:
+    """Return the columns of the parts that a contender has; the others are empty."""
     parts: dict[str, float | None] = dict.fromkeys(("pack_ms", "all_to_all_ms", "update_ms", "prepare_ms"))
     if isinstance(contender, CollectiveBaseline):
         parts.update(zip(parts, time_parts(contender.step, 3, batches, workload, steps), strict=False))

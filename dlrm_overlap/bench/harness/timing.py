@@ -1,4 +1,4 @@
-"""Step times as every figure reports them: median with p10 and p90, the slowest rank."""
+"""Step times as every figure reports them: mean and quantiles, each of the slowest rank."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from dlrm_overlap.observe.metrics import quantile
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Step time in ms: mean and quantiles, each the maximum over ranks."""
+    """Step times in ms: the mean and quantiles, each the maximum over the ranks."""
 
     mean_ms: float
     p10_ms: float
@@ -19,20 +19,23 @@ class StepTimes:
 
 
 def slowest_rank(step_ms: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> StepTimes:
-    """Return the mean and quantiles of this rank's step times, maximised over the ranks of `group`, by default all."""
+    """Return the mean and quantiles of the ranks' step times, each the maximum over the ranks of `group`.
+
+    All ranks of the group call this; without a group all ranks do.
+    """
     mine = [sum(step_ms) / len(step_ms), *(quantile(step_ms, q) for q in (0.1, 0.5, 0.9))]
     return StepTimes(*greatest(mine, device, group))
 
 
 def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return each of `values` maximised over the ranks of `group`, which all call this."""
+    """Return the maximum of each of `values` over the ranks of `group`, which all call this."""
     most = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return most.tolist()
 
 
 def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
-    """Return every rank's `values`, in the order of the ranks."""
+    """Return the `values` of every rank of `group`, in the order of the ranks. They all call this."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     all_values = mine.new_empty(group.size(), mine.numel())
     dist.all_gather(list(all_values.unbind()), mine, group=group)

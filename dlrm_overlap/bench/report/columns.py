@@ -1,17 +1,17 @@
-"""Columns that the rows of the forward and the backward share."""
+"""The columns that the rows of the embedding stage's forward and backward share."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dlrm_overlap.bench.limits import Limit
-from dlrm_overlap.bench.rounds import Timing
-from dlrm_overlap.bench.workload import BATCHES, Workload
+from dlrm_overlap.bench.harness.limits import Limit
+from dlrm_overlap.bench.harness.rounds import Timing
+from dlrm_overlap.bench.harness.workload import BATCHES, Workload
 from dlrm_overlap.config import Config, TablesConfig
 
 
 def describe(config: Config, workload: Workload) -> dict[str, Any]:
-    """Return the columns that tell the shape; a list of the configuration's is written as one value."""
+    """Return the columns of the shape. A list in the configuration is written as one value."""
     tables = config.data.tables
     return {
         "world_size": workload.group.size(),
@@ -29,6 +29,7 @@ def describe(config: Config, workload: Workload) -> dict[str, Any]:
 
 
 def _capped_rows(tables: TablesConfig) -> int | Sequence[int] | None:
+    """Return the rows of the tables, at most `max_rows` each."""
     if tables.max_rows is None or tables.rows is None:
         return tables.rows
     most = tables.max_rows
@@ -36,7 +37,7 @@ def _capped_rows(tables: TablesConfig) -> int | Sequence[int] | None:
 
 
 def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
-    """Return the columns of a contender's times, beside the limit and the baseline."""
+    """Return the columns of a contender's times, and of how they compare with the limit and with the baseline's."""
     median = timing.times.median_ms
     return {
         "steps": timing.steps,

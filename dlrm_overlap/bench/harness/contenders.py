@@ -1,4 +1,4 @@
-"""Who is measured, over the same rows and the same ids: the baseline, TorchRec's own path, and the exchanges."""
+"""The contenders of the forward, over the same rows and ids: the baseline, TorchRec's own path, and our exchanges."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,36 +8,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.workload import Ids, Workload
+from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
 
 class Contender(ABC):
-    """One way to run the stage. All ranks take the same steps."""
+    """One way to run the embedding stage, forward or backward. All ranks take the same steps."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
 
     def columns(self) -> dict[str, Any]:
-        """Return the settings that tell this contender from others of its name."""
+        """Return the columns in which contenders of the same name differ."""
         return {}
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
-        """Run the stage on one of the batches.
+        """Run the stage on `batch`, one of the batches.
 
-        In the forward, whose batches are `Ids`, return the pooled embeddings [b, D_total] float32 of this rank's
-        samples, in the model's feature order. They are valid until the next step.
+        A contender of the forward takes `Ids` and returns the pooled embeddings [b, D_total] float32 of this rank's
+        samples, in the model's feature order. They are valid until the next step. A contender of the backward takes a
+        `GradientBatch` and returns nothing.
         """
 
-    def close(self) -> None:  # noqa: B027  most have nothing to release
-        """Release what outlives Python references. Every rank must be through with its steps."""
+    def close(self) -> None:  # noqa: B027  most have nothing to free
+        """Free what outlives Python references. Every rank must have finished its steps."""
 
 
 class Baseline(Contender):
-    """FBGEMM's lookup, `all_to_all_single`, then the unpacking (Chen et al. 2024). A rank alone only looks up."""
+    """FBGEMM's lookup, `all_to_all_single`, then unpacking (Chen et al. 2024). A rank alone only looks up."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__("baseline", workload)
@@ -49,7 +51,7 @@ class Baseline(Contender):
         self._receive_sizes = [self._samples * dim for dim in layout.owner_dims]
 
     def step(self, batch: Ids, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Run the stage, calling `mark` between lookup, All-to-All and unpacking."""
+        """Run the stage, and call `mark` after the lookup and after the All-to-All."""
         bags = batch.inputs[0]
         pooled = self._lookup(bags.values(), bags.offsets()).to(self.workload.wire_dtype)
         mark()
@@ -67,7 +69,7 @@ class Baseline(Contender):
 
 
 class TorchRec(Contender):
-    """TorchRec's sharded module as its train pipeline calls it, waited for."""
+    """TorchRec's sharded module, called as its train pipeline calls it. A step waits for the output."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__("torchrec", workload)
@@ -79,21 +81,21 @@ class TorchRec(Contender):
 
 
 class Overlap(Contender):
-    """An exchange: `nccl`, `pgas` or `fused`; `_copied` where the output is a copy of the window it came into."""
+    """One of our exchanges, named for its backend, with `_copied` added if the output is a copy of the window."""
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         super().__init__(options.backend + "_copied" * options.copy_output, workload)
         self.options = options
-        forward = replace(options, backward="collective")  # a backward of its own would hold windows that lie idle
+        forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
 
     def columns(self) -> dict[str, Any]:
-        """Return what the backend's options are."""
-        fused = self.options.backend == "fused"
+        """Return the schedule, and for a backend that has slices their size and the programs."""
+        has_slices = BACKENDS[self.options.backend].has_slices
         return {
             "schedule": resolve_schedule(self.options.schedule, load_store_peers=True),
-            "slice_bags": self.options.slice_bags if fused else None,
-            "programs_per_sm": self.options.programs_per_sm if fused else None,
+            "slice_bags": self.options.slice_bags if has_slices else None,
+            "programs_per_sm": self.options.programs_per_sm if has_slices else None,
         }
 
     def step(self, batch: Ids) -> torch.Tensor:
@@ -101,5 +103,5 @@ class Overlap(Contender):
         return self._exchange.start(list(batch.inputs), self.workload.batch_sizes).wait()
 
     def close(self) -> None:
-        """Give the windows back."""
+        """Free the exchange's windows."""
         self._exchange.close()

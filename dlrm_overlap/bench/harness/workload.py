@@ -1,4 +1,4 @@
-"""What is measured on: tables sharded over the ranks, and batches of ids for them."""
+"""What the contenders work on: tables sharded over the ranks, and batches of ids for them."""
 
 import gc
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.model import build_model
 
-BATCHES = 4  # take turns, so that no step finds the rows of the one before in a cache
+BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache
 
 
 class Ids(NamedTuple):
-    """A batch's ids, on the ranks that hold their rows."""
+    """The ids of a batch on the ranks that own their rows."""
 
     context: Any
-    """TorchRec's, from its input_dist"""
+    """the one that TorchRec's input_dist has filled in"""
     inputs: Any
-    """KJTList of one KeyedJaggedTensor: B bags a table of this rank, values and lengths int64"""
+    """a KJTList of one KeyedJaggedTensor: for each table of this rank B bags, values and lengths int64"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Workload:
 
 
 def read_ids(config: Config, group: dist.ProcessGroup) -> list[KeyedJaggedTensor]:
-    """Return the ids of this rank's samples in `BATCHES` batches, as the data set has them."""
+    """Return the ids of this rank's samples in `BATCHES` batches, in the types of the data set."""
     data, _ = open_datasets(config.data)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
@@ -66,7 +66,7 @@ def read_ids(config: Config, group: dist.ProcessGroup) -> list[KeyedJaggedTensor
 
 
 def collect_garbage(device: torch.device) -> None:
-    """Free the memory of workloads that were let go: sharded modules refer to themselves."""
+    """Free the memory of workloads that nothing uses any more. Sharded modules refer to themselves."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -81,14 +81,20 @@ def make_workload(
     check_ids: bool = True,
     optimizer: str = "sgd",
 ) -> Workload:
-    """Shard the tables of `config` over `group` and bring the ids `sparse`, see `read_ids`, to their owners.
+    """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
 
-    Tables lie whole on one rank, the first T / W on rank 0 and so on, so that the baseline's unpacking is one
-    concatenation, without a permutation. TorchRec shards them; every contender uses the same FBGEMM storage. Rows below
-    float32 are rounded to the nearest, not by chance, so that two updates can be compared. Ids are int64, FBGEMM's own
-    type, so that nobody has to cast them.
+    Each table is on one rank, the first T / W on rank 0 and so on, so that the baseline unpacks by one concatenation,
+    without a permutation. TorchRec shards them, and every contender uses the same FBGEMM storage. Rows narrower than
+    float32 are rounded to the nearest value, not stochastically, so that two updates can be compared. Ids are int64,
+    FBGEMM's own type, so that no contender has to cast them.
 
     Args:
+        config: the shape, the rows' types, and the seed that the rows are drawn by.
+        sparse: this rank's batches from `read_ids`.
+        group: the ranks that share the tables.
+        device: this rank's device.
+        local_world_size: ranks on this host.
+        check_ids: whether FBGEMM checks that every id is within its table.
         optimizer: of the rows; the default keeps no state.
     """
     rank, world_size = group.rank(), group.size()
@@ -107,7 +113,7 @@ def make_workload(
     }
     local_size = min(local_world_size, world_size)
     plan = construct_module_sharding_plan(collection, places, sharder, local_size, world_size, device.type)
-    environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` waits for ranks outside the group
+    environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` would wait for ranks outside it
     environment.process_group = group
     module = sharder.shard(collection, plan, environment, device)
     initialise_tables(module, config.train.seed)
@@ -128,12 +134,12 @@ def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor,
     values, lengths = (part.to(device, torch.int64) for part in (sparse.values(), sparse.lengths()))
     context = module.create_context()
     inputs = module.input_dist(context, KeyedJaggedTensor(sparse.keys(), values, lengths=lengths)).wait().wait()
-    inputs[0].offsets()  # computes and keeps them, for all contenders
+    inputs[0].offsets()  # computes the offsets and keeps them for all contenders
     return Ids(context, inputs)
 
 
 def exchange_options(config: EmbeddingConfig, backend: str) -> ExchangeOptions:
-    """Return the options that `config` stands for under `backend`, an exchange's."""
+    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`."""
     sharder = build_sharder(replace(config, backend=backend))
     assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
     return sharder.options

@@ -1,4 +1,7 @@
-"""What bounds the embedding stage: the bytes that memory and links must carry, and how fast they do, measured here."""
+"""What limits the embedding stage: the bytes that memory and links must carry, and how fast they carry any.
+
+The bytes are counted from the ids; the rates are measured on the devices at hand.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.timing import gather
+from dlrm_overlap.bench.harness.timing import gather
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import lengths_and_ids
@@ -17,25 +20,26 @@ from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP, _REPEATS = 3, 20
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-_RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update is told of a touched row, and of an id
+_RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update reads to find a touched row's ids, and an id's gradient
 _LINK_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One rank's bytes of a step, and how fast its memory and its links carry any."""
+    """One rank's bytes of a step, and the rates at which its memory and its links carry bytes."""
 
     hbm_bytes: int
     """into and out of this GPU's memory"""
     link_bytes: int
     """out of this GPU to its peers"""
     hbm_gb_per_s: float
+    """of this GPU's memory, read and written"""
     link_gb_per_s: float
-    """0 where there is no peer"""
+    """of this GPU's links, out to all peers; 0 if it has no peer"""
 
     @property
     def ms(self) -> float:
-        """Time that no implementation of the stage can beat."""
+        """The time that memory or links need, whichever is longer, if every byte is carried at its measured rate."""
         link_ms = self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
         return max(self.hbm_bytes / self.hbm_gb_per_s / 1e6, link_ms)
 
@@ -49,12 +53,16 @@ def count_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that `rank`'s memory and its links must carry in one step.
 
-    Memory: rows, ids and offsets read, and the pooled embeddings of its own samples, which all ranks write into it.
-    Links: the pooled embeddings it makes of others' samples. A row counts as often as an id names it; where rows are
-    read again from the cache, a step can be faster than this allows.
+    Its memory carries the rows, ids and offsets that it reads, and the pooled embeddings of its own samples, which all
+    ranks write into it. Its links carry the pooled embeddings that it makes of other ranks' samples. A row counts as
+    often as an id names it; where rows are read again from the cache, a step can be faster than this allows.
 
     Args:
-        inputs: the ids of the rank's tables, one a source of the layout.
+        layout: which rank pools what.
+        rank: the rank to count for.
+        batch_sizes: samples of each rank.
+        inputs: the ids of the rank's tables, one for each source of the layout.
+        wire_dtype: of the pooled embeddings between ranks.
 
     Example:
         Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, int64 ids. Rank 0 has 6 ids in its 4 bags:
@@ -72,13 +80,16 @@ def count_bytes(
 
 
 class UpdateCounts(NamedTuple):
-    """What one rank moves in a backward."""
+    """The bytes that one rank's memory and links must carry in a backward, and what they are counted from."""
 
     hbm_bytes: int
+    """into and out of this GPU's memory"""
     link_bytes: int
+    """out of this GPU to its peers"""
     compulsory_bytes: int
-    """of memory, if no gradient were read twice: what a cache without bounds would leave of `hbm_bytes`"""
+    """the part of `hbm_bytes` that would remain with a cache without bounds, so that no gradient is read twice"""
     ids: int
+    """of the batch, in this rank's tables"""
     touched_rows: int
     """distinct rows that the ids name"""
 
@@ -93,13 +104,18 @@ def count_update(
 ) -> UpdateCounts:
     """Return what `rank`'s memory and its links must carry in one backward.
 
-    Memory: touched rows and their optimizer state, read and written; of each id its bag's gradient, and 4 bytes that
-    say where it lies; 16 bytes that tell a touched row and its ids; the gradient of the rank's own samples, read to be
-    sent, and that of its own columns, written where it arrives. Links: the columns that others own. A bag's gradient
-    counts as often as the bag has ids; where it is read again from the cache, a step can be faster than this allows.
+    Its memory carries the touched rows and their optimizer state, read and written; for each id its bag's gradient, and
+    4 bytes that say where that gradient is; for each touched row 16 bytes that name the row and its ids; the gradient
+    of the rank's own samples, read to be sent; and the gradient of its own columns, written where it arrives. Its links
+    carry the gradient of the columns that other ranks own. A bag's gradient counts as often as the bag has ids; where
+    it is read again from the cache, a step can be faster than this allows.
 
     Args:
-        inputs: the ids of the rank's tables, one a source of the layout.
+        layout: which rank owns what.
+        rank: the rank to count for.
+        batch_sizes: samples of each rank.
+        inputs: the ids of the rank's tables, one for each source of the layout.
+        wire_dtype: of the gradients between ranks.
         optimizer: sgd | rowwise_adagrad | adagrad.
 
     Example:
@@ -129,10 +145,11 @@ def count_update(
 def find_limit(
     counts: Sequence[Sequence[int]], ceilings: tuple[float, float], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Limit, list[int]]:
-    """Return the limit of the rank that has the greatest, and the rest of its counts.
+    """Return the limit of the rank whose limit is the greatest, and the rest of its counts. All ranks call this.
 
     Args:
-        counts: of each batch, this rank's bytes of memory, of links, and whatever else is to be told; means are taken.
+        counts: for each batch this rank's bytes of memory, its bytes of links, and further counts to report. The mean
+            over the batches is taken of each.
         ceilings: from `measure_ceilings`.
     """
     means = [sum(column) / len(counts) for column in zip(*counts, strict=True)]
@@ -142,10 +159,10 @@ def find_limit(
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return GB/s of this rank's memory, read and written, and of its links, out to all peers; 0 without peers.
+    """Return the GB/s of this rank's memory, read and written, and of its links, out to all peers; 0 without peers.
 
-    Memory is a copy within the device; the links are an All-to-All by stores, all ranks at once. On CPUs both are
-    copies in memory. A collective over `group`.
+    The memory is measured by a copy within the device, the links by an All-to-All of stores that all ranks take part in
+    at once. On CPUs both are copies in memory. All ranks of `group` call this.
     """
     source = torch.zeros(_HBM_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
@@ -162,7 +179,7 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
 
 
 def _sender(arena: Arena, send: torch.Tensor) -> Callable[[], object]:
-    """Return what stores row w of `send` into every peer w's landing."""
+    """Return a function that stores row w of `send` into this rank's row of every peer w's region `landing`."""
     if arena.device.type == "cuda":
         from dlrm_overlap.kernels.peer_copy import store_to_peers  # needs Triton, which a CPU does not
 
@@ -173,7 +190,7 @@ def _sender(arena: Arena, send: torch.Tensor) -> Callable[[], object]:
 
 
 def median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return this rank's median time of `work`, which all ranks of `group` begin together."""
+    """Return this rank's median time of `work` in ms. All ranks of `group` call this and begin together."""
     timer = StepTimer(device)
     for _ in range(_WARMUP):
         work()

@@ -1,4 +1,4 @@
-"""The backward's benchmark: its packings, and that no time is told where rows or state disagree."""
+"""The backward's benchmark: its packings, and that no time is reported where rows or state disagree."""
 
 import math
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench import backward
-from dlrm_overlap.bench.agreement import check_rows, fingerprint, rows_of
-from dlrm_overlap.bench.backward_contenders import (
+from dlrm_overlap.bench.figures import backward
+from dlrm_overlap.bench.harness.agreement import check_rows, fingerprint, rows_of
+from dlrm_overlap.bench.harness.backward_contenders import (
     CollectiveBaseline,
     GradientBatch,
-    make_backward_contenders,
     make_batches,
     pack_at_once,
     pack_by_owner,
 )
-from dlrm_overlap.bench.contenders import Contender
-from dlrm_overlap.bench.request import Request
-from dlrm_overlap.bench.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.request import BackwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.launching.ranks import Ranks
 from tests.agreement import assert_same
 
 WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
@@ -81,7 +81,7 @@ def batches(workload: Workload) -> list[GradientBatch]:
 def contenders(
     config: Config, workload: Workload, optimizer: str, batches: list[GradientBatch]
 ) -> Iterator[list[Contender]]:
-    made = make_backward_contenders(config.embedding, workload, optimizer, batches)
+    made = backward.make_contenders(config.embedding, workload, optimizer, batches)
     yield made
     for contender in made:
         contender.close()
@@ -160,7 +160,7 @@ def test_a_push_prepared_once_serves_every_step(
     monkeypatch.setattr(HostPush, "prepare", prepare)
     monkeypatch.setattr(HostPush, "start", start)
     monkeypatch.setattr(HostPush, "finish", lambda *_: None)
-    made = make_backward_contenders(config.embedding, workload, optimizer, batches)
+    made = backward.make_contenders(config.embedding, workload, optimizer, batches)
     for push in made[1:3]:
         for batch in (*batches, *batches):
             push.step(batch)
@@ -178,9 +178,9 @@ def test_a_disagreement_tells_no_time(
         error = 0.1 if optimizer == "rowwise_adagrad" else 0.0
         return [CollectiveBaseline(workload, gradient), Off(workload, gradient, "rows", error)]
 
-    monkeypatch.setattr(backward, "make_backward_contenders", make)
-    request = Request("backward", tmp_path / "rows.csv", iterations=1)
-    assert backward.run(request, config, WORLD, CPU) == 1
+    monkeypatch.setattr(backward, "make_contenders", make)
+    request = BackwardRequest("backward", tmp_path / "rows.csv", iterations=1)
+    assert backward.run(request, Ranks(config, None, WORLD, CPU)) == 1
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith("dlrm-overlap: off, rowwise_adagrad: rows or state differ from the baseline's by ")

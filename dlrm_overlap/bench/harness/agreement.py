@@ -1,4 +1,4 @@
-"""Do the contenders agree with the first of them, the baseline? No time is told of those that do not."""
+"""Whether the contenders agree with the first of them, the baseline. Figures report no time where one does not."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,59 +6,64 @@ from dataclasses import dataclass
 
 import torch
 
-from dlrm_overlap.bench.contenders import Contender
-from dlrm_overlap.bench.timing import greatest
-from dlrm_overlap.bench.workload import Workload
+from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.workload import Workload
 
-# Greatest difference from the baseline, relative to its greatest element: sums of a hundred rows in another order, or
-# one unit in the last place of the type, the wire's or the rows'.
+# The greatest difference from the baseline that agrees, relative to the baseline's greatest element: sums of a hundred
+# rows in another order, or one unit in the last place of the type, the wire's or the rows'.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-# The same of rows, relative to their table's greatest change: a row of a skewed table sums hundreds of thousands of
-# gradients in another order. Element-wise Adagrad divides by the element's own sum, small where gradients cancel.
+# The same for rows, relative to their table's greatest change: a row of a skewed table sums hundreds of thousands of
+# gradients in another order. Element-wise Adagrad divides by the element's own sum, which is small where gradients
+# cancel.
 ROW_TOLERANCE = {"sgd": 1e-4, "rowwise_adagrad": 1e-4, "adagrad": 1e-3}
 
-_ROW_STEPS = 2  # so that the second meets what the first has left behind
+_ROW_STEPS = 2  # so that the second step starts from what the first has left behind
 _CHUNK_ELEMENTS = 1 << 26  # bounds the scratch of a comparison of large tables
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A contender's outputs against the baseline's, over all batches and ranks."""
+    """How far a contender's outputs are from the baseline's, over all batches and ranks."""
 
     equal: bool
-    """bit for bit"""
+    """whether all outputs are the same bit for bit"""
     max_abs_difference: float
+    """of an element"""
     tolerance: float
-    """greatest difference that agrees"""
+    """the greatest difference that agrees"""
 
     @property
     def agrees(self) -> bool:
-        """False where a difference exceeds the tolerance, or is not finite."""
+        """Whether the difference is finite and within the tolerance."""
         return self.max_abs_difference <= self.tolerance
 
 
 @dataclass(frozen=True)
 class RowAgreement:
-    """A contender's rows and their state against the baseline's, after the same steps, over all ranks."""
+    """How far the rows and states that a contender leaves are from the baseline's after the same steps, on any rank."""
 
     equal: bool
-    """bit for bit"""
+    """whether rows and states are the same bit for bit"""
     deterministic: bool
-    """the same steps once more gave the same bits"""
+    """whether the contender left the same bits when it took the same steps once more"""
     max_relative_difference: float
-    """of rows, relative to their table's greatest change; of state, to its own value"""
+    """of rows relative to their table's greatest change, of a state relative to its own value"""
     tolerance: float
-    """greatest difference that agrees"""
+    """the greatest difference that agrees"""
 
     @property
     def agrees(self) -> bool:
-        """False where a difference exceeds the tolerance, or is not finite."""
+        """Whether the difference is finite and within the tolerance."""
         return self.max_relative_difference <= self.tolerance
 
 
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
-    """Compare every contender's outputs with those of the first, on every batch and rank."""
+    """Compare every contender's outputs with those of the first, on every batch and rank.
+
+    All ranks call this. A difference that is not finite counts as infinite.
+    """
     differences = [0.0] * len(contenders)
     unequal = [0.0] * len(contenders)
     scale = 0.0
@@ -70,7 +75,7 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
             difference = (output - expected).abs().max().item()
             differences[i] = max(differences[i], difference if math.isfinite(difference) else math.inf)
             unequal[i] = max(unequal[i], float(not torch.equal(output, expected)))
-            del output  # its window must be free before the next step
+            del output  # it may be a window, which must be free before the next step
     device, group = workload.device, workload.group
     tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], device, group)[0]
     return [
@@ -85,10 +90,17 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
 ) -> list[RowAgreement]:
-    """Let every contender update the same rows, twice from the same beginning, and compare with the first.
+    """Let every contender update the same rows, twice from the same start, and compare what it leaves with the first's.
 
-    The optimizer's state begins anywhere between 0.5 and 1.5, so that a state of another row is found, and no sum of
-    gradients that cancel is divided by itself. At the end all is as it was before the first step.
+    All ranks call this. Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of
+    another row is found out, and no sum of gradients that cancel is divided by itself. At the end the rows are as they
+    were before the first step, and the states as they started.
+
+    Args:
+        contenders: the baseline first.
+        workload: the tables whose rows are updated.
+        batches: what the contenders' `step` takes; the first two are used.
+        optimizer: sgd | rowwise_adagrad | adagrad; it decides the tolerance.
     """
     weights, states = rows_of(workload)
     _begin(states, workload)
@@ -117,13 +129,14 @@ def check_rows(
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return this rank's rows [rows, D], a tensor a table, and the optimizer's state of each; none under SGD."""
+    """Return this rank's rows, a tensor [rows, D] a table, and the optimizer's state of each table; SGD has none."""
     shards, tables = workload.layout.by_owner[workload.rank], workload.tables
     states = [tables.state(shard) for shard in shards]
     return [tables.weight(shard) for shard in shards], [state for state in states if state is not None]
 
 
 def _begin(states: Sequence[torch.Tensor], workload: Workload) -> None:
+    """Give every state a random start."""
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
     for state in states:
         state.uniform_(0.5, 1.5, generator=generator)
@@ -145,13 +158,13 @@ def _state_difference(state: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _greatest(measure: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """Return the greatest element of `measure`, NaN if one is NaN."""
+    """Return the greatest element of what `measure` makes of `tensors`, NaN if one is NaN."""
     chunks = zip(*(tensor.view(-1).split(_CHUNK_ELEMENTS) for tensor in tensors), strict=True)
     return torch.stack([measure(*(part.float() for part in parts)).max() for parts in chunks]).max().item()
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a number made of all bits of `tensors`: it tells two contents apart, all but for a chance of 2^-60."""
+    """Return a number made of all bits of `tensors`. Two different contents share it with a chance of about 2^-60."""
     number = 0
     for tensor in tensors:
         bits = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16

@@ -1,4 +1,4 @@
-"""No time is told where outputs disagree."""
+"""No time is reported where outputs disagree."""
 
 import math
 from collections.abc import Iterator
@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench import stage
-from dlrm_overlap.bench.agreement import TOLERANCE, check_outputs
-from dlrm_overlap.bench.contenders import Baseline
-from dlrm_overlap.bench.request import Request
-from dlrm_overlap.bench.workload import Ids, Workload, make_workload, read_ids
+from dlrm_overlap.bench.figures.forward import measure_forward
+from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
+from dlrm_overlap.bench.harness.contenders import Baseline
+from dlrm_overlap.bench.harness.workload import Ids, Workload, make_workload, read_ids
+from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.launcher import World, init_process_group
 from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.launching.ranks import Ranks
 
 WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
 
@@ -59,10 +60,10 @@ def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> No
 def test_a_disagreement_tells_no_time(
     workload: Workload, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(stage, "make_workload", lambda *_: workload)
-    monkeypatch.setattr(stage, "make_contenders", lambda *_: [Baseline(workload), Wrong(workload, 0.1)])
-    request = Request("stage", tmp_path / "rows.csv", iterations=1)
-    assert stage.run(request, config, WORLD, CPU) == 1
+    monkeypatch.setattr("dlrm_overlap.bench.figures.forward.make_workload", lambda *_: workload)
+    request = ForwardRequest("stage", tmp_path / "rows.csv", iterations=1)
+    ranks = Ranks(config, None, WORLD, CPU)
+    assert measure_forward(request, ranks, lambda *_: [Baseline(workload), Wrong(workload, 0.1)]) == 1
     out, err = capsys.readouterr()
     assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
     assert out == ""

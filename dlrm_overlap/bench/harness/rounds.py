@@ -1,4 +1,7 @@
-"""How long does each contender take? All meet the same batches, and every drift of the machine."""
+"""How long each contender's step takes.
+
+The contenders take turns on the same batches, so that a drift of the machine slows them all alike.
+"""
 
 import itertools
 import math
@@ -10,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.contenders import Contender
-from dlrm_overlap.bench.timing import StepTimes, greatest, slowest_rank
-from dlrm_overlap.bench.workload import Workload
+from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _ROUNDS = 4  # contenders take turns
@@ -21,19 +24,27 @@ _WARMUP_STEPS = 5
 
 @dataclass(frozen=True)
 class Timing:
-    """A contender's steps, back to back."""
+    """The time of a contender's steps, taken back to back."""
 
     times: StepTimes
     host_ms: float
-    """median time for the host to issue a step, the slowest rank's"""
+    """median time for the host to issue a step, on the slowest rank"""
     steps: int
+    """how many were timed"""
 
 
 @torch.no_grad()
 def time_contenders(
     contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, in rounds; `batches` take turns."""
+    """Time at least `steps` steps of each contender, in rounds. All ranks call this.
+
+    Args:
+        contenders: each has as many steps in every round.
+        batches: what a contender's `step` takes, one after the other and again from the first.
+        workload: gives the group and the device.
+        steps: the fewest steps to time of each contender.
+    """
     per_round = math.ceil(steps / _ROUNDS)
     step_ms: list[list[float]] = [[] for _ in contenders]
     host_ms: list[list[float]] = [[] for _ in contenders]
@@ -58,10 +69,14 @@ def time_contenders(
 def time_parts(
     step: Callable[..., object], parts: int, batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[float]:
-    """Return the medians in ms of the parts of a step, the slowest rank's each.
+    """Return the median of each part of a step in ms, on the rank where it is the longest. All ranks call this.
 
     Args:
-        step: takes a batch, and what to call between two parts.
+        step: runs a step; it takes a batch, and a function to call between two parts.
+        parts: how many parts a step has.
+        batches: what `step` takes, one after the other and again from the first.
+        workload: gives the group and the device.
+        steps: how many to time.
     """
     following, timer = _warm_up(step, batches, workload)
     for _ in range(steps):
@@ -74,7 +89,7 @@ def time_parts(
 def _warm_up(
     step: Callable[..., object], batches: Sequence[Any], workload: Workload
 ) -> tuple[Iterator[Any], StepTimer]:
-    """Take the first steps of a block together with all ranks; return the batches to go on with and a timer begun."""
+    """Take a few steps that all ranks begin together; return the batches that follow, and a timer that has started."""
     following = itertools.cycle(batches)
     dist.barrier(workload.group)
     for _ in range(_WARMUP_STEPS):

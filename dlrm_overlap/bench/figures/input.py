@@ -1,4 +1,8 @@
-"""Does the input keep up? The training step fed by the real loader against the step on one cached batch."""
+"""`bench input`: does the input keep up with training?
+
+Contenders: the training step fed by the loader, and the same step on one batch that stays in memory. The file has one
+row for a run; its columns are this figure's own.
+"""
 
 import itertools
 import sys
@@ -7,17 +11,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dlrm_overlap.bench.report import append_row
-from dlrm_overlap.bench.timing import slowest_rank
+from dlrm_overlap.bench.harness.timing import slowest_rank
+from dlrm_overlap.bench.report.rows import append_row
+from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.launching.ranks import Ranks
 from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.trainer import Trainer
 
-_ROUNDS = 4  # cached and loaded take turns, so that a drift of the machine meets both
+_ROUNDS = 4  # cached and loaded steps take turns, so that a drift of the machine slows both
 _WARMUP_STEPS = 10
 
 
-def measure(trainer: Trainer, steps: int, output: Path) -> None:
+def run(request: InputRequest, ranks: Ranks) -> int:
+    """Measure the figure on all ranks, which all call this, and return the exit code 0."""
+    trainer = ranks.trainer()
+    _measure(trainer, request.steps, request.output)
+    trainer.close()
+    return 0
+
+
+def _measure(trainer: Trainer, steps: int, output: Path) -> None:
     """Time `steps` training steps of each kind, print the comparison on rank 0 and append it to the CSV `output`."""
     per_round = max(1, steps // _ROUNDS)
     cached_ms: list[float] = []
@@ -25,7 +39,7 @@ def measure(trainer: Trainer, steps: int, output: Path) -> None:
     waited_s = 0.0
     with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
         batches = iter(loader)
-        loader_warmup = _WARMUP_STEPS + loader.read_ahead  # leaves no batch that was read while the cached one ran
+        loader_warmup = _WARMUP_STEPS + loader.read_ahead  # after these, no batch was read while the cached steps ran
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()

@@ -1,4 +1,4 @@
-"""Rows of measurements, each with what it was measured on."""
+"""Rows of measurements: appended to a CSV file, each with the environment it was measured in, and printed."""
 
 import csv
 import sys
@@ -12,7 +12,7 @@ from dlrm_overlap.observe.text_table import format_table
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append `row` and the environment to the CSV file `path`, making it with a header if it is not there.
+    """Append `row` and the environment to the CSV file `path`, and write the header first if the file is new or empty.
 
     Raises:
         InputError: if the file has other columns or cannot be written.
@@ -45,10 +45,17 @@ def _show(value: Any) -> str:
 def report(
     rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, headline: str, columns: Sequence[str]
 ) -> None:
-    """Print `faults`, then `headline` and those of `columns` that a row has, and append the rows to `output`.
+    """Print the faults to standard error; print the rows as a table and append them to the CSV file `output`.
+
+    Args:
+        rows: if there is none, only the faults are printed.
+        faults: one line each.
+        output: see `append_row`.
+        headline: printed above the table.
+        columns: those that the table has, as far as a row has a value there. The CSV file has all columns.
 
     Raises:
-        InputError: if the file has other columns.
+        InputError: if the file has other columns or cannot be written.
     """
     for fault in faults:
         print(f"dlrm-overlap: {fault}", file=sys.stderr)

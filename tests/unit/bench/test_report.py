@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.report import append_row
+from dlrm_overlap.bench.report.rows import append_row
 from dlrm_overlap.config import InputError
 
 

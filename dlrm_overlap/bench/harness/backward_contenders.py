@@ -1,19 +1,17 @@
-"""Who takes part in the backward: FBGEMM's operator behind a collective, and the exchange's own ways."""
+"""The contenders of the backward: FBGEMM's operator behind a collective, and the exchange's own backwards."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.contenders import Contender
-from dlrm_overlap.bench.limits import median_ms
-from dlrm_overlap.bench.timing import greatest
-from dlrm_overlap.bench.workload import Ids, Workload, exchange_options
-from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.limits import median_ms
+from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack
 from dlrm_overlap.embedding.halves import open_halves
@@ -24,12 +22,13 @@ from dlrm_overlap.kernels.schedule import resolve_schedule
 
 
 class GradientBatch(NamedTuple):
-    """A batch's ids at their owners, and the gradient of its pooled embeddings at the samples' ranks."""
+    """A batch: its ids on the ranks that own their rows, and the gradient of its pooled embeddings."""
 
     number: int
+    """the batch's place among the workload's batches"""
     ids: Ids
     gradient: torch.Tensor
-    """[b, D_total] float32, of this rank's samples, as autograd leaves it"""
+    """[b, D_total] float32, of this rank's samples, in the layout that autograd leaves"""
 
 
 def make_batches(workload: Workload, gradients: Sequence[torch.Tensor]) -> list[GradientBatch]:
@@ -38,12 +37,22 @@ def make_batches(workload: Workload, gradients: Sequence[torch.Tensor]) -> list[
 
 
 def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times the gradient [b, D_total] as a collective sends it: [b, D] of each owner in order, flat."""
+    """Return `scale` times the gradient, packed as a collective sends it, with one operation for each owner.
+
+    Args:
+        gradient: [b, D_total] float32.
+        dims: the columns of each owner, in the order of the owners; they add up to D_total.
+        scale: the factor.
+        wire_dtype: of the result.
+
+    Returns:
+        A flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
+    """
     return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
 
 
 def pack_at_once(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Do the same in one operation, where all owners have as many columns."""
+    """Return what `pack_by_owner` returns, by one operation. All owners must have the same number of columns."""
     samples, owners, width = gradient.shape[0], len(dims), dims[0]
     send = gradient.new_empty(owners, samples, width, dtype=wire_dtype)
     torch.mul(gradient.view(samples, owners, width).transpose(0, 1), scale, out=send)
@@ -56,13 +65,13 @@ _PACKINGS = {"by_owner": pack_by_owner, "at_once": pack_at_once}
 class CollectiveBaseline(Contender):
     """Packing, `all_to_all_single`, then FBGEMM's backward operator, its sort of the ids included.
 
-    What a training step does, at its cheapest: the owners hold the tables in the model's order, so a pack is a copy of
-    column ranges; the gradients are divided by the ranks on the way; and of the ways to pack the fastest here is taken.
-    A rank alone only updates.
+    This is what a training step does, at its cheapest. The owners hold the tables in the model's order, so packing
+    copies ranges of columns; it also divides the gradients by the number of ranks. The constructor measures the ways of
+    packing, and `step` takes the one that is fastest here. A rank alone only updates.
     """
 
     def __init__(self, workload: Workload, gradient: torch.Tensor) -> None:
-        """Take a batch's gradient to choose the packing by."""
+        """Choose the packing that is fastest for `gradient`, a batch's; all ranks choose together."""
         super().__init__("baseline", workload)
         layout, rank = workload.layout, workload.rank
         assert layout.sent_in_order, "owners hold their tables in the model's order"
@@ -85,11 +94,11 @@ class CollectiveBaseline(Contender):
         return names[slowest_ms.index(min(slowest_ms))]
 
     def columns(self) -> dict[str, Any]:
-        """Return how it packs."""
+        """Return how the contender packs; None for a rank alone."""
         return {"packing": self.packing}
 
     def step(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
-        """Update the rows, calling `mark` between packing, All-to-All and update."""
+        """Update the rows, and call `mark` after the packing and after the All-to-All."""
         received = batch.gradient
         if self.packing is None:
             mark()
@@ -105,10 +114,10 @@ class CollectiveBaseline(Contender):
 
 
 class Push(Contender):
-    """A backward of the exchange's own: from the gradient being there to the rows being updated.
+    """One of the exchange's own backwards, from the moment the gradient is there until the rows are updated.
 
-    What needs the ids alone is done once a batch, before any clock starts, as training does it beside the dense part.
-    `exposed` does it in every step: what it costs where nothing hides it.
+    The part that needs only the ids (`prepare`) runs beside the dense layers in training. So it is done here once for
+    each batch, before any clock starts. With `exposed` every step does it: what it costs where nothing hides it.
     """
 
     def __init__(
@@ -138,40 +147,22 @@ class Push(Contender):
         return step
 
     def columns(self) -> dict[str, Any]:
-        """Return the order of the destinations."""
+        """Return the order in which a rank walks the destinations."""
         return {"schedule": self._schedule}
 
     def step(self, batch: GradientBatch) -> None:
-        """Send the gradient and update the rows."""
-        # A copy: `update` lets go of what was made of the ids.
+        """Send the batch's gradient to the owners and update the rows there."""
+        # A copy, since `finish` drops what `prepare` has made of the ids.
         step = self._begun(batch) if self._exposed else copy(self._steps[batch.number])
         self._halves.backward.start(step, batch.gradient)
         self._halves.backward.finish(step)
 
     def prepare(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
-        """Do what needs the ids alone, and nothing else."""
+        """Do the part that needs only the ids."""
         step = self._prepared(batch)
         if self.workload.device.type == "cuda":
-            self._halves.backward.finish(step)  # on GPUs but a wait for what runs beside the main stream
+            self._halves.backward.finish(step)  # on GPUs this only waits for the stream that prepares
 
     def close(self) -> None:
-        """Give the windows back."""
+        """Free the windows. Every rank must have finished its steps."""
         self._halves.close()
-
-
-def make_backward_contenders(
-    config: EmbeddingConfig, workload: Workload, optimizer: str, batches: Sequence[GradientBatch]
-) -> list[Contender]:
-    """Return who takes part, the baseline first.
-
-    Atomic additions are those of SGD alone, and of float32 rows alone: below, every one of them would round.
-    """
-    options = replace(exchange_options(config, "pgas"), backward="push")
-    contenders: list[Contender] = [
-        CollectiveBaseline(workload, batches[0].gradient),
-        Push("push", workload, options, batches),
-        Push("push_exposed", workload, options, batches, exposed=True),
-    ]
-    if optimizer == "sgd" and config.weight_dtype == "fp32":
-        contenders.append(Push("atomic", workload, replace(options, backward="atomic"), batches))
-    return contenders

@@ -1,0 +1,156 @@
+"""The procedure that the figures of the embedding stage's forward share.
+
+Every contender takes the same ids, rows and types in one run, and no time is reported unless the outputs of all agree
+with the baseline's (Chen et al. 2024: FBGEMM's lookup, All-to-All, unpacking). A row is a contender: its times, the
+bytes that the stage must move, how fast the memory and the links of these GPUs move bytes, and the fraction of that
+limit that the contender reaches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.harness.contenders import Baseline, Contender
+from dlrm_overlap.bench.harness.limits import Limit, count_bytes, find_limit, measure_ceilings
+from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
+from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
+from dlrm_overlap.bench.report.columns import describe, times
+from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.launching.ranks import Ranks
+
+Row = dict[str, Any]
+MakeContenders = Callable[[EmbeddingConfig, Workload], list[Contender]]
+ExtraColumns = Callable[[Contender, ForwardRequest], Row]
+
+_SETTINGS = ("schedule", "slice_bags", "programs_per_sm")
+_SHOWN = (
+    "contender", *_SETTINGS, "world_size", "median_ms", "p10_ms", "p90_ms", "host_ms",
+    "fraction_of_limit", "speedup", "equal",
+)  # fmt: skip
+
+
+def measure_forward(
+    request: ForwardRequest,
+    ranks: Ranks,
+    make_contenders: MakeContenders,
+    extra_columns: ExtraColumns = lambda contender, request: {},
+    shown: Sequence[str] = (),
+    compare_worlds: Callable[[Sequence[Sequence[Row]]], None] = lambda measured: None,
+) -> int:
+    """Measure a figure, print its table and append its rows on rank 0. All ranks call this.
+
+    Args:
+        request: what is asked, the numbers of ranks to measure on among it.
+        ranks: this rank's configuration, device and place; the process group is made unless there is one.
+        make_contenders: returns who takes part, the baseline first. All ranks call it.
+        extra_columns: returns the columns of a contender's row that only this figure has. All ranks call it, after
+            the contenders have been timed.
+        shown: those of the extra columns that the printed table has too.
+        compare_worlds: fills in the columns that compare numbers of ranks. It takes the rows of each number of ranks,
+            from the smallest on.
+
+    Returns:
+        The exit code: 1 if outputs disagree on some number of ranks, for which no time is reported.
+    """
+    ranks.connect()
+    config, world, device = ranks.config, ranks.world, ranks.device
+    agreed = True
+    measured: list[tuple[list[Row], list[str]]] = []
+    # The most ranks come first: symmetric memory numbers its collectives by process, so the ranks of a group must have
+    # taken part in all of the earlier ones.
+    for world_size in reversed(request.worlds(world.world_size)):
+        group = dist.group.WORLD if world_size == world.world_size else dist.new_group(list(range(world_size)))
+        if world.rank < world_size:
+            assert isinstance(group, dist.ProcessGroup)
+            shape = request.shape(config, world_size)
+            sparse = read_ids(shape, group)
+            workload = make_workload(shape, sparse, group, device, world.local_world_size, request.check_ids)
+            measured.append(_measure(request, shape, workload, make_contenders, extra_columns))
+            agreed = not measured[-1][1]
+            del workload
+            collect_garbage(device)
+        agreed = _all_agree(agreed, device)  # ranks that took no part wait here
+        if not agreed:
+            break
+    if world.rank == 0:
+        measured.reverse()
+        compare_worlds([rows for rows, _ in measured])
+        for rows, faults in measured:
+            report(rows, faults, request.output, _headline(rows) if rows else "", [*_SHOWN, *shown])
+    return 0 if agreed else 1
+
+
+def _all_agree(agreed: bool, device: torch.device) -> bool:
+    flag = torch.tensor(int(agreed), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def _measure(
+    request: ForwardRequest,
+    config: Config,
+    workload: Workload,
+    make_contenders: MakeContenders,
+    extra_columns: ExtraColumns,
+) -> tuple[list[Row], list[str]]:
+    """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    contenders = make_contenders(config.embedding, workload)
+    agreements = check_outputs(contenders, workload)
+    faults = [
+        f"{contender.name}: outputs differ from the baseline's by {agreement.max_abs_difference:.1e}, tolerance "
+        f"{agreement.tolerance:.1e}; no time is told"
+        for contender, agreement in zip(contenders, agreements, strict=True)
+        if not agreement.agrees
+    ]
+    rows: list[Row] = []
+    if not faults:
+        limit = _find_limit(workload)
+        timings = time_contenders(contenders, workload.batches, workload, request.iterations)
+        shape = describe(config, workload) | {"check_ids": request.check_ids}
+        for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
+            rows.append(
+                {"kind": request.kind, "contender": contender.name}
+                | {**dict.fromkeys(_SETTINGS), **contender.columns(), **shape}
+                | times(timing, timings[0], limit)
+                | asdict(agreement)
+                | _parts(contender, workload, timing.steps)
+                | extra_columns(contender, request)
+            )
+    dist.barrier(workload.group)
+    for contender in contenders:
+        contender.close()
+    return rows, faults
+
+
+def _find_limit(workload: Workload) -> Limit:
+    counts = [
+        count_bytes(workload.layout, workload.rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype)
+        for ids in workload.batches
+    ]
+    ceilings = measure_ceilings(workload.group, workload.device)
+    return find_limit(counts, ceilings, workload.group, workload.device)[0]
+
+
+def _parts(contender: Contender, workload: Workload, steps: int) -> dict[str, float | None]:
+    """Return the columns of the baseline's parts, which are empty for the other contenders."""
+    names = ("lookup_ms", "all_to_all_ms", "unpack_ms")
+    if not isinstance(contender, Baseline):
+        return dict.fromkeys(names)
+    return dict(zip(names, time_parts(contender.step, len(names), workload.batches, workload, steps), strict=True))
+
+
+def _headline(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    return (
+        f"{first['tables']} tables x {first['rows']} x {first['dim']}, global batch {first['global_batch']}, "
+        f"{first['multi_hot']} ids a bag, {first['world_size']} ranks: limit {first['limit_ms']:.3g} ms, memory "
+        f"{first['hbm_bytes'] / 1e6:.4g} MB at {first['hbm_gb_per_s']:.4g} GB/s, links {first['link_bytes'] / 1e6:.4g} "
+        f"MB at {first['link_gb_per_s']:.4g} GB/s; baseline: lookup {first['lookup_ms']:.3g}, All-to-All "
+        f"{first['all_to_all_ms']:.3g}, unpacking {first['unpack_ms']:.3g} ms"
+    )

@@ -1,0 +1,32 @@
+"""`bench stage`: how long does the embedding stage's forward take under every backend, on one shape?
+
+Contenders: the baseline; TorchRec's own path; every backend whose exchange is ours; and `pgas` once more, which returns
+a copy of its window, as the drop-in does unless it is asked not to. No extra column.
+"""
+
+from dataclasses import replace
+
+from dlrm_overlap.backends import EXCHANGED
+from dlrm_overlap.bench.figures.forward import measure_forward
+from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
+from dlrm_overlap.bench.harness.workload import Workload, exchange_options
+from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.launching.ranks import Ranks
+
+
+def run(request: ForwardRequest, ranks: Ranks) -> int:
+    """Measure the figure on all ranks, which all call this, and return the exit code of `measure_forward`."""
+    return measure_forward(request, ranks, make_contenders)
+
+
+def make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
+    """Return who takes part, the baseline first."""
+    copied = replace(exchange_options(config, "pgas"), copy_output=True)
+    return [*every_backend(config, workload), Overlap(workload, copied)]
+
+
+def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
+    """Return the baseline, TorchRec's own path, and every backend whose exchange is ours."""
+    exchanges = [Overlap(workload, exchange_options(config, backend)) for backend in EXCHANGED]
+    return [Baseline(workload), TorchRec(workload), *exchanges]

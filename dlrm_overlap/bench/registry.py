@@ -1,0 +1,51 @@
+"""The registry of the figures. `dlrm-overlap bench` reads from it which figures there are and what options they take.
+
+To add a figure, write its file in `figures/`, with a function `run(request, ranks)` that all ranks call and that
+returns the exit code, and add one line to FIGURES. A figure with options of its own also has a class in `request`.
+This module loads neither torch nor a figure before one is asked for.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from dlrm_overlap.bench.request import (
+    BackwardRequest,
+    ForwardRequest,
+    InputRequest,
+    OccupancyRequest,
+    Request,
+    StrongRequest,
+    WeakRequest,
+)
+
+
+class Figure(NamedTuple):
+    """What the command line needs to know of a figure before any of its code is loaded."""
+
+    summary: str
+    """what is measured, in a line"""
+    request: type[Request]
+    """the options that the figure takes"""
+    file: str
+    """the module in `figures/` whose `run` measures it"""
+
+    def load(self) -> Callable[[Any, Any], int]:
+        """Import the figure's file and return its `run`, which takes the request and this rank's `Ranks`."""
+        return import_module(f"dlrm_overlap.bench.figures.{self.file}").run
+
+
+FIGURES = {
+    "input": Figure("the step fed by the loader, against the step on one cached batch", InputRequest, "input"),
+    "stage": Figure("all contenders on one shape", ForwardRequest, "stage"),
+    "weak": Figure("the same on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"),
+    "strong": Figure("the same on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"),
+    "slice": Figure("fused by slice size, beside pgas", ForwardRequest, "slice"),
+    "occupancy": Figure("fused by programs a multiprocessor (GPU)", OccupancyRequest, "occupancy"),
+    "schedule": Figure("pgas and fused by order of the tasks, with the skew between ranks", ForwardRequest, "schedule"),
+    "backward": Figure(
+        "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
+        BackwardRequest,
+        "backward",
+    ),
+}
