@@ -102,7 +102,7 @@ def _run(
     trainer = _trainer(place, _config(place, backend, optimizer, plan, graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" or plan == "row_wise" else [backend]), f"exchanged by {used}"
-    assert all(exchange.options.backward == "push" for exchange in exchanges(trainer.model))
+    assert all(exchange.options.resolved_backward == "push" for exchange in exchanges(trainer.model))
     before = _rows(trainer)
     losses = _train(place, trainer, 0, _STEPS)
     after = _rows(trainer)
