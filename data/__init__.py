@@ -1,1 +1,1 @@
-"""Samples: synthetic and Criteo's, and the loader."""
+"""Samples, synthetic or Criteo's, and the loader that reads them ahead of the training loop."""

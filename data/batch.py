@@ -1,4 +1,4 @@
-"""A batch, and what every data set promises."""
+"""A batch of samples, and the protocol that every data set follows."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +17,10 @@ def table_keys(tables: int) -> list[str]:
 
 
 class Lease:
-    """A batch's right to memory that is lent: ends when the batch is dropped and its copies to a GPU are done."""
+    """A batch's right to a slot of lent memory. It ends when the batch is dropped and its copies to a GPU are done.
+
+    A lease that is dropped appends itself to `returned`, from which the slot's owner takes it.
+    """
 
     def __init__(self, slot: int, returned: deque["Lease"]) -> None:
         self.slot = slot
@@ -25,12 +28,12 @@ class Lease:
         self._copied: torch.cuda.Event | None = None
 
     def copying(self) -> None:
-        """Note that copies from the memory were enqueued on the current stream."""
+        """Record that copies from the memory have been enqueued on the current stream."""
         self._copied = torch.cuda.Event()
         self._copied.record()
 
     def is_copied(self) -> bool:
-        """Tell whether the last noted copies are done."""
+        """Return whether the copies recorded last are done."""
         return self._copied is None or self._copied.query()
 
     def __del__(self) -> None:
@@ -39,17 +42,17 @@ class Lease:
 
 @dataclass
 class Batch(Pipelineable):
-    """The samples of one rank and step.
-
-    dense: [b, F] float32. sparse: T keys of b bags each, lengths int32, values int32 or int64, table after table
-    (all of a table's bags, sample by sample, then the next table's). labels: [b] float32, each 0 or 1.
-    """
+    """The samples of one rank and step."""
 
     dense: torch.Tensor
+    """[b, F] float32"""
     sparse: KeyedJaggedTensor
+    """T keys of b bags each, lengths int32, values int32 or int64, table after table: all of a table's bags, sample by
+    sample, then the next table's"""
     labels: torch.Tensor
+    """[b] float32, each 0 or 1"""
     lease: Lease | None = None
-    """where the tensors lie in lent memory: keeps it"""
+    """where the tensors are in lent memory: keeps that memory for this batch"""
 
     @classmethod
     def from_tensors(
@@ -61,7 +64,7 @@ class Batch(Pipelineable):
 
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
-        """Return one batch of the samples of all `batches`, in their order."""
+        """Return one batch that holds the samples of all `batches`, in their order."""
         lengths = [batch.sparse.lengths().view(len(batch.sparse.keys()), -1) for batch in batches]
         tables = [
             batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
@@ -90,7 +93,7 @@ class Batch(Pipelineable):
         return Batch.from_tensors(*(tensor.clone() for tensor in tensors))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors' memory until `stream` has used them."""
+        """Have the allocator keep the tensors' memory until `stream` has used it."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)
@@ -103,8 +106,8 @@ class Batch(Pipelineable):
 class Dataset(Protocol):
     """A stream of samples in a fixed order, read by position.
 
-    A global batch is the samples [step * B, (step + 1) * B), and rank r's part the r-th of its W equal pieces: so it
-    depends on the step and B alone, however many ranks share it.
+    The global batch of a step is the samples [step * B, (step + 1) * B), of which rank r reads the r-th of W equal
+    shares. So a global batch depends on the step and B alone, however many ranks share it.
     """
 
     rows: Sequence[int]
@@ -120,12 +123,13 @@ class Dataset(Protocol):
     """most ids of one sample, over all tables"""
 
     num_samples: int | None
-    """samples there are; None: endless"""
+    """number of samples; None for an endless stream"""
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), on the CPU.
 
         Raises:
-            InputError: if a sample breaks a rule (label not 0 or 1, NaN, id out of range), naming the place.
+            InputError: if a label is not 0 or 1, a dense feature not finite or an id not a row of its table; it names
+                the place.
         """
         ...

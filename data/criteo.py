@@ -1,7 +1,7 @@
 """Criteo's click logs, from text, TorchRec's arrays or MLPerf's multi-hot arrays.
 
-All three are lists of days, each a set of arrays in memory or mapped from disk. Samples keep the order of the files;
-positions run on over the days and start again at the first sample after the last.
+Each of the three is a list of days, and a day a set of arrays, in memory or mapped from disk. Samples keep the order of
+the files. Positions count on from day to day; beyond the last sample comes the first one again.
 """
 
 import re
@@ -20,27 +20,27 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, criteo_files, hash_ids, read_rows
 from dlrm_overlap.data.prepare_criteo import day_file, read_meta
 
-_ZIP_HEADER_BYTES = 30  # of a member, ahead of its name, extra field and data
+_ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
 
 
 @dataclass(frozen=True)
 class _Day:
     name: str
-    """path of the files, up to their last part"""
+    """path of the files without their last part, such as folder/day_0"""
     labels: np.ndarray
     """[n], any number type"""
     dense: np.ndarray
     """[n, 13] float32"""
     ids: Sequence[np.ndarray] | np.ndarray
-    """a table: [n, pooling factor] int32"""
+    """of each table: [n, pooling factor] int32"""
 
 
 class _Criteo(Dataset):
-    """Days, one after the other. Every bag of a table holds the same number of ids."""
+    """Days, read one after the other. All bags of a table hold the same number of ids."""
 
     def __init__(self, days: Sequence[_Day], rows: Sequence[int], max_rows: int | None):
-        """`rows` as the ids were made for; `max_rows` folds those of larger tables."""
+        """Take the rows that each table's ids were made for, and the cap to which larger tables' ids are folded."""
         self.rows: list[int] = _cap(rows, max_rows)
         self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
         self._days = days
@@ -59,16 +59,16 @@ class _Criteo(Dataset):
         dense: [count, 13] float32. lengths and values: int32, table after table. labels: [count] float32.
 
         Raises:
-            InputError: naming the day, the sample and the value, where a label is not 0 or 1, a dense feature not
-                finite or an id not a row of its table. Ids of tables above `max_rows` are folded by modulo; negative
-                ones are refused there too.
+            InputError: naming the day, the sample and the value, if a label is not 0 or 1, a dense feature is not
+                finite or an id is not a row of its table. Ids of tables above `max_rows` are folded by modulo instead,
+                unless they are negative.
         """
         dense = np.empty((count, CRITEO_DENSE), np.float32)
         labels = np.empty(count, np.float32)
         values = np.empty(count * sum(self._pooling), np.int32)
         table_ends = [count * end for end in accumulate(self._pooling)]
         bags = [table.reshape(count, -1) for table in np.split(values, table_ends[:-1])]
-        for day, source, target in self._pieces(first, count):
+        for day, source, target in self._stretches(first, count):
             labels[target] = day.labels[source]
             _check(labels[target], _is_label, f"{day.name}: label", source.start, "0 or 1; correct the file")
             dense[target] = day.dense[source]
@@ -79,8 +79,8 @@ class _Criteo(Dataset):
         lengths = np.repeat(np.array(self._pooling, np.int32), count)
         return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
 
-    def _pieces(self, first: int, count: int) -> Iterator[tuple[_Day, slice, slice]]:
-        """Yield the days that hold the samples [first, first + count), where there and where in the batch."""
+    def _stretches(self, first: int, count: int) -> Iterator[tuple[_Day, slice, slice]]:
+        """Yield each day that holds some of the samples [first, first + count), their places there and in the batch."""
         done = 0
         while done < count:
             position = (first + done) % self.num_samples
@@ -91,7 +91,7 @@ class _Criteo(Dataset):
             done += size
 
     def _fold_and_check(self, t: int, ids: np.ndarray, day: _Day, first: int) -> None:
-        # Least and greatest are enough to know that all is well, at a fraction of the price of a mask.
+        # The least and the greatest id show whether all are valid, and cost a fraction of what a mask does.
         rows, what = self.rows[t], f"{day.name}: table {t}, id"
         if ids.min() < 0:
             _check(ids, lambda x: x >= 0, what, first, "at least 0; correct the file")
@@ -106,7 +106,15 @@ def _is_label(values: np.ndarray) -> np.ndarray:
 
 
 def _check(values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], what: str, first: int, words: str) -> None:
-    """Raise an InputError for the first of `values`, [n] or [n, columns] from sample `first` on, that breaks `rule`."""
+    """Raise an InputError for the first of `values` that breaks `rule`.
+
+    Args:
+        values: [n] or [n, columns], of the samples from `first` on.
+        rule: maps values to as many booleans, true for those that are valid.
+        what: the start of the message: the day, and what the values are.
+        first: position of the first sample in its day.
+        words: the end of the message: the rule in words, and the cure.
+    """
     good = rule(values)
     if not good.all():
         place = np.argwhere(~good)[0]
@@ -117,9 +125,9 @@ def _check(values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], what: s
 class CriteoText(_Criteo):
     """Criteo's text, Kaggle's or the Terabyte set's, parsed when built and held in memory: 160 bytes a sample.
 
-    The files, plain or .gz, are those of `criteo_files`. Their format and the dense features are told in
-    `criteo_text`, how a category becomes a row in `hash_ids`: missing ones take row 0. Processes that are forked share
-    the memory; pickling copies it.
+    The files, plain or .gz, are those that `criteo_files` finds. `criteo_text` describes their format and the dense
+    features, and `hash_ids` how a category becomes a row; a missing one takes row 0. Forked processes share the memory;
+    pickling copies it.
     """
 
     def __init__(self, path: str | Path, tables: TablesConfig, block_bytes: int = BLOCK_BYTES):
@@ -140,7 +148,7 @@ class CriteoText(_Criteo):
 
 
 class CriteoNpy(_Criteo):
-    """TorchRec's arrays, mapped from disk: day_i_{dense,sparse,labels}.npy for a number of days i, in that order.
+    """TorchRec's arrays, mapped from disk: day_i_{dense,sparse,labels}.npy for some days i, in ascending order.
 
     dense: float32 [n, 13]. sparse: int32 [n, 26]. labels: int32 [n] or [n, 1]. Pickling carries the path alone.
     """
@@ -148,11 +156,11 @@ class CriteoNpy(_Criteo):
     def __init__(self, path: str | Path, tables: TablesConfig):
         """Map the days of the folder `path`.
 
-        Where `tables` has no rows, they are those in the meta.json that `dlrm-overlap prepare` wrote.
+        Where `tables` has no rows, they are taken from the meta.json that `dlrm-overlap prepare` wrote.
 
         Raises:
-            InputError: if the rows are unknown, a file is missing, breaks the format or is of another length than its
-                day's others, or `prepare` was interrupted.
+            InputError: if the rows are unknown, if a file is missing, breaks the format or differs in length from the
+                others of its day, or if `prepare` was interrupted.
         """
         self._arguments = (path, tables)
         folder = Path(path)
@@ -179,7 +187,7 @@ class CriteoNpy(_Criteo):
 class CriteoMultihot(_Criteo):
     """MLPerf's multi-hot arrays, mapped from disk: day_i_sparse_multi_hot.npz and day_i_{dense,labels}.npy.
 
-    The npz holds 0.npy .. 25.npy, a table each: int32 [n, ids a bag]. dense and labels are as in `CriteoNpy`.
+    The npz holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag]. dense and labels are as in `CriteoNpy`.
     Pickling carries the path alone.
     """
 
@@ -187,8 +195,8 @@ class CriteoMultihot(_Criteo):
         """Map the days of the folder `path`.
 
         Raises:
-            InputError: if `tables` has no rows, a file is missing, breaks the format or is compressed, is of another
-                length than its day's others, or bags hold other numbers of ids than the first day's.
+            InputError: if `tables` has no rows, if a file is missing, breaks the format, is compressed or differs in
+                length from the others of its day, or if a day's bags hold other numbers of ids than the first day's.
         """
         self._arguments = (path, tables)
         if tables.rows is None:
@@ -209,7 +217,7 @@ class CriteoMultihot(_Criteo):
 
 
 def open_criteo(config: DataConfig, path: str) -> CriteoText | CriteoNpy | CriteoMultihot:
-    """Open the samples at `path`, config.path or config.eval_path, as config.kind (not synthetic) says.
+    """Open the samples at `path` (config.path or config.eval_path) in the format that config.kind names.
 
     Raises:
         InputError: if they do not exist, are empty or break their format.
@@ -230,7 +238,7 @@ def _cap(rows: Sequence[int], max_rows: int | None) -> list[int]:
 
 
 def _days(folder: Path, sparse: str) -> list[int]:
-    """Return the days of which `folder` holds dense.npy, labels.npy or `sparse`."""
+    """Return, in ascending order, the days of which `folder` holds dense.npy, labels.npy or `sparse`."""
     if not folder.is_dir():
         raise InputError(f"{folder}: not a folder; give the one that holds day_0_{sparse} and its like")
     name = re.compile(rf"day_(\d+)_(dense\.npy|labels\.npy|{re.escape(sparse)})")
@@ -267,7 +275,7 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def _map_npz(file: Path) -> list[np.ndarray]:
-    """Map the members 0.npy .. 25.npy of an npz file where they lie in it."""
+    """Map the members 0.npy .. 25.npy of an npz file, each from its place in the file."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -293,14 +301,14 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
             version = np.lib.format.read_magic(stream)
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, fortran_order, dtype = read(stream)
-            # The copy out of an unaligned map is as fast as any, and `read` only copies.
+            # The map may be unaligned, but `read` only copies from it, which is as fast as from an aligned one.
             return np.memmap(file, dtype, "r", stream.tell(), shape, order="F" if fortran_order else "C")
         except (KeyError, ValueError) as error:
             raise InputError(f"{file}: member {info.filename} is not an npy array ({error}); replace it") from error
 
 
 def _checked(array: np.ndarray, file: Path, dtype: type, columns: int | None, member: str = "") -> np.ndarray:
-    """Return `array` as a plain [n, columns] one, `columns` None being any number but 0."""
+    """Return `array` as a plain [n, columns] array after checking its type and shape; None allows any columns but 0."""
     if columns == 1 and array.ndim == 1:
         array = array[:, None]
     wanted = columns or "ids a bag"

@@ -32,7 +32,7 @@ _DIGIT_VALUES = bytes(int(chr(c), 16) if chr(c) in string.hexdigits else _NO_DIG
 
 @dataclass(frozen=True)
 class TextRows:
-    """The samples of a piece of text."""
+    """The samples of a block of text."""
 
     labels: np.ndarray
     """[n] float32, each 0 or 1"""
@@ -45,9 +45,9 @@ class TextRows:
 
 
 def criteo_files(path: Path) -> list[Path]:
-    """Return the text files at `path`: itself, or the train.txt, day_0, day_1, ... and *.tsv of a folder.
+    """Return `path` if it is a file, or the train.txt, day_0, day_1, ... and *.tsv of the folder `path`.
 
-    Each may be compressed (.gz). They come in natural order: day_2 before day_10.
+    Each may be compressed (.gz). They are in natural order: day_2 comes before day_10.
 
     Raises:
         InputError: if there is no such file, or a folder holds a file both plain and compressed.
@@ -74,12 +74,12 @@ def read_rows(
 ) -> Iterator[TextRows]:
     """Yield the samples of a text file, plain or .gz, in blocks of about `block_bytes` of text.
 
-    `on_read` is told the bytes of the file (compressed ones, if it is) each block took.
+    After each block, `on_read` is called with the bytes of the file that it took, compressed ones for a .gz.
 
     Raises:
         InputError: if the file cannot be read or is empty, or a line breaks the format (see `parse_rows`).
     """
-    line, rest, told = 1, b"", 0
+    line, rest, reported = 1, b"", 0
     try:
         with file.open("rb") as raw:
             stream = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
@@ -95,8 +95,8 @@ def read_rows(
                         f"{file}, line {line}: no end within {_MAX_LINE_BYTES} bytes; give text, or .gz of it"
                     )
                 if on_read is not None:
-                    on_read(raw.tell() - told)
-                    told = raw.tell()
+                    on_read(raw.tell() - reported)
+                    reported = raw.tell()
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{file}: cannot be read ({error}); replace the file") from error
     if rest:
@@ -112,7 +112,7 @@ def parse_rows(block: bytes, file: str, first_line: int = 1) -> TextRows:
         InputError: naming file and line, if a line has not 40 fields; and the field's column (from 1), if a label is
             not 0 or 1, a count not an integer (of up to 18 digits) or a category not a number of up to 8 hex digits.
     """
-    # A number is read out of the eight bytes that end where its field ends: padding lets the first field have them.
+    # A number is read from the eight bytes that end where its field ends; padding in front gives the first field eight.
     block = bytes(_WORD_BYTES) + block + (b"" if block.endswith(b"\n") else b"\n")
     text = np.frombuffer(block, np.uint8)
     is_newline = text == _NEWLINE
@@ -156,11 +156,12 @@ def _parse_numbers(digits: bytes, starts: np.ndarray, ends: np.ndarray, base: in
     """Return the numbers (uint64) of up to eight digits in [starts, ends), and whether each is one (bool).
 
     The eight bytes that end a field are loaded as one little-endian word, whose digits are then added up in pairs
-    (SIMD within a register). "123": bytes .. 1 2 3, lanes of two digits 00 00 01 23, of four 0000 0123, number 123.
+    (SIMD within a register). For "123", the word holds the digits 0 0 0 0 0 1 2 3, then lanes of two digits 00 00 01
+    23, then of four 0000 0123, then the number 123.
     """
     words = np.ndarray(len(digits) - _WORD_BYTES + 1, "<u8", digits, strides=(1,))[ends - _WORD_BYTES]
     length = ends - starts
-    # An empty field, clipped to one byte, reads the separator or sign ahead of it, which is no digit.
+    # An empty field is read as one byte: the separator or sign in front of it, which is not a digit.
     before = (_WORD_BYTES * (_WORD_BYTES - length.clip(1, _WORD_BYTES))).astype(np.uint64)
     words >>= before
     words <<= before
@@ -194,11 +195,11 @@ def _wrong_field(field: bytes, place: str, column: int) -> InputError:
 def hash_ids(categories: np.ndarray, missing: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     """Return the ids [n, 26] int32 of categories [n, 26] uint32 in 26 tables of `rows` rows, each below 2**31.
 
-    A missing value takes row 0, any other 1 + mix(value) % (rows - 1). A table of one row has row 0 for all.
+    A missing value takes row 0, any other value row 1 + mix(value) % (rows - 1). In a table of one row all take row 0.
     """
     sizes = np.asarray(rows, dtype=np.uint32)
-    # MurmurHash3's 32-bit finaliser (A. Appleby). Criteo's numbers are hashes of unknown make, and other text may hold
-    # running numbers: mixed first, either spreads evenly over whatever number of rows divides it.
+    # MurmurHash3's 32-bit finaliser (A. Appleby). Criteo's numbers are hashes of an unknown kind; other text may hold
+    # running numbers. Once mixed, both spread evenly over any number of rows.
     mixed = categories ^ (categories >> 16)
     mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> 13

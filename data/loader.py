@@ -1,4 +1,4 @@
-"""The way from samples to the training loop: the two data sets of a run, and the reading ahead of their batches."""
+"""Opens the two data sets of a run, and reads their batches ahead of the training loop."""
 
 import functools
 import math
@@ -16,14 +16,14 @@ from dlrm_overlap.data.criteo import open_criteo
 from dlrm_overlap.data.ring import Ring, SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
-_HELD_BATCHES = 3  # beyond those being read ahead: whose copies to the GPU may be under way at once
+_HELD_BATCHES = 3  # beyond those read ahead: batches whose copies to the GPU may be under way at once
 
 
 class Slice(Dataset):
     """A view of the samples [start, start + num_samples) of a data set. Positions wrap at the view's own end."""
 
     def __init__(self, dataset: Dataset, start: int, num_samples: int):
-        """`num_samples` >= 1; the view must lie within `dataset`."""
+        """Take the view's place, which must be within `dataset`; `num_samples` is at least 1."""
         assert num_samples >= 1
         self.rows, self.pooling = dataset.rows, dataset.pooling
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
@@ -32,20 +32,21 @@ class Slice(Dataset):
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the view's length."""
-        pieces, end = [], first + count
+        batches, end = [], first + count
         while first < end:
             position = first % self.num_samples
             size = min(end - first, self.num_samples - position)
-            pieces.append(self._dataset.read(self._start + position, size))
+            batches.append(self._dataset.read(self._start + position, size))
             first += size
-        return pieces[0] if len(pieces) == 1 else Batch.join(pieces)
+        return batches[0] if len(batches) == 1 else Batch.join(batches)
 
 
 def open_datasets(config: DataConfig) -> tuple[Dataset, Dataset]:
-    """Open the samples to train on and those to evaluate on, in this order.
+    """Open the samples to train on and those to evaluate on, and return both in this order.
 
     Raises:
-        InputError: if files are missing or malformed, no sample would be held out, or the tables of the two differ.
+        InputError: if files are missing or malformed, if no sample would be held out, or if the two differ in their
+            tables' rows.
     """
     if config.kind == "synthetic":
         return Synthetic(config, "train"), Synthetic(config, "eval")
@@ -70,24 +71,24 @@ def open_datasets(config: DataConfig) -> tuple[Dataset, Dataset]:
 
 
 class Loader(Iterator[Batch]):
-    """One rank's batches, read ahead of the training loop; good for one pass.
+    """One rank's batches, read ahead of the training loop, for a single pass.
 
-    Reading starts at the first `next`. Afterwards, and if the loader is dropped or a read fails, its thread or
-    processes end; `close` and the end of a `with` block do the same early.
+    Reading starts at the first `next`. The thread or processes that read end after the last batch, when a read fails,
+    when the loader is dropped, and before that by `close` or at the end of a `with` block.
     """
 
     def __init__(self, source: Generator[Batch, None, None], read_ahead: int):
         self._source = source
         self.read_ahead = read_ahead
-        """most batches that are read before they are asked for"""
+        """greatest number of batches that are read before `next` asks for them"""
         self.wait_s = 0.0
-        """host seconds spent in `next` so far, blocked until a batch was there"""
+        """seconds that the host has spent in `next` so far, waiting for a batch"""
 
     def __next__(self) -> Batch:
         """Return the next batch, on the CPU.
 
         Raises:
-            InputError: what the data set raised, with its message as it was.
+            InputError: as the data set raised it.
         """
         start = time.perf_counter()
         try:
@@ -102,7 +103,7 @@ class Loader(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End the reading, once the batch now being read is done; there is no next batch then."""
+        """End the reading once the batches being read are done. After this, `next` gives no batch."""
         self._source.close()
 
 
@@ -118,18 +119,24 @@ def make_loader(
     pin_memory: bool,
     distinct_steps: int = 0,
 ) -> Loader:
-    """Return the batches of rank `rank` in the steps [first_step, last_step), `batch_size` samples b a rank and step.
+    """Return a loader of the batches of rank `rank` in the steps [first_step, last_step).
 
-    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`.
+    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`, where b is `batch_size`.
 
     Args:
-        workers: processes that read, each the steps of its turn. They are forked: data sets must not touch CUDA. 0
-            reads in a thread of this process instead, which shares the interpreter's lock with the training loop.
+        dataset: what to read.
+        batch_size: samples of a rank and step, b.
+        rank: this rank.
+        world_size: number of ranks, W.
+        first_step: first step to read.
+        last_step: the step behind the last one to read.
+        workers: processes that read in turn. They are forked, so data sets must not touch CUDA. With 0, a thread of
+            this process reads instead, which shares the interpreter's lock with the training loop.
         prefetch: batches that each worker, or the thread, reads ahead.
-        pin_memory: give the batches in page-locked memory; for runs on a GPU alone. A worker's batch is then lent:
-            its memory holds the next one once the batch is dropped and the copies that `Batch.to` started are done. So
-            one that is kept stops the reading: `clone` it.
-        distinct_steps: after this many steps give the first ones' batches again, from memory; 0 never.
+        pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is then
+            lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used again. Keeping
+            such batches stops the reading: keep a `clone`.
+        distinct_steps: number of steps after which the first batches come again, from memory; 0 is never.
     """
 
     def read(step: int) -> Batch:
@@ -147,7 +154,8 @@ def make_loader(
 
 
 def _repeating(read: Callable[[int], Batch], distinct_steps: int) -> Callable[[int], Batch]:
-    remember = functools.cache(read)  # a worker's own steps alone, if the workers divide distinct_steps
+    # A worker keeps its own steps only, if distinct_steps is a multiple of the workers.
+    remember = functools.cache(read)
     return lambda step: remember(step % distinct_steps)
 
 
@@ -170,7 +178,7 @@ def _read_by_thread(
         batch = read(step)
         if device is None:
             return batch
-        torch.accelerator.set_device_index(device)  # a thread begins at GPU 0, where pinning would open a context
+        torch.accelerator.set_device_index(device)  # a thread starts out on GPU 0, where pinning would open a context
         return batch.pin_memory()
 
     pool = ThreadPoolExecutor(1, "loader")

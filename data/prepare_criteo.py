@@ -1,13 +1,13 @@
-"""From Criteo's text to arrays that training maps from disk: `dlrm-overlap prepare criteo IN OUT`.
+"""Turns Criteo's text into arrays that training maps from disk: `dlrm-overlap prepare criteo IN OUT`.
 
 Text file i of IN, in natural order, becomes OUT's day_i_dense.npy (float32 [n, 13], log1p already taken),
-day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy (int32 [n, 1]); meta.json says how. Ids are made in one
-of two ways:
+day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy (int32 [n, 1]); meta.json records how they were made.
+Ids are made in one of two ways:
 
 - hashing into `rows` rows a table: row 0 for a missing value, a hash for any other (see `hash_ids`);
 - by frequency: row 0 for a missing value, row 1 for all values seen fewer than `min_count` times over all days, and a
-  row each for the others, from 2 on, in ascending order of the value. vocabulary.npz keeps these values. Days prepared
-  in another run have other rows: hold samples out of these days to evaluate.
+  row each for the others, from 2 on, in ascending order of the value. vocabulary.npz keeps these values. Days that
+  another run prepares get other rows, so the samples to evaluate on must be held out of the same days.
 """
 
 import json
@@ -47,14 +47,14 @@ class Meta:
     """What meta.json says of a folder of prepared days."""
 
     hash_rows: int | None
-    """rows a table, ids by hashing"""
+    """rows of every table, where ids are made by hashing; else None"""
     min_count: int | None
-    """frequency threshold, ids by frequency"""
+    """how often a value must be seen to get a row, where ids are made by frequency; else None"""
     rows: list[int] | None
     """rows of each table; None until the values are counted"""
     days: list[SourceDay]
     dense: str = _DENSE
-    """what the dense features are"""
+    """what the dense features are, in words"""
 
 
 def day_file(folder: Path, day: int, part: str) -> Path:
@@ -63,7 +63,7 @@ def day_file(folder: Path, day: int, part: str) -> Path:
 
 
 def read_meta(folder: Path) -> Meta | None:
-    """Return what the meta.json of `folder` says; None where there is none.
+    """Return the contents of the meta.json in `folder`, or None where there is none.
 
     Raises:
         InputError: if the file is not one that `prepare_criteo` writes.
@@ -90,18 +90,19 @@ def prepare_criteo(
 ) -> Meta:
     """Turn the text files at `source` into the days of the folder `target`, and return its meta.json.
 
-    Give either `rows`, the rows of each table, or `min_count`, the frequency threshold. Text is read in blocks of
-    `block_bytes`. Hashing needs some ten times that memory, whatever the size of the data; counting by frequency also
-    12 bytes a distinct value of every table, and about five times that of one table while it merges.
+    Give either `rows`, the rows of each table, or `min_count`, how often a value must be seen to get a row. Text is
+    read in blocks of `block_bytes`. Hashing needs some ten times that memory, whatever the size of the data. Counting
+    by frequency also needs 12 bytes for each distinct value of every table, and about five times those of one table
+    while it merges them.
 
-    A run that was interrupted goes on with the first day not finished when it is started again, and one that changes
-    nothing is free: a day is kept while its source has the same name, size and time of modification. By frequency, a
-    change of any source redoes all. Files appear whole or not at all, and meta.json names a day only after them.
-    A bar on a terminal's standard error shows the bytes read.
+    Started again after an interruption, it goes on with the first day that was not finished. A day is kept while its
+    source has the same name, size and time of modification, so a run that changes nothing does nothing. By frequency,
+    a change of any source makes all days anew. Files appear whole or not at all, and meta.json marks a day as done only
+    after its files are there. On a terminal, a bar on standard error shows the bytes read.
 
     Raises:
-        InputError: if both or neither of `rows` and `min_count` are given, there is no text, a line of it breaks the
-            format, or `target` holds what was made in another way or cannot be written.
+        InputError: if both or neither of `rows` and `min_count` are given, if there is no text or a line of it breaks
+            the format, or if `target` cannot be written to or holds days that were made in another way.
     """
     if (rows is None) == (min_count is None):
         raise InputError(f"--rows {rows}, --min_count {min_count}: give one of them, to hash or to count the values")
@@ -139,7 +140,7 @@ def prepare_criteo(
 
 
 def _resume(target: Path, wanted: Meta) -> Meta:
-    """Return `wanted` with what the folder already holds of it."""
+    """Return `wanted`, with the days that the folder already holds marked as done."""
     found = read_meta(target)
     if found is None:
         if any(target.glob("day_*_*.npy")):
@@ -158,7 +159,7 @@ def _resume(target: Path, wanted: Meta) -> Meta:
     same = [replace(old, samples=None) == new for old, new in zip(found.days, wanted.days, strict=False)]
     counted = all(same) and len(same) == len(wanted.days) and (target / _VOCABULARY).exists()
     if wanted.min_count is not None and not counted:
-        return wanted  # whose rows are None: count anew
+        return wanted  # its rows are None, so values are counted anew
     days = list(wanted.days)
     for i, old in enumerate(found.days):
         if same[i] and _is_whole(target, i, old.samples):
@@ -196,7 +197,7 @@ def _write_day(texts: Iterator[TextRows], target: Path, day: int, encode: Callab
 
 
 def _write_header(stream: BinaryIO, part: str, samples: int) -> None:
-    """Write the npy header at the start of `stream`: numpy pads it so that it fits any number of samples."""
+    """Write the npy header at the start of `stream`. numpy pads it to one length for any number of samples."""
     dtype, columns = _PARTS[part]
     stream.seek(0)
     np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": (samples, columns)})
@@ -204,7 +205,7 @@ def _write_header(stream: BinaryIO, part: str, samples: int) -> None:
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[BinaryIO]:
-    """Give a temporary file that takes the place of `file` once the block has ended well and all is on disk."""
+    """Yield a temporary file, which replaces `file` when the block ends without an error and all is on disk."""
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -213,14 +214,14 @@ def _replacing(file: Path) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         temporary.replace(file)
         folder = os.open(file.parent, os.O_RDONLY)
-        os.fsync(folder)  # else a power cut may undo the renaming but keep a later one
+        os.fsync(folder)  # or else a power cut could undo this renaming and keep a later one
         os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _encoder(target: Path, meta: Meta) -> Callable[[TextRows], np.ndarray]:
-    """Return what makes the ids [n, 26] int32 of text."""
+    """Return the function that makes the ids [n, 26] int32 of a block of text."""
     if meta.min_count is None:
         assert meta.rows is not None
         rows = meta.rows
@@ -255,7 +256,7 @@ def _count(
 
 
 class _Counter:
-    """How often each value of a table was seen."""
+    """Counts how often each value of a table is seen."""
 
     _LEAST_PENDING = 1 << 18
 
@@ -268,7 +269,7 @@ class _Counter:
     def add(self, values: np.ndarray) -> None:
         self._pending.append(values)
         self._pending_size += values.size
-        # Merging only when as many values wait as are known keeps the work per value constant.
+        # By merging only when as many values are pending as are known, the work for each value stays constant.
         if self._pending_size > max(self._LEAST_PENDING, self._values.size):
             self._merge()
 
@@ -295,6 +296,6 @@ def _progress_bar() -> Progress:
 
 
 def _watch(bar: Progress, what: str, days: Sequence[SourceDay]) -> Callable[[int], object]:
-    """Return what a reader tells its bytes to, for the bar to show."""
+    """Return a function that advances the bar by the bytes it is called with, as `read_rows` calls it."""
     task = bar.add_task(what, total=sum(day.size_bytes for day in days))
     return lambda size: bar.advance(task, size)

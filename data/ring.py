@@ -1,11 +1,12 @@
-"""Batches from reader processes, through a ring of slots in shared memory that a GPU copies from directly.
+"""Batches from reader processes, through a ring of slots in shared memory from which a GPU copies directly.
 
 The training process does next to nothing for a batch: it waits on a semaphore and wraps the slot's memory in tensors.
-Whatever else it did (unpickling, mapping, copying to page-locked memory in a thread) would take its interpreter from
-the launching of kernels, which bounds the step.
+Anything else (unpickling, mapping, copying to page-locked memory in a thread) would keep its interpreter from launching
+kernels, and the step is bound by that.
 
-A slot goes round: a reader waits until it is free, fills it and raises `filled`; the training process lends it out as
-a batch; when that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, it is free.
+A reader waits until a slot is free, fills it and raises its semaphore in `_filled`. The training process lends the slot
+out as a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot
+is free again.
 """
 
 import mmap
@@ -23,23 +24,23 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
 
-_INPUT_ERROR, _FAILURE = -1, -2  # in the place of a batch's number of ids
+_INPUT_ERROR, _FAILURE = -1, -2  # stored in place of a batch's number of ids
 _MESSAGE_BYTES = 4096
 _POLL_S = 0.05
-_CLOSE_S = 30.0  # for the reads under way, before they are killed
+_CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed
 _PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What the largest batch needs."""
+    """Sizes of the largest batch, for which a slot has room."""
 
     samples: int
-    """b"""
+    """samples of a batch, b"""
     dense_features: int
-    """F"""
+    """dense features of a sample, F"""
     tables: int
-    """T"""
+    """number of tables, T"""
     max_ids: int
     """most ids of one sample, over all tables"""
 
@@ -59,7 +60,7 @@ class _Slot:
 
     @staticmethod
     def size_bytes(shape: SlotShape) -> int:
-        """Return the memory a slot needs, in whole pages."""
+        """Return the bytes that a slot needs, in whole pages."""
         per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + 1)
         return -(-(8 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
 
@@ -69,7 +70,7 @@ class _Slot:
         return self._memory[start : self._used].view(dtype)
 
     def write(self, batch: Batch) -> None:
-        """Store `batch`."""
+        """Store `batch` in the slot."""
         values, lengths = batch.sparse.values(), batch.sparse.lengths()
         assert values.dtype == lengths.dtype == torch.int32, "data sets give int32 ids and lengths"
         self.values[: values.numel()].copy_(values)
@@ -79,16 +80,16 @@ class _Slot:
         self.ids[0] = values.numel()
 
     def write_error(self, kind: int, message: str) -> None:
-        """Store an error in the place of a batch."""
+        """Store an error in place of a batch."""
         text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         self.message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.ids[0] = kind
 
     def read(self) -> Batch:
-        """Return the batch, in the slot's own memory.
+        """Return the batch, whose tensors are views of the slot's memory.
 
         Raises:
-            InputError: what the data set raised, with its message as it was.
+            InputError: as the data set raised it.
             RuntimeError: with the traceback of any other failure.
         """
         ids = int(self.ids[0])
@@ -99,13 +100,13 @@ class _Slot:
 
 
 class Ring:
-    """The batches read(step) for each of `steps`, in order, read by `workers` processes.
+    """An iterator over the batches `read(step)` of `steps`, in order, which `workers` processes read.
 
-    Step i goes to worker i modulo `workers`, and to slot i modulo the slots, which are `slots_per_worker` for each: so
-    a slot has one worker, who fills it in order.
+    The i-th step is read by worker i modulo `workers` into slot i modulo the number of slots. There are
+    `slots_per_worker` slots for each worker, so a slot is always filled by the same one.
 
-    With `pin`, the slots are page-locked for the current GPU and a batch lies in its slot until it is dropped; without,
-    it is a copy.
+    With `pin`, the slots are page-locked for the current GPU, and a batch is in its slot until it is dropped. Without
+    it, a batch is a copy.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Ring:
         pin: bool,
     ) -> None:
         size, slots = _Slot.size_bytes(shape), workers * slots_per_worker
-        # Anonymous, so that forked readers share it: no file, and no use of a container's small /dev/shm.
+        # Anonymous memory, which forked readers share: it needs no file, and none of a container's small /dev/shm.
         self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
         self._slots = [_Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
         context = multiprocessing.get_context("fork")
@@ -144,7 +145,7 @@ class Ring:
         """Return the next batch.
 
         Raises:
-            InputError: what the data set raised.
+            InputError: as the data set raised it.
             RuntimeError: if a reader process failed or died.
         """
         if self._next == len(self._steps):
@@ -164,7 +165,7 @@ class Ring:
         return batch
 
     def close(self) -> None:
-        """End the reader processes, once the batches they are reading are done, or after 30 s."""
+        """End the reader processes, once they have read their current batches, or after 30 s."""
         self._stop.set()
         for semaphore in self._free:
             semaphore.release()
@@ -178,17 +179,17 @@ class Ring:
         self._workers = []
 
     def _reclaim(self) -> None:
-        """Free the slots whose batches were dropped and copied."""
+        """Free the slots whose batches have been dropped and whose copies are done."""
         while self._returned and self._returned[0].is_copied():
             self._free[self._returned.popleft().slot].release()
 
     def _check_alive(self) -> None:
         for process in self._workers:
-            if process.exitcode:  # negative: a signal, of the out-of-memory killer, say
+            if process.exitcode:  # negative for a signal, such as that of the out-of-memory killer
                 raise RuntimeError(f"a loader process ended with exit code {process.exitcode}, its batch unread")
 
     def _fill(self, read: Callable[[int], Batch], worker: int, workers: int, parent: int) -> None:
-        """In a reader process: fill every `workers`-th slot of the steps, as it becomes free."""
+        """Read every `workers`-th step into its slot, as that becomes free; runs in a reader process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
         torch.set_num_threads(1)
         for position in range(worker, len(self._steps), workers):

@@ -1,7 +1,8 @@
 """Endless synthetic click logs: Zipf-distributed ids, and labels that a hidden teacher draws.
 
-Sample i is a function of (seed, split, i) alone: it owns a fixed stretch of a counter-based random stream (Philox,
-Salmon et al., SC 2011), so any rank jumps straight to its samples and every split of a batch gives the same bits.
+Sample i is a function of (seed, split, i) alone: it is drawn from its own fixed stretch of a counter-based random
+stream (Philox, Salmon et al., SC 2011). So any rank jumps straight to its samples, and however the ranks share a batch,
+its bits are the same.
 """
 
 import math
@@ -17,7 +18,7 @@ from dlrm_overlap.data.batch import Batch, Dataset
 
 _T = TypeVar("_T")
 _DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
-_BLOCK_SAMPLES = 1024  # read at once: more would leave the core's cache, where many readers share a memory
+_BLOCK_SAMPLES = 1024  # made at once; more would not fit in a core's cache, and many readers share the memory
 
 
 def _uniform(draws: np.ndarray) -> np.ndarray:
@@ -28,19 +29,20 @@ def _uniform(draws: np.ndarray) -> np.ndarray:
 class ZipfTable:
     """The popularity of a table's rows: P(rank r) = (r + 1)**-alpha / Z for r = 0 .. rows - 1, any alpha >= 0.
 
-    Ranks come from one uniform draw each by inverting the survival function S(r) = P(rank >= r). Ranks below 256 have
-    their exact S in a table. Beyond, rank r takes the mass of the continuous t**-alpha on [r + .5, r + 1.5] (midpoint
-    rule), off by alpha (alpha + 1) / (24 r**2), relatively: below 2e-6 at alpha 1.05, 5e-5 at alpha 8. So a table of
-    40 million rows costs no more than a small one.
+    A rank here is a row's place in the order of popularity. Each is made from one uniform draw by inverting the
+    survival function S(r) = P(rank >= r). For ranks below 256, S is tabulated exactly. From there on, the probability
+    of rank r is the integral of t**-alpha over [r + .5, r + 1.5] (midpoint rule), whose relative error is
+    alpha (alpha + 1) / (24 r**2): below 2e-6 at alpha 1.05, below 5e-5 at alpha 8. So a table of 40 million rows costs
+    no more than a small one.
     """
 
     _HEAD = 256
     _MAX_ALPHA = 32.0  # above, all but 3e-10 of the ids are the first row, and rows**alpha would overflow
 
     def __init__(self, rows: int, alpha: float, offset: int):
-        """`offset` in [0, rows) moves the ranks' rows, so that tables of one size differ."""
+        """Take the rows, alpha, and an offset in [0, rows) by which the rows of the ranks of equal tables differ."""
         self.rows = rows
-        # alpha - 1 rules every formula below as e -> 0 does x**e -> log x; 1e-9 stands for the limit to 2e-8.
+        # The formulas below divide by alpha - 1, and at alpha 1 their limit holds; 1e-9 comes within 2e-8 of it.
         self._excess = (min(alpha, self._MAX_ALPHA) - 1) or 1e-9
         head, end = min(rows, self._HEAD), rows + 0.5
         weights = np.arange(1, head + 1) ** -(self._excess + 1)
@@ -58,7 +60,7 @@ class ZipfTable:
         return (ranks + 1.0) ** -(self._excess + 1) / self._total
 
     def ranks(self, uniform: np.ndarray) -> np.ndarray:
-        """Return one rank, int64, for each of `uniform`, float64 in [0, 1); small values give the rare ranks."""
+        """Return a rank, int64, for each of `uniform`, float64 in [0, 1); small values give rare ranks."""
         # Solve (integral of t**-alpha from x to rows + .5) = uniform * Z for x.
         position = uniform * self._slope
         np.log1p(position, out=position)
@@ -67,16 +69,16 @@ class ZipfTable:
         position *= self.rows + 0.5
         position -= 0.5
         ranks = position.astype(np.int64)
-        # t**-alpha is convex, so the integral over the head exceeds its sum, by less than one rank's mass: a rank of
-        # the head is right or one too high.
+        # t**-alpha is convex, so the integral over the tabulated ranks exceeds the sum of their probabilities, by less
+        # than one of these: such a rank is right, or one too high.
         ranks -= uniform >= self._survival.take(ranks, mode="clip")
         return np.minimum(ranks, self.rows - 1, out=ranks)
 
     def row_ids(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the row, int32 in [0, rows), of each of `ranks`: a bijection that scatters the popular ones."""
+        """Return the row, int32 in [0, rows), of each of `ranks`, by a bijection that scatters the popular rows."""
         ids = ranks * self._multiplier
         ids += self._offset
-        # The remainder by hand: numpy vectorises the division by a scalar, but not `%`.
+        # The remainder, written out because numpy vectorises the division by a scalar, but not `%`.
         ids -= ids // self.rows * self.rows
         return ids.astype(np.int32)
 
@@ -84,11 +86,11 @@ class ZipfTable:
 class Teacher:
     """The hidden model behind the labels: click ~ Bernoulli(sigmoid(logit)).
 
-    A table's signal for a bag is the sum of its rows' scores, standardised to mean 0 and variance 1 whatever the bag
-    size; a row's score is a hash of its id, so nothing is stored. The logit sums, with hidden weights, the dense
-    features, the signals, products of a dense feature and a signal, and products of two tables' signals: without the
-    interaction layer a model misses the products. Its spread puts the best possible AUROC near 0.9 and the click rate
-    near 0.37.
+    A row's score is a hash of its id, so nothing is stored. A table's signal for a bag is the sum of its rows' scores,
+    standardised to mean 0 and variance 1 whatever the size of the bag. The logit is the sum, with hidden weights, of
+    the dense features, the signals, products of a dense feature and a signal, and products of two tables' signals; a
+    model without an interaction layer misses the products. The spread of the logit puts the best possible AUROC near
+    0.9 and the click rate near 0.37.
     """
 
     _BIAS, _STD = -1.0, 2.6
@@ -103,7 +105,7 @@ class Teacher:
     ):
         self._keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
         self._moments = [self._score_moments(table, key) for table, key in zip(tables, self._keys, strict=True)]
-        # A bag range from 0 leaves some signals 0: the others make up for their variance.
+        # Where bags may be empty, some signals are 0; a gain on the others keeps the variance at 1.
         self._gains = [math.sqrt((high - low + 1) / (high - max(low, 1) + 1)) for low, high in bag_sizes]
         dense = range(1, 1 + dense_features)  # signal 0 is the constant 1
         bags = [1 + dense_features + t for t, table in enumerate(tables) if table.rows > 1]
@@ -129,13 +131,13 @@ class Teacher:
             signals.append(self._bag_signal(t, values[start:end], bags))
             start = end
         logit = np.zeros(len(dense))
-        # Term by term rather than as a matrix product, whose rounding would depend on the number of samples.
+        # Term by term: the rounding of a matrix product would depend on the number of samples.
         for i, j, weight in self._terms:
             logit += weight * signals[i] * signals[j]
         return logit
 
     def _bag_signal(self, t: int, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        # Bag sums as differences of a running sum that wraps at 2**32: exact for bags of up to 65,536 16-bit scores.
+        # A bag's sum is a difference of running sums, which wrap at 2**32: exact for up to 65,536 scores of 16 bits.
         running = np.zeros(ids.size + 1, dtype=np.uint32)
         np.cumsum(self._scores(ids, self._keys[t]), dtype=np.uint32, out=running[1:])
         ends = lengths.cumsum()
@@ -156,8 +158,9 @@ class Teacher:
 
     @classmethod
     def _score_moments(cls, table: ZipfTable, key: np.uint32) -> tuple[float, float]:
-        """Return mean and standard deviation of the score of a drawn id: exact for the popular rows, where it counts,
-        those of a uniform score for the others.
+        """Return mean and standard deviation of a drawn id's score.
+
+        The most popular 4096 rows, which matter most, count with their own scores, the others as uniform ones.
         """
         ranks = np.arange(min(table.rows, 4096))
         scores = cls._scores(table.row_ids(ranks), key).astype(np.float64)
@@ -165,20 +168,20 @@ class Teacher:
         rest = max(0.0, 1.0 - float(probability.sum()))
         mean = float(probability @ scores) + rest * 2.0**15
         variance = float(probability @ (scores - mean) ** 2) + rest * (2.0**32 / 12 + (2.0**15 - mean) ** 2)
-        # The floor keeps the rare rows of a very skewed table from scores of hundreds.
+        # The floor keeps the standardised scores of a very skewed table's rare rows from reaching hundreds.
         return mean, math.sqrt(max(variance, 0.02 * 2.0**32 / 12))
 
 
 class Synthetic(Dataset):
     """Synthetic samples: near-normal dense features in (-3.5, 3.5), Zipf-distributed ids, a teacher's labels.
 
-    Bags of table t hold a fixed number of ids or one drawn uniformly from a range, empty ones included if it begins
-    at 0. The two splits are different streams with the same tables and teacher. Reading beyond `num_samples` gives
-    more samples of the stream. Capping by data.tables.max_rows makes a smaller table, not a folded one.
+    The bags of a table hold a fixed number of ids, or one drawn uniformly from a range; a range from 0 on gives empty
+    bags too. The two splits are different streams with the same tables and teacher. Reading beyond `num_samples` gives
+    more samples of the stream. data.tables.max_rows makes a larger table smaller here, and folds no ids.
     """
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
-        """Build the split's stream of `config`, of kind synthetic.
+        """Build the stream of `split` for `config`, whose kind is synthetic.
 
         Raises:
             InputError: if a table has more rows than an int32 id can name.
@@ -242,7 +245,7 @@ class Synthetic(Dataset):
     def click_probability(self, batch: Batch) -> torch.Tensor:
         """Return the teacher's probability of a click, [b] float64, for each sample of a CPU batch of this data set.
 
-        No model can rank better: its AUROC bounds what training can reach.
+        No model can rank the samples better, so the AUROC of this probability bounds what training can reach.
         """
         dense, values = batch.dense.numpy(), batch.sparse.values().numpy()
         lengths = batch.sparse.lengths().numpy().reshape(len(self.rows), -1)
@@ -254,9 +257,9 @@ def _per_table(value: _T | list[_T], number: int) -> list[_T]:
 
 
 def _near_normal(draws: np.ndarray) -> np.ndarray:
-    """Map draws [b, F] uint64 to float32: the sum of each one's four 16-bit parts, with mean 0 and variance 1."""
-    parts = np.ascontiguousarray(draws).view(np.uint16).reshape(*draws.shape, 4)
-    sums = parts.sum(axis=2, dtype=np.int32) - 2 * 65535
+    """Map draws [b, F] uint64 to float32: the sum of a draw's four 16-bit fields, scaled to mean 0 and variance 1."""
+    fields = np.ascontiguousarray(draws).view(np.uint16).reshape(*draws.shape, 4)
+    sums = fields.sum(axis=2, dtype=np.int32) - 2 * 65535
     return sums.astype(np.float32) * np.float32(math.sqrt(3 / (2.0**32 - 1)))
 
 

@@ -27,7 +27,7 @@ from dlrm_overlap.config import Config, InputError
 log = logging.getLogger("dlrm_overlap")
 
 _STEP = re.compile(r"step_(\d+)")
-_SEEN_WITHIN_S = 60.0  # a network file system remembers for a while that a folder was not there
+_SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
 _FREE = ("workers", "prefetch")  # keys of `data` that change no sample
 
 
@@ -80,7 +80,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 
 def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether all weights of all ranks are finite; a collective. Takes sums, which need no memory."""
+    """Return whether all weights of all ranks are finite; a collective. It adds them up, which needs no memory."""
     total = torch.zeros((), device=device)
     for tensor in model.state_dict().values():
         for part in [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]:
@@ -107,7 +107,14 @@ class Checkpointer:
     """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
 
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """Take what a checkpoint must share with the run (`checkpoint_shape`) and what it should (`trained_with`)."""
+        """Keep the newest `keep` checkpoints in `folder`.
+
+        Args:
+            folder: of the checkpoints, each a folder in it.
+            keep: number of checkpoints.
+            shape: what a checkpoint must have in common with this run to be loaded, `checkpoint_shape`.
+            settings: what it should have in common unless a change is allowed, `trained_with`.
+        """
         self.folder = folder
         self.keep = keep
         self.shape = shape
@@ -117,8 +124,8 @@ class Checkpointer:
         """Return the checkpoint that `checkpoint.resume` names: the newest for `auto`, None for `never`.
 
         Raises:
-            InputError: if the path is no checkpoint, or one of another model, or, unless `changed` settings are taken,
-                one that was trained with others.
+            InputError: if the path is not a checkpoint, if it is one of another model, or, unless `changed` is set, if
+                it was trained with other settings.
         """
         path = newest_checkpoint(self.folder) if resume == "auto" else Path(resume)
         if path is None or resume == "never":
@@ -148,7 +155,7 @@ class Checkpointer:
         return path
 
     def make_shared_folder(self) -> None:
-        """Make the folder and check that every rank sees it, before it is too late to put it elsewhere; a collective.
+        """Make the folder and check that every rank sees it, before anything is trained; a collective.
 
         Raises:
             InputError: on all ranks, if one does not see it.
@@ -190,7 +197,7 @@ class Checkpointer:
         """Load `path` in place on all ranks and return the step it was written after."""
         for _, part in optimizer.optimizers:
             if isinstance(part, KeyedOptimizer):
-                part.init_state()  # optimizers that make their state at the first step need it to load into
+                part.init_state()  # some optimizers make it at their first step, and loading needs it
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         dcp_loader.load(state, checkpoint_id=path)
         model.load_state_dict(state["model"])  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
-from dlrm_overlap.launching.preflight import check_output, check_runs
+from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.launching.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
@@ -62,15 +62,14 @@ def compare(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.compare import backend_configs, report, train_backends
-        from dlrm_overlap.trainer import check_device
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
         configs = backend_configs(ranks.config, ranks.values.backends)
         for config in configs.values():
-            check_device(config, ranks.device)  # of all backends, before the first one trains
+            check_start(config, ranks.device)  # for every backend, before the first one trains
         if ranks.world.rank == 0:
-            output.unlink(missing_ok=True)  # an earlier one would belie the runs that this writes beside it
+            output.unlink(missing_ok=True)  # an earlier one would contradict the runs that this writes beside it
         folders = train_backends(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
@@ -216,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Run `main` and end the process: with its exit code, or 1 and the traceback of what it did not catch.
+    """Run `main` and end the process with its exit code; after an exception, with its traceback and exit code 1.
 
-    Ends by `os._exit`: with process groups, loader threads and CUDA contexts alive, a few runs in a hundred abort
-    while the interpreter takes itself down, after all work is done; behind a CUDA error it may wait for ever.
+    The process ends by `os._exit`: with process groups, loader threads and CUDA contexts alive, a few runs in a hundred
+    abort while the interpreter ends, after all work is done, and after a CUDA error its end may wait for ever.
     """
     try:
         code = main()
@@ -232,6 +231,6 @@ def run() -> None:
         traceback.print_exc()
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it is gone
+        with contextlib.suppress(OSError):  # its reader is gone
             stream.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The same configuration trained once a backend: whether the losses agree and, where they do, what is faster.
+"""Trains one configuration with one backend after another, and compares their losses and speeds.
 
 Correct before fast: a backend whose losses part from the reference's gets no speedup.
 """
@@ -16,7 +16,7 @@ import torch
 
 from dlrm_overlap.checkpoint import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.observe.run_log import has_results, write_atomically
+from dlrm_overlap.observe.run_log import has_results, nan_as_none, read_summary, write_atomically
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.trainer import NotFiniteError, Trainer
 
@@ -29,13 +29,13 @@ _LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may ove
 
 
 def backend_configs(config: Config, backends: Sequence[str]) -> dict[str, Config]:
-    """Return backend -> its configuration: `config`, from the first step on, and without checkpoints.
+    """Return backend -> its configuration: `config`, but trained from the first step on and without checkpoints.
 
     A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
-    leave them for a later run to go on from. A backend without a choice of backward takes its own.
+    leave them for a later run to go on from. A backend that does not have the backward of `config` takes its own.
 
     Raises:
-        InputError: if in the place of one of the runs lies one that could go on.
+        InputError: if the folder of one of the runs holds a checkpoint, and so a run that could go on.
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}
@@ -54,7 +54,7 @@ def backend_configs(config: Config, backends: Sequence[str]) -> dict[str, Config
 
 
 def train_backends(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
-    """Train each of `configs`, one after the other, and return backend -> the run's folder; all ranks call this."""
+    """Train each of `configs`, one after the other, and return backend -> the run's folder; a collective."""
     folders = {}
     for backend, config in configs.items():
         folders[backend] = _train(config, make_trainer)
@@ -70,21 +70,22 @@ def _train(config: Config, make_trainer: Callable[[Config], Trainer]) -> Path:
     log.info("backend %s%s", backend, ", in place of the run that lay there" if has_results(config.folder) else "")
     try:
         trainer.fit(replace=True)
-    except NotFiniteError as error:  # on every rank, at the same step; the comparison finds it in the run's losses
+    except NotFiniteError as error:  # on every rank, at one step; `find_fault` finds it in the run's losses
         log.info("backend %s: %s", backend, error)
     trainer.close()
     return trainer.folder
 
 
 def compare_runs(folders: Mapping[str, Path], rtol: float) -> dict[str, Any]:
-    """Return what `comparison.json` holds of the runs in `folders`; the first backend is the reference.
+    """Return the contents of `comparison.json` for the runs in `folders`; the first backend is the reference.
 
     Args:
         folders: backend -> folder of its finished run.
         rtol: greatest relative difference of a logged training loss that still agrees.
     """
     reference = next(iter(folders))
-    summaries = {backend: _read_summary(folder) for backend, folder in folders.items()}
+    # A run whose loss was not finite ended early and has no summary.
+    summaries = {backend: read_summary(folder) or {} for backend, folder in folders.items()}
     shared = next((summary for summary in summaries.values() if summary), {})
     losses = {backend: _read_losses(folder) for backend, folder in folders.items()}
     results = {}
@@ -92,7 +93,7 @@ def compare_runs(folders: Mapping[str, Path], rtol: float) -> dict[str, Any]:
         fault = find_fault(losses[backend], losses[reference], rtol)
         difference, step = greatest_difference(losses[backend], losses[reference])
         results[backend] = {
-            **{key: summary.get(key) for key in _RESULTS},
+            **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "speedup": None if fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
             "max_relative_difference": difference,
             "max_relative_difference_step": step,
@@ -108,12 +109,6 @@ def compare_runs(folders: Mapping[str, Path], rtol: float) -> dict[str, Any]:
     }
 
 
-def _read_summary(folder: Path) -> dict[str, Any]:
-    """Return what the run wrote at its end; nothing where its losses were not finite, which ended it early."""
-    path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def _read_losses(folder: Path) -> dict[int, float]:
     """Return step -> logged training loss of a run; a loss that was not finite is NaN."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -121,7 +116,7 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def find_fault(losses: Mapping[int, float], reference: Mapping[int, float], rtol: float) -> str | None:
-    """Return what is wrong at the first step where `losses` (step -> loss) do not agree with `reference`, else None."""
+    """Return what is wrong at the first step where `losses` (step -> loss) differ from `reference`; None if none is."""
     for step in sorted(losses.keys() | reference.keys()):
         loss, expected = losses.get(step), reference.get(step)
         if loss is None or expected is None:
@@ -137,7 +132,7 @@ def find_fault(losses: Mapping[int, float], reference: Mapping[int, float], rtol
 
 
 def greatest_difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> tuple[float | None, int | None]:
-    """Return the greatest relative difference of the finite losses that both have, and its step; None without any."""
+    """Return the greatest relative difference of the finite losses that both have, and its step, or (None, None)."""
     differences = [(_relative_difference(losses[step], reference[step]), step) for step in losses if step in reference]
     finite = [(difference, step) for difference, step in differences if math.isfinite(difference)]
     return max(finite, key=lambda found: found[0], default=(None, None))
@@ -148,7 +143,7 @@ def _relative_difference(loss: float, expected: float) -> float:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return a line a backend, at most 100 columns wide."""
+    """Return a table with one line for each backend, at most 100 columns wide."""
     header = ["backend", "train loss", "AUROC", "NE", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
     rows = [header]
     for backend, result in comparison["backends"].items():

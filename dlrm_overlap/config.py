@@ -1,7 +1,8 @@
 """The configuration: one frozen dataclass a section, each checked when it is built.
 
-Every key may be set in the YAML file (`--config`) or on the command line (`--train.steps 40`). A value that breaks a
-rule raises `InputError`, whose message is one line: value, rule, cure.
+Every key may be set in the YAML file (`--config`) or on the command line (`--train.steps 40`). The text below a key is
+its meaning, with its unit, in `--help` and in the table of all keys. A value that breaks a rule raises `InputError`,
+whose message is one line: value, rule, cure.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 else:
     from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-    # jsonargparse's own take infinity, on which a run trains to NaN.
+    # jsonargparse's own types accept infinity, with which a run trains to NaN.
     NonNegativeFloat = restricted_number_type("NonNegativeFinite", float, [(">=", 0), ("<", math.inf)])
     PositiveFloat = restricted_number_type("PositiveFinite", float, [(">", 0), ("<", math.inf)])
     BackendName = Literal[tuple(BACKENDS)]
@@ -37,7 +38,7 @@ CRITEO_DENSE, CRITEO_TABLES = 13, 26
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _GREATEST_SEED = 2**31 - 1
 _WAIT_S = (0.1, 86400.0)
-# Far beyond what is of use, and well before a loop or an allocation that would not end.
+# Greatest values of keys of `data`, and why: far beyond what is of use, yet below what would take for ever to allocate.
 _MOST = {
     "eval_samples": (10**9, "ten times the Terabyte set's test day"),
     "dense_features": (100_000, "Criteo has 13"),
@@ -48,30 +49,7 @@ _MOST = {
 
 
 class InputError(ValueError):
-    """A user's mistake, told in one line (value, rule, cure). The command line prints it and exits with code 2."""
-
-
-def _check_most(key: str, value: int, most: int, why: str) -> None:
-    if value > most:
-        raise InputError(f"{key}: {value} is above {most}, the most there may be ({why}); take a smaller one")
-
-
-def parse_multi_hot(spec: int | str) -> tuple[int, int]:
-    """Return the least and the greatest number of ids a bag holds: `3` is (3, 3), `"0..8"` is (0, 8).
-
-    Raises:
-        InputError: if `spec` is neither a number of ids nor a range of them.
-    """
-    text = str(spec)
-    match = _RANGE.fullmatch(text)
-    low, high = (int(match[1]), int(match[2])) if match else (int(text), int(text)) if text.isdigit() else (1, 0)
-    _check_most("data.tables.multi_hot", high, 100_000, "ids of one bag")
-    if low > high or high == 0:
-        raise InputError(
-            f"data.tables.multi_hot: {text!r} is not a number of ids a bag, at least 1, or a range of them; "
-            f"write 3 or '0..8'"
-        )
-    return low, high
+    """A user's mistake. Its message is one line: value, rule, cure. The command line prints it and ends with code 2."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +87,10 @@ class TablesConfig:
             )
 
     def number(self, default: int | None = None) -> int:
-        """Return the number of tables T, or `default` where nothing here tells it.
+        """Return the number of tables T, or `default` where no key gives it.
 
         Raises:
-            InputError: if nothing tells the number.
+            InputError: if neither gives the number.
         """
         for value in (self.rows, self.multi_hot, self.zipf_alpha):
             if isinstance(value, list):
@@ -161,7 +139,7 @@ class DataConfig:
             raise InputError(f"data.dense_features: {self.dense_features}, but Criteo has {CRITEO_DENSE}; leave it out")
 
     def require_source(self) -> None:
-        """Check that the samples' source is told in full.
+        """Check that the keys say in full where the samples come from.
 
         Raises:
             InputError: if a key is missing that `kind` needs.
@@ -373,7 +351,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A run: everything `dlrm-overlap train` can be told."""
+    """A run: every key that `dlrm-overlap train` takes."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -393,11 +371,11 @@ class Config:
                 raise InputError(f"{key}: {value} has no effect {reason}, or leave it out")
 
     def _dependent_keys(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each key that needs another, whether it has an effect here, and, if not, why and what gives it one.
+        """Yield each key that needs another, whether it has an effect here, and, if not, why and how to give it one.
 
-        Left out are keys that a file may hold for runs that differ in `embedding.backend` or in `data.kind` alone: the
-        tuning of one backend, and the shape of the synthetic samples. So are those whose meaning says what overrides
-        them, as train.steps does train.epochs: a shorter trial of a file changes one key.
+        Left out are the tuning of one backend and the shape of the synthetic samples: one file may serve for runs that
+        differ in `embedding.backend` or in `data.kind` alone. Left out too are keys whose meaning names the key that
+        overrides them, as train.steps overrides train.epochs: a shorter trial of a file sets a single key.
         """
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
         for name in ("cross_layers", "cross_rank"):
@@ -419,6 +397,28 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""
-        return json.loads(
-            json.dumps(dataclasses.asdict(self))
-        )  # plain: the checked number types are classes of their own
+        # Through JSON, since jsonargparse's checked numbers are of classes of their own.
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+def parse_multi_hot(spec: int | str) -> tuple[int, int]:
+    """Return the least and the greatest number of ids in a bag: (3, 3) for `3`, (0, 8) for `"0..8"`.
+
+    Raises:
+        InputError: if `spec` is neither a number of ids nor a range of them.
+    """
+    text = str(spec)
+    match = _RANGE.fullmatch(text)
+    low, high = (int(match[1]), int(match[2])) if match else (int(text), int(text)) if text.isdigit() else (1, 0)
+    _check_most("data.tables.multi_hot", high, 100_000, "ids of one bag")
+    if low > high or high == 0:
+        raise InputError(
+            f"data.tables.multi_hot: {text!r} is not a number of ids a bag, at least 1, or a range of them; "
+            f"write 3 or '0..8'"
+        )
+    return low, high
+
+
+def _check_most(key: str, value: int, most: int, why: str) -> None:
+    if value > most:
+        raise InputError(f"{key}: {value} is above {most}, the most there may be ({why}); take a smaller one")

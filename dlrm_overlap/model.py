@@ -1,6 +1,6 @@
-"""The DLRM: bottom MLP, embedding tables, interaction, top MLP, on one device and knowing nothing of ranks.
+"""The DLRM: bottom MLP, embedding tables, interaction, top MLP. Nothing here knows of ranks.
 
-`pipeline.shard_model` puts the tables on their ranks; everything here stays as it is.
+`pipeline.shard_model` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": nn.functional.gelu}
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of a sample's T + 1 embeddings, behind its dense one (arXiv 1906.00091, section 2.1).
+    """The bottom MLP's output d, then the dot products of all pairs among d and the T pooled embeddings of a sample.
 
-    Example: T = 2, D = 4 gives per sample the dense embedding's 4 numbers, then d.e0, d.e1, e0.e1.
+    This is the interaction of arXiv 1906.00091, section 2.1. Example: T = 2, D = 4 gives, per sample, the 4 numbers of
+    d, then d.e0, d.e1, e0.e1.
     """
 
     def __init__(self, features: int, dim: int) -> None:
@@ -36,10 +37,10 @@ class DotInteraction(nn.Module):
         self.register_buffer("pairs", rows * features + columns, persistent=False)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Map [b, (T + 1) * D], the dense embedding first, to [b, D + (T + 1) * T / 2]."""
+        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to [b, D + (T + 1) * T / 2]."""
         each = embeddings.view(-1, self.features, self.dim)
         products = torch.bmm(each, each.transpose(1, 2)).flatten(1)
-        # One flat index: its backward is a scatter, where that of a pair of indices sorts.
+        # By one flat index, whose backward is a scatter; that of a pair of indices sorts.
         return torch.cat((embeddings[:, : self.dim], products.index_select(1, self.pairs)), dim=1)
 
 
@@ -59,7 +60,7 @@ class Head(nn.Module):
         self.logit = nn.Linear(config.top_mlp[-2], 1)
 
     def forward(self, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Map [b, D], the bottom MLP's, and [b, T * D] pooled embeddings to logits [b]."""
+        """Map the bottom MLP's output [b, D] and the pooled embeddings [b, T * D] to logits [b]."""
         embeddings = torch.cat((dense_bD, pooled.to(dense_bD.dtype)), dim=1)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
@@ -67,7 +68,7 @@ class Head(nn.Module):
 class DLRM(nn.Module):
     """Naumov et al., Deep Learning Recommendation Model (arXiv 1906.00091), or its DCNv2 variant of MLPerf.
 
-    The tables are made on the meta device: sharding gives them storage, `initialise_tables` their values.
+    The tables are made on the meta device: sharding gives them storage, `initialise_tables` gives them values.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
@@ -91,15 +92,18 @@ class DLRM(nn.Module):
         self.head = Head(config, len(rows))
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Map dense [b, F] float32 and the bags of T tables to logits [b]."""
+        """Map dense features [b, F] float32 and the bags of T tables to logits [b]."""
         pooled = self.embedding(sparse)  # returns at once: the exchange runs while the bottom MLP does
         dense_bD = self.bottom(dense)
         return self.head(dense_bD, in_order(pooled, self.keys))
 
 
-@torch.fx.wrap  # TorchRec's pipeline traces the model; what depends on values stays whole
+@torch.fx.wrap  # TorchRec's pipeline traces the model, but not through this function, which depends on values
 def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for the exchange and return [b, T * D], the tables in the order of `keys`; TorchRec gives the plan's."""
+    """Wait for the exchange and return pooled embeddings [b, T * D], the tables in the order of `keys`.
+
+    Our exchange gives them in this order already; TorchRec gives them in that of the plan.
+    """
     if pooled.keys() == keys:
         return pooled.values()
     by_table = pooled.to_dict()
@@ -107,7 +111,7 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 
 
 class TrainTask(nn.Module):
-    """A DLRM with its loss: a batch in, the mean binary cross-entropy over this rank's samples out."""
+    """A DLRM with its loss, the mean binary cross-entropy over this rank's samples of a batch."""
 
     def __init__(self, dlrm: DLRM, device_type: str, bf16: bool) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ class TrainTask(nn.Module):
 def build_model(
     model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
 ) -> DLRM:
-    """Build the DLRM with dense weights that depend on `seed` alone, tables without storage."""
+    """Build the DLRM: its dense weights depend on `seed` alone, its tables have no storage yet."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DLRM(model, rows, dense_features, embedding.weight_dtype)

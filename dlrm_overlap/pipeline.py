@@ -1,4 +1,4 @@
-"""From a model and a plan to something that steps: sharding, optimizers, learning rates, the train pipeline."""
+"""Turns a model and a plan into what takes steps: the sharded model, optimizers, learning rates, train pipeline."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,10 +25,10 @@ def shard_model(
     device: torch.device,
     graph_samples: int | None = None,
 ) -> DistributedModelParallel:
-    """Put the tables on their ranks after `plan`, and the dense part on every rank under data parallelism.
+    """Shard the tables over the ranks as `plan` says, and put the dense part on every rank under data parallelism.
 
-    With `graph_samples`, the samples of a training batch, the dense part is captured in CUDA graphs before it is
-    wrapped, as DDP asks.
+    Where `graph_samples` gives the samples of a training batch, b, the dense part is captured in CUDA graphs before
+    DDP wraps it, in the order that DDP requires.
     """
     model = DistributedModelParallel(
         module=task,
@@ -52,9 +52,9 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly.
 
     Returns:
-        The nodes that accumulate the parameters' gradients. Such a node works on the stream where it was made, and DDP,
-        before it reduces a bucket, waits for one alone of the streams that fill it. So none may be made on a stream of
-        the warm-up's or the capture's own.
+        The nodes that accumulate the parameters' gradients. Such a node runs on the stream where it was made, and DDP,
+        before it reduces a bucket, waits for only one of the streams that fill it. So all nodes are made here, on the
+        current stream, before the warm-up or the capture would make them on streams of their own.
     """
     dlrm, capture = task.dlrm, torch.cuda.graph
     nodes = [get_gradient_edge(parameter).node for part in (dlrm.bottom, dlrm.head) for parameter in part.parameters()]
@@ -72,7 +72,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 
 
 def build_dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> KeyedOptimizer:
-    """Return the optimizer of the dense part; the tables' is fused into their backward."""
+    """Return the optimizer of the dense part. That of the tables is fused into their backward."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),
@@ -107,7 +107,7 @@ class LearningRate:
         return 1.0
 
     def set(self, step: int) -> None:
-        """Set the learning rates of `step`; nothing is touched while the factor stays."""
+        """Set the learning rates of `step`, counted from 0, where they differ from those of the step before."""
         factor = self.factor(step)
         if factor != self.current:
             for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
@@ -118,7 +118,11 @@ class LearningRate:
 def build_pipeline(
     kind: str, model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device
 ) -> TrainPipeline:
-    """Return TorchRec's train pipeline: `sparse_dist` works ahead on the next two batches, `none` does not."""
+    """Return TorchRec's train pipeline.
+
+    `sparse_dist` works ahead: during a step it sends the ids of the next batch to their owners and copies the one after
+    that to the device. `none` sends the ids of a batch in its own step.
+    """
     if kind == "sparse_dist":
         return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
     return TrainPipelineBase(model, optimizer, device)

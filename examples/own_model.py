@@ -4,7 +4,7 @@
     python examples/own_model.py                                            # one process
 
 A tower of users and a tower of items each make a vector of pooled embeddings; the vectors' product is the logit of a
-click. Only what is imported from dlrm_overlap is not TorchRec's or PyTorch's. docs/torchrec.md tells the rest.
+click. All but what is imported from dlrm_overlap is TorchRec's or PyTorch's. docs/torchrec.md has the details.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching import launcher, process_group
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower
 ROWS = {"user": 4000, "history": 1000, "item": 1000, "words": 400}  # of each feature's table
@@ -37,7 +37,7 @@ DIM, SAMPLES, TASTES = 32, 256, 4
 
 
 class TwoTowers(nn.Module):
-    """Tells how probable it is that a user clicks an item."""
+    """Predicts whether a user clicks an item."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TwoTowers(nn.Module):
         self.item = nn.Sequential(nn.Linear(DIM * len(ITEM), 64), nn.GELU(), nn.Linear(64, 32)).to(device)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss [] of a batch, and what the pipeline is to hand on: the same, without its graph."""
+        """Return the mean loss [] of a batch twice: with its graph, and without it for the pipeline to return."""
         pooled = self.embedding(batch.sparse_features).to_dict()  # by name: the order of the columns does not matter
         user = self.user(torch.cat([pooled[name] for name in USER], dim=1))
         item = self.item(torch.cat([pooled[name] for name in ITEM], dim=1))
@@ -59,7 +59,7 @@ class TwoTowers(nn.Module):
 
 
 def made_up(steps: int, rank: int) -> Iterator[Batch]:
-    """Yield this rank's batches: ids modulo TASTES are a taste, and users click items of their own."""
+    """Yield this rank's made-up batches. An id modulo TASTES is a taste, and users click items of their own taste."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         tastes = torch.randint(0, TASTES, (2, SAMPLES), generator=generator)  # of the users, of the items
@@ -74,15 +74,15 @@ def made_up(steps: int, rank: int) -> Iterator[Batch]:
 
 
 def main() -> None:
-    """Build, shard, train, close."""
+    """Build the model, shard it, train it, and close its exchanges."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=["stock", "nccl", "pgas", "fused"], default="pgas")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
     world = launcher.detect()  # torchrun, mpirun, srun, or this process alone
-    device = launcher.find_device("auto", world.local_rank, world.source)
-    launcher.init_process_group(world, device)  # and, on a GPU, streams of the right priority
+    device = process_group.find_device("auto", world.local_rank, world.source)
+    process_group.init_process_group(world, device)  # and, on a GPU, streams of the right priority
     torch.manual_seed(0)
 
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
@@ -111,7 +111,7 @@ def main() -> None:
 
     for exchange in exchanges(model):  # all ranks have taken the same steps
         exchange.close()
-    launcher.shutdown()
+    process_group.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Finding the ranks: launchers, process groups, options, and what a machine can refuse."""
+"""From a command to its ranks: options, checks of this machine, starting or finding ranks, their process group."""

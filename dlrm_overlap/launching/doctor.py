@@ -1,4 +1,4 @@
-"""What this machine and this Python have for training, what is missing, and the command that cures it."""
+"""A report on this machine: what it and this Python have for training, what is missing, and how to get that."""
 
 import importlib.metadata
 import importlib.util
@@ -24,7 +24,7 @@ _MIN_SHM_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `cure` is a command, or else what to do."""
+    """One line of the report. `cure` is the command that mends it or, where there is none, what to do."""
 
     status: Literal["ok", "missing", "wrong"]
     name: str
@@ -48,10 +48,10 @@ def run_doctor() -> int:
 
 
 def check_stack() -> None:
-    """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load. Takes a second, no process group.
+    """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load. Takes about a second.
 
     Raises:
-        InputError: naming the first that does not, and its cure.
+        InputError: naming the first package that does not, and its cure.
     """
     for check in (_torch, _fbgemm, _torchrec):
         finding = check()
@@ -60,7 +60,7 @@ def check_stack() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return what a result depends on: versions, GPUs, CPU, and the commit of a checkout; only what there is."""
+    """Return what a result depends on: versions, GPUs, CPU and the checkout's commit, each where it can be found."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -137,7 +137,7 @@ def _as_numbers(version: str) -> tuple[int, ...]:
 
 
 def _fbgemm_versions() -> dict[str, str]:
-    """Return distribution names and versions of FBGEMM; where it is only on PYTHONPATH, its own word."""
+    """Return FBGEMM's distributions and their versions; where it is only on PYTHONPATH, the version that it states."""
     versions = {name: version for name in _FBGEMM_NAMES if (version := _version(name))}
     if not versions and importlib.util.find_spec("fbgemm_gpu") and _load_fbgemm() is None:
         versions["fbgemm_gpu"] = sys.modules["fbgemm_gpu"].__version__
@@ -185,7 +185,7 @@ def _torchrec() -> Finding:
     import torch
 
     wanted, version = _FBGEMM_OF_TORCH.get(_minor(torch.__version__)), _version("torchrec")
-    # Without its dependencies: it names the CUDA fbgemm-gpu, which would lie over fbgemm-gpu-cpu.
+    # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
     cure = f"pip install --no-deps 'torchrec=={wanted}.*'" if wanted else "pip install --no-deps torchrec"
     if version is None:
         if importlib.util.find_spec("torchrec"):
@@ -243,7 +243,7 @@ def _pairs_without_peer_access() -> list[tuple[int, int]]:
 
 
 def _link_kinds() -> str:
-    """Return ", NV18" or ", NV12 PHB SYS": the kinds of links that nvidia-smi shows, or nothing."""
+    """Return the kinds of links that nvidia-smi shows, such as ", NV18" or ", NV12 PHB SYS", or an empty string."""
     rows = [line.split() for line in _output("nvidia-smi", "topo", "-m").splitlines() if line.startswith("GPU")]
     kinds = {kind for row in rows for kind in row[1 : len(rows) + 1]} - {"X"}
     return f", {' '.join(sorted(kinds))}" if kinds else ""
@@ -270,7 +270,7 @@ def _symmetric_memory() -> Finding:
 
 
 def _mpi() -> Finding:
-    """Load MPI in a process of its own, since it may be loaded once only, and aborts the process if it is broken."""
+    """Load MPI in a process of its own: it may be loaded only once, and a broken one aborts the process."""
     if (version := _version("mpi4py")) is None:
         return Finding("missing", "mpi4py", "not installed, for mpirun only", "pip install mpi4py", needed=False)
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -283,7 +283,7 @@ def _mpi() -> Finding:
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, or nothing if there is no such command or it fails."""
+    """Return what a command prints, or an empty string if there is no such command or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

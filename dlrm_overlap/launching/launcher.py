@@ -1,29 +1,18 @@
-"""Who started this process, as which rank of how many: the only file that knows launchers.
+"""Who started this process, as which rank of how many. This is the only file that knows what launchers leave behind.
 
-`detect` tells, without a process group; `init_process_group` makes one.
+It loads no torch and makes no process group: `process_group` does both with the `World` that `detect` returns.
 """
 
-import logging
 import os
 import re
 import socket
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from dlrm_overlap.config import InputError
 
-if TYPE_CHECKING:
-    import torch
-
-log = logging.getLogger(__name__)
-
 LOOPBACK = "127.0.0.1"
 NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
-_RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
 _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
 
 
@@ -79,22 +68,22 @@ class World:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """Tell from the environment who started this process. No process group is made; under MPI, MPI is initialised.
+    """Return this process's place among the ranks, as its launcher's variables in `environ` give it.
 
-    The first that is found wins:
+    No process group is made. Under MPI, MPI is initialised. Of several launchers, the first of these counts:
 
     | source | found by | rendezvous |
     |---|---|---|
     | nproc | the mark that `spawn` leaves | this host |
     | torchrun | TORCHELASTIC_RUN_ID | MASTER_ADDR, MASTER_PORT |
-    | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | told by rank 0 through mpi4py |
+    | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | rank 0's choice, broadcast through mpi4py |
     | slurm | SLURM_STEP_ID (srun) | first node of the step, port from job and step id |
     | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
     | single | none of these | none |
 
-    What else may be found beside it:
+    What another launcher may have left beside it, and what follows:
 
-    | leftover | verdict |
+    | left behind | verdict |
     |---|---|
     | torchrun in an srun or mpirun of as many tasks as agents | harmless: one agent a task, the way across hosts |
     | torchrun in an srun or mpirun of another number of tasks | contradiction: each agent thinks it is all |
@@ -107,7 +96,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     | SLURM_PROCID and the like without SLURM_STEP_ID | ignored: an sbatch script outside srun is one process |
 
     Raises:
-        InputError: on a contradiction, a variable that is missing or no number, or an MPI that mpi4py cannot use.
+        InputError: on a contradiction, if a variable is missing or not a number, or if mpi4py cannot use this MPI.
     """
     mpi, step = mpi_task(environ), slurm_task(environ)
     bare = "RANK" in environ or "WORLD_SIZE" in environ
@@ -146,7 +135,7 @@ def mpi_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
     for prefix in ("OMPI_COMM_WORLD_", "PMI_"):
         if prefix + "SIZE" in environ:
             task = _integer(environ, prefix + "RANK", "mpirun"), _integer(environ, prefix + "SIZE", "mpirun")
-            # srun with its PMI plugin sets PMI_* for its tasks too: then Slurm tells all, and mpi4py is not needed.
+            # srun with its PMI plugin sets PMI_* for its tasks too: then Slurm's variables suffice, without mpi4py.
             return None if prefix == "PMI_" and task == slurm_task(environ) else task
     return None
 
@@ -178,10 +167,14 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
 
 
 def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
-    """Let MPI number the ranks and carry rank 0's address; everything after that goes through torch.
+    """Take the ranks from MPI, and broadcast rank 0's address through it; everything after that goes through torch.
 
-    MPI_Finalize is left to `shutdown`: to any mpirun a rank that ends without it has failed, so an exception or an
-    exit on one rank ends the others, where a finalize at exit would wait for them for ever.
+    MPI_Finalize is left to `process_group.shutdown`. mpirun takes a rank that ends without it for failed, and ends the
+    others; a finalize at every exit would wait for the others for ever.
+
+    Args:
+        environ: the variables, of which MASTER_ADDR and MASTER_PORT count.
+        announced: ranks that mpirun says it has started.
     """
     try:
         import mpi4py
@@ -193,17 +186,17 @@ def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
             f"mpirun of {announced} ranks, but mpi4py does not load ({str(error).splitlines()[0]}); "
             f"pip install mpi4py, or use --nproc"
         ) from None
-    world = MPI.COMM_WORLD
-    if world.size != announced:
+    comm = MPI.COMM_WORLD
+    if comm.size != announced:
         raise InputError(
-            f"mpirun started {announced} ranks, but mpi4py sees {world.size}: they belong to different MPI libraries; "
+            f"mpirun started {announced} ranks, but mpi4py sees {comm.size}: they belong to different MPI libraries; "
             f"use the mpirun of {MPI.get_vendor()[0]}, or pip install --no-binary mpi4py mpi4py"
         )
-    local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if local.size == world.size else socket.gethostname())
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if local.size == comm.size else socket.gethostname())
     port = _integer(environ, "MASTER_PORT", "mpirun") if "MASTER_PORT" in environ else free_port()
-    address, port = world.bcast((address, port))
-    return World(world.rank, local.rank, world.size, local.size, address, port, "mpi")
+    address, port = comm.bcast((address, port))
+    return World(comm.rank, local.rank, comm.size, local.size, address, port, "mpi")
 
 
 def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
@@ -223,7 +216,7 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank as the first launcher's mark tells it, unchecked, or None for a process on its own."""
+    """Return the rank in the first launcher's variable there is, without any check; None where there is none."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -235,120 +228,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
-    """Return the device of the rank: `kind` is train.device, auto takes the GPUs if there are any.
-
-    A rank that sees a single GPU takes that one, if its launcher (Slurm, MPI, a script) may have chosen it for it.
-
-    Args:
-        kind: train.device.
-        local_rank: the rank's place among those of this host.
-        source: who started them.
-        local_ranks: processes on this host: each finds out whether all have a GPU, so that rank 0 can tell.
-
-    Raises:
-        InputError: if there is no GPU for each rank of this host.
-    """
-    import torch
-
-    count = visible_gpus(kind)
-    if kind == "cpu" or (kind == "auto" and count == 0):
-        return torch.device("cpu")
-    if count == 1 and source in ("slurm", "mpi", "environment"):
-        return torch.device("cuda", 0)
-    if (last := max(local_rank, local_ranks - 1)) < count:
-        return torch.device("cuda", local_rank)
-    raise InputError(
-        f"train.device: {kind}, but local rank {last} has no GPU of its own, {count} visible; start at most one a GPU "
-        f"(--nproc auto), or set train.device cpu (dlrm-overlap doctor shows the GPUs)"
-    )
-
-
-def visible_gpus(kind: str) -> int:
-    """Return the number of GPUs that a run with train.device `kind` sees."""
-    import torch
-
-    return torch.cuda.device_count() if kind != "cpu" else 0
-
-
-def init_process_group(world: World, device: "torch.device", timeout_s: float = 600.0) -> None:
-    """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
-
-    Sets the current CUDA device and stream. The default stream has the lowest priority there is; the current one's is
-    above it, so that kernels on a stream of its own can give way to it. A world of one needs no address. `timeout_s`
-    bounds the rendezvous and every collective.
-
-    Raises:
-        InputError: if the ranks do not meet.
-    """
-    import torch
-    import torch.distributed as dist
-
-    backend, device_id = "gloo", None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
-        backend, device_id = "cpu:gloo,cuda:nccl", device
-    timeout = timedelta(seconds=timeout_s)
-    if world.world_size == 1:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        return
-    _resolve(world, min(_RESOLVE_S, timeout_s))
-    host = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
-    try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{host}:{world.master_port}",
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=device_id,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "address already in use" in str(error):
-            raise InputError(
-                f"{world.source} launch: port {world.master_port} of {host} is in use by another program; set "
-                f"MASTER_PORT to a free one on all ranks"
-            ) from None
-        raise InputError(
-            f"{world.source} launch: no rendezvous of {world.world_size} ranks at {host}:{world.master_port} within "
-            f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
-            f"a host and a free port that all reach"
-        ) from None
-
-
-def _resolve(world: World, patience_s: float) -> None:
-    """Check that rank 0's host has an address, which the rendezvous itself would wait for to its end."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            socket.getaddrinfo(world.master_addr, world.master_port)
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"{world.source} launch: {world.master_addr}, the host of rank 0, has no address "
-                    f"({error.strerror}); set MASTER_ADDR to one that all ranks resolve"
-                ) from None
-        time.sleep(min(1.0, patience_s))
-
-
-def shutdown() -> None:
-    """Destroy the process group and finalise MPI, at the end of a run that went well.
-
-    On the way out of an exception it does nothing: both may wait for the other ranks, which do not come. The launcher
-    sees the exit code, and under MPI the missing finalize, and ends them.
-    """
-    if sys.exc_info()[0] is not None:
-        return
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and not mpi.Is_finalized():
-        mpi.Finalize()

@@ -1,4 +1,4 @@
-"""Reading the configuration: YAML, then dotted options, every mistake told in one line."""
+"""Reading the configuration: a YAML file, then dotted options. Every mistake is reported in one line."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from dlrm_overlap.config import Config, InputError
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Let the reader of standard output leave early, as `head` does: the rest of the text is dropped."""
+    """Drop the rest of the output where the reader of standard output leaves early, as `head` does."""
     try:
         yield
         print(end="", flush=True)
@@ -47,7 +47,7 @@ def check_config_file(path: Path) -> None:
     """Check that `path` is YAML with known keys, each written once.
 
     Raises:
-        InputError: telling file, key and the nearest known key.
+        InputError: naming the file, the key and the nearest known key.
     """
     try:
         with path.open() as file:
@@ -78,16 +78,17 @@ def _check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return a question after the nearest of `known`, or their list where none is near."""
+    """Return "did you mean X?" with the nearest of `known`, or a list of them where none is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def suggest_option(name: str, known: Sequence[str]) -> str:
-    """Return a question after those of the options `known` that `name` may mean.
+    """Return "did you mean X or Y?" with those of the options `known` that `name` may stand for.
 
-    Dashes count as underscores. Where nothing is near the whole name, its last part decides: `--lr` asks after
-    `--embedding.lr` and `--train.lr`.
+    Dashes count as underscores. Of three searches, the first that finds an option counts: options with the last part
+    of `name` (for `--lr`: `--embedding.lr` and `--train.lr`), the option nearest to the whole name, options whose last
+    part is nearest to that of `name`.
     """
     name = "--" + name.lstrip("-").replace("-", "_")
     tails = [option.lstrip("-").rpartition(".")[2] for option in known]
@@ -119,7 +120,7 @@ _KINDS = {
 
 
 def _in_words(kinds: str) -> str:
-    """Turn jsonargparse's names of types, separated by commas, into words."""
+    """Turn jsonargparse's names of types, separated by commas, into words, such as "a whole number above 0 or null"."""
     kinds = re.sub(r"<class '([\w.]+)'>", r"\1", kinds)
     kinds = re.sub(r"jsonargparse\.typing\.|typing\.", "", kinds)
     kinds = re.sub(r"list\[.*\]", "a list of such", kinds)
@@ -141,7 +142,7 @@ def _parse_error(message: str, options: Sequence[str]) -> str:
     if not found:
         return _one_line(message) + "; see --help"
     key, rule = found[1], found[2]
-    if "." not in key and f"--{key}" in options:  # not of the configuration
+    if "." not in key and f"--{key}" in options:  # an option of the command, not a key of the configuration
         key = f"--{key}"
     for pattern in (
         r"Subtypes: \[(?P<kinds>.*?)\]\n.*Given value:(?P<value>.*)",
@@ -149,20 +150,20 @@ def _parse_error(message: str, options: Sequence[str]) -> str:
         r"Not of type (?P<kinds>\w+): .*: '(?P<value>.*)'",
         r"Expected a (?P<kinds>.*)\. Got value:(?P<value>.*)",
     ):
-        if told := re.search(pattern, rule, re.DOTALL):
-            value = _one_line(told["value"]) or "''"
-            return f"{key}: {value} is not {_in_words(told['kinds'])}; see --help"
+        if parts := re.search(pattern, rule, re.DOTALL):
+            value = _one_line(parts["value"]) or "''"
+            return f"{key}: {value} is not {_in_words(parts['kinds'])}; see --help"
     return f"{key}: {_one_line(rule)}; see --help"
 
 
 class Parser(ArgumentParser):
-    """An argument parser that tells a mistake in one line."""
+    """An argument parser that reports a mistake in one line."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, exit_on_error=False)
 
     def read(self, argv: Sequence[str]) -> Any:
-        """Return the values of `argv`, sections built.
+        """Return the values of `argv`, each section as its dataclass.
 
         Raises:
             InputError: if an option is unknown or its value wrong.
@@ -178,7 +179,7 @@ class Parser(ArgumentParser):
             super().print_help(file)
 
     def _options(self) -> list[str]:
-        """Return the options there are, a section's own (`--train FILE`) left out."""
+        """Return all options but those that read a whole section (`--train FILE`)."""
         options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         sections = {option.rpartition(".")[0] for option in options}
         return [option for option in options if option not in sections and not option.endswith("+")]
@@ -187,12 +188,12 @@ class Parser(ArgumentParser):
 def parse_config(
     prog: str, description: str, argv: Sequence[str], add_options: Callable[[Parser], None]
 ) -> tuple[Config, Any]:
-    """Return the configuration that `argv` describes, and all parsed values, with those of `add_options`.
+    """Return the configuration that `argv` describes, and all parsed values, among them those of `add_options`.
 
     Raises:
         InputError: if a key, a value or the file is wrong.
     """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help tells what config.py says of each key
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows config.py's docstring of each key
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
     add_options(parser)

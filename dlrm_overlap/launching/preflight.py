@@ -1,5 +1,8 @@
-"""What this machine can refuse before a rank is started: too many processes, batches beyond its memory, a folder that
-nothing can be written to. Loads no torch, so that a mistake is told at once.
+"""What a run may be refused for before its ranks meet.
+
+Before a rank is started: too many processes, batches beyond this machine's memory, a folder that nothing can be written
+to. On each rank, before the process group is made: what its device cannot do, and a data set that is too small. This
+file loads no torch, so that the first of these mistakes are reported at once.
 """
 
 import math
@@ -7,18 +10,24 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, parse_multi_hot
 
-_HELD_BATCHES = 3  # those the loader keeps beyond the ones read ahead
+if TYPE_CHECKING:
+    import torch
+
+    from dlrm_overlap.data.batch import Dataset
+
+_HELD_BATCHES = 3  # batches that the loader keeps beyond those it reads ahead
 _MOST_PROCESSES = 64  # no host has more GPUs, and each process takes some 0.5 GB before it has read a sample
 
 
 def check_processes(nproc: int) -> None:
-    """Check that `nproc` processes are not far more than this host can run.
+    """Check that this host can run `nproc` processes: up to 4 a core and 64 in all, and 8 on any host.
 
     Raises:
-        InputError: beyond 4 a core, with 8 on the smallest host, or beyond 64.
+        InputError: if they are more.
     """
     cores = len(os.sched_getaffinity(0))
     most = min(_MOST_PROCESSES, max(8, 4 * cores))
@@ -30,7 +39,7 @@ def check_processes(nproc: int) -> None:
 
 
 def check_memory(config: Config, world_size: int, local_ranks: int) -> None:
-    """Check that the batches of this host's ranks fit in its memory, by the least they can take.
+    """Check that the batches of this host's `local_ranks` ranks fit in its memory, by the least that they may need.
 
     Raises:
         InputError: naming the key that asks for too much.
@@ -62,10 +71,10 @@ def check_memory(config: Config, world_size: int, local_ranks: int) -> None:
 
 
 def check_resume(config: Config) -> None:
-    """Check that `checkpoint.resume` is a word that is known, or a checkpoint.
+    """Check that `checkpoint.resume` is auto, never or the folder of a checkpoint.
 
     Raises:
-        InputError: if it is neither.
+        InputError: if it is none of these.
     """
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not (Path(resume) / "checkpoint.json").is_file():
@@ -76,10 +85,10 @@ def check_resume(config: Config) -> None:
 
 
 def check_runs(config: Config, names: Iterable[str]) -> None:
-    """Check that runs of these names can be written to `log.dir`.
+    """Check that runs of these names can write to their folders in `log.dir`.
 
     Raises:
-        InputError: if it is empty, or one of the folders cannot be written.
+        InputError: if `log.dir` is empty, or one of the folders cannot be written to.
     """
     if not config.log.dir:
         raise InputError("log.dir: empty, so runs would lie loose in this folder; name one, or leave it out for runs")
@@ -88,7 +97,7 @@ def check_runs(config: Config, names: Iterable[str]) -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that `folder`, or the nearest there is above it, is one that files can be written to.
+    """Check that files can be written to `folder`, or, where it does not exist yet, to the nearest folder above it.
 
     Raises:
         InputError: naming `key`, if it is not.
@@ -113,3 +122,50 @@ def check_output(path: Path) -> None:
     check_writable(path.parent, "--output")
     if path.exists() and not os.access(path, os.W_OK):
         raise InputError(f"--output: {path} cannot be written; name another file")
+
+
+def check_start(config: Config, device: "torch.device") -> None:
+    """Check that no key asks a CPU for what only a GPU does, nor a backend for a backward that it does not have.
+
+    Raises:
+        InputError: naming the key.
+    """
+    gpu_only = {
+        "train.precision": (config.train.precision, "tf32", "fp32"),
+        "train.graph_dense": (config.train.graph_dense, True, "false"),
+        "embedding.plan": (config.embedding.plan, "row_wise", "auto"),
+    }
+    for key, (value, forbidden, cure) in gpu_only.items():
+        if device.type == "cpu" and value == forbidden:
+            raise InputError(f"{key}: {value} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    if not config.embedding.has_backward:
+        raise InputError(
+            f"embedding.backward: {config.embedding.backward}, but backend {config.embedding.backend} has a backward "
+            f"of its own; set --embedding.backward auto, or --embedding.backend pgas or fused"
+        )
+
+
+def total_steps(config: Config, train: "Dataset", world_size: int) -> int:
+    """Return the number of training steps: as configured, or the whole global batches that the epochs hold.
+
+    Raises:
+        InputError: if the data set is smaller than one global batch, or the run ends before the last step to trace.
+    """
+    steps = config.train.steps or _steps_of_epochs(config, train, world_size)
+    if (traced := config.log.traced) and traced[-1] > steps:
+        raise InputError(
+            f"log.trace_first: {traced[0]}, and so steps up to {traced[-1]} are to be traced, but the run ends after "
+            f"step {steps}; trace earlier ones"
+        )
+    return steps
+
+
+def _steps_of_epochs(config: Config, train: "Dataset", world_size: int) -> int:
+    assert train.num_samples is not None
+    batch = config.train.samples_per_rank(world_size) * world_size
+    if train.num_samples < batch:
+        raise InputError(
+            f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
+            f"train on; take a smaller one"
+        )
+    return config.train.epochs * train.num_samples // batch

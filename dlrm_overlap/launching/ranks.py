@@ -1,4 +1,4 @@
-"""A command on all ranks: its options read once, the ranks started or found, and what each of them is given."""
+"""A command on all ranks: reads its options, starts its ranks or finds this one's place, and gives each its `Ranks`."""
 
 import contextlib
 import logging
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.parsing import Parser, parse_config
-from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume
+from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume, check_start, total_steps
 from dlrm_overlap.launching.spawn import spawn
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
-_HOLD_BACK_S = 2.0  # in which a launcher ends the other ranks of one that has failed
+_HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's part of a command: what was asked for, and its place among the ranks."""
+    """What a command's work is given on one rank: what was asked for, and the rank's place among all."""
 
     config: Config
     values: Any
@@ -46,21 +46,19 @@ class Ranks:
         if not dist.is_initialized():
             start_logging(self.world.rank, Console(stderr=True))
             log.info("%s", self.world.describe())
-            launcher.init_process_group(self.world, self.device)
+            process_group.init_process_group(self.world, self.device)
 
     def trainer(self, config: Config | None = None) -> "Trainer":
-        """Connect and build the trainer of `config`, by default the command's own.
-
-        All that can be checked before a process group exists is checked before.
+        """Check `config`, by default the command's own, then make the process group and build the trainer.
 
         Raises:
-            InputError: if the device, the data or a checkpoint does not fit `config`.
+            InputError: if the device or the data do not fit `config`; before the process group is made.
         """
         from dlrm_overlap.data.loader import open_datasets
-        from dlrm_overlap.trainer import Trainer, check_device, total_steps
+        from dlrm_overlap.trainer import Trainer
 
         config = config or self.config
-        check_device(config, self.device)
+        check_start(config, self.device)
         train_data, held_out = open_datasets(config.data)
         total_steps(config, train_data, self.world.world_size)
         self.connect()
@@ -77,8 +75,8 @@ def run_on_ranks(
 ) -> int:
     """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
 
-    With --nproc it starts the ranks and waits for them; otherwise this process is one. `work` makes the process group
-    (`Ranks.connect` or `Ranks.trainer`), after its own checks.
+    With --nproc this process starts the ranks and waits for them; otherwise it is one of them. `work` makes the process
+    group, by `Ranks.connect` or `Ranks.trainer`, after its own checks.
 
     Args:
         command: its words, such as ["bench", "input"].
@@ -86,7 +84,7 @@ def run_on_ranks(
         argv: the options behind them.
         work: what a rank does.
         add_options: adds the command's own options.
-        check: refuses what does not go together, before any rank is started.
+        check: raises an InputError for options that do not go together, before any rank is started.
 
     Returns:
         The exit code.
@@ -97,7 +95,7 @@ def run_on_ranks(
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
-    with _told_by_one_rank():
+    with _one_rank_reports():
         config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
         check(config, values)
         check_resume(config)
@@ -106,39 +104,39 @@ def run_on_ranks(
             config.train.samples_per_rank(nproc)
             check_memory(config, nproc, nproc)
             if config.train.device == "cuda":
-                launcher.find_device("cuda", local_rank=nproc - 1)
+                process_group.find_device("cuda", local_rank=nproc - 1)
             return spawn([*command, *_without_nproc(argv)], nproc)
 
         world = launcher.detect()
         check_memory(config, world.world_size, world.local_world_size)
-        from dlrm_overlap.launching.doctor import (
-            check_stack,
-        )  # torch takes seconds: not before the options are known to be good
+        # Not before the options are known to be good: this loads torch, which takes seconds.
+        from dlrm_overlap.launching.doctor import check_stack
 
         check_stack()
-        device = launcher.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
+        device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
         code = work(Ranks(config, values, world, device))
-    launcher.shutdown()
+    process_group.shutdown()
     return code
 
 
 def _count_processes(nproc: int | str, config: Config) -> int:
-    """Return the processes that `--nproc` asks for, telling what `auto` came to."""
+    """Return the number of processes that `--nproc` asks for; for `auto`, print it on standard error too."""
     if nproc != "auto":
         check_processes(int(nproc))
         return int(nproc)
-    gpus = launcher.visible_gpus(config.train.device)
-    told = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
-    print(f"--nproc auto: {told}", file=sys.stderr)
+    gpus = process_group.visible_gpus(config.train.device)
+    text = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
+    print(f"--nproc auto: {text}", file=sys.stderr)
     return gpus or 2
 
 
 @contextlib.contextmanager
-def _told_by_one_rank() -> Iterator[None]:
-    """Hold an error back on all ranks but the one that tells it, until that one's end has ended them.
+def _one_rank_reports() -> Iterator[None]:
+    """Delay an error on all ranks but one, so that the launcher ends them before they report it as well.
 
-    A user's mistake is mostly found by every rank: rank 0 tells it at once, the others wait. Any other error may come
-    of a peer's end, a broken connection, say: every rank waits with it, rank 0 less long than the others.
+    Most mistakes of a user are found by every rank: rank 0 reports them at once, the others wait. Any other error may
+    follow from the end of a peer, as a broken connection does: every rank waits before it reports one, rank 0 shorter
+    than the others.
     """
     try:
         yield

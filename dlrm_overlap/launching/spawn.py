@@ -19,13 +19,13 @@ _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
 
-    Rank 0's output passes through untouched, a terminal stays a terminal; of the other ranks only standard error does.
-    When one fails, or on SIGINT, SIGTERM or SIGHUP (which return 128 + signal, as in a shell), the others get SIGTERM,
-    and SIGKILL 10 s later; each leads a process group of its own, so its loader processes go with it. When this
-    function returns, none is alive. Call it from the main thread.
+    Rank 0's output passes through untouched, so a terminal stays a terminal; of the other ranks, only standard error
+    does. When a rank fails, the others get SIGTERM, and SIGKILL 10 s later; so do all ranks on SIGINT, SIGTERM or
+    SIGHUP, after which 128 + signal is returned, as a shell does. Each rank leads a process group of its own, so its
+    loader processes end with it. When this function returns, none is alive. Call it from the main thread.
 
-    One rank's failure ends the others at once: an error that all would find is told once, provided that ranks above 0
-    wait a moment before they tell theirs.
+    Since one rank's failure ends the others at once, an error that all of them find is reported once, provided that
+    ranks above 0 wait a moment before they report it.
 
     Raises:
         InputError: inside another launcher that started several processes.
@@ -34,7 +34,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     caught: list[int] = []
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:  # nohup, or a background job of a script: stays ignored
+        if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
             signal.signal(number, lambda number, frame: caught.append(number))
     port = free_port()
     workers: list[subprocess.Popen[bytes]] = []
@@ -85,7 +85,7 @@ def _start(argv: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.
 
 
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the workers and whatever they started; at once where all have ended by themselves."""
+    """End the workers and whatever they started; return at once where all have ended by themselves."""
     for worker in workers:
         _kill_group(worker, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S

@@ -1,1 +1,1 @@
-"""What a run writes and shows: log lines, metrics, TensorBoard, traces."""
+"""What a run writes and shows: log lines, metrics, TensorBoard's events, traces and their summary."""

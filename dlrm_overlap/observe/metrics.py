@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torchmetrics.functional.classification import binary_auroc
 
-WARMUP_STEPS = 10  # left out of throughput and step times: allocator, autotuning, first NCCL calls
+WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
 
 
 def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return loss, AUROC and NE of predictions gathered from all ranks.
 
-    NE is the mean log loss over the entropy of the labels' mean (He et al., Practical lessons from predicting clicks
-    on ads at Facebook, 2014, section 2): below 1 is better than always answering the click rate. AUROC and NE are NaN
-    where all labels are alike, since neither is defined, and where a logit is NaN, since NaN has no place in an order.
+    NE is the mean log loss divided by the entropy of the labels' mean (He et al., Practical lessons from predicting
+    clicks on ads at Facebook, 2014, section 2): below 1 is better than always predicting the click rate. AUROC and NE
+    are NaN where all labels are alike, since neither is defined then, and where a logit is NaN, since it cannot be
+    ranked.
 
     Args:
         logits: [n] float32.
@@ -33,16 +34,32 @@ def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     return {"loss": loss, "auroc": binary_auroc(logits.sigmoid(), labels.int()).item(), "ne": loss / entropy}
 
 
-def gather_predictions(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather [n] logits and [n] labels of every rank, n alike on all, into [W, n] each."""
+def gather_predictions(
+    logits: torch.Tensor, labels: torch.Tensor, batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather the logits and labels of all ranks and put them in the data set's order; a collective.
+
+    Of each global batch, rank r has the r-th `batch_size` samples. Two ranks with batches of one sample, for instance,
+    hold the samples 0, 2, 4 and 1, 3, 5 after three steps.
+
+    Args:
+        logits: [steps * b] float32, this rank's batches one after the other; as many on every rank.
+        labels: [steps * b] float32, alike.
+        batch_size: samples of a rank and step, b.
+
+    Returns:
+        Logits and labels, each [steps * W * b], the same on every rank.
+    """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
     dist.all_gather(list(gathered.unbind()), local)
-    return gathered[:, 0], gathered[:, 1]
+    by_step = gathered.view(len(gathered), 2, -1, batch_size).permute(1, 2, 0, 3)  # [2, steps, W, b]
+    logits, labels = by_step.flatten(1)
+    return logits, labels
 
 
 class StepTimer:
-    """Time of each step: by events on a GPU, read only when asked for, and by the host's clock on a CPU."""
+    """Times steps: on a GPU by events, for which the host waits in `take_ms` only, on a CPU by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -58,9 +75,9 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def take_ms(self) -> list[float]:
-        """Return the times between the marks since the last call, in ms; the last mark stays as the first of the next.
+        """Return the times between the marks since the last call, in ms. The last mark is the first of the next call.
 
-        On a GPU it waits for the last mark.
+        On a GPU, the host waits for the last mark.
         """
         marks = self._marks
         self._marks = marks[-1:]
@@ -72,14 +89,15 @@ class StepTimer:
 
 
 def steady_ms(step_ms: list[float], start: int, traced: range) -> list[float]:
-    """Return the times of the steps that nothing slowed, or all if there is none.
+    """Return the times of those steps that neither the warm-up nor the profiler slowed, or all if none is left.
 
-    Left out are the first `WARMUP_STEPS`, where there are more, and the traced steps with the one before, in which the
-    profiler is set up, and the one behind, in which it writes its file.
+    Left out are the traced steps, the step before them, in which the profiler is set up, and the step after them, in
+    which it writes its file; and of the rest the first `WARMUP_STEPS`, if there are more.
 
     Args:
-        step_ms: of the steps from `start` + 1 on.
-        traced: steps, counted from 1.
+        step_ms: times of the steps `start` + 1, `start` + 2, ..
+        start: last step before the first of them.
+        traced: the traced steps, counted from 1.
     """
     slowed = range(traced.start - 1, traced.stop + 1) if traced else traced
     kept = [ms for step, ms in enumerate(step_ms, start + 1) if step not in slowed]
@@ -87,12 +105,12 @@ def steady_ms(step_ms: list[float], start: int, traced: range) -> list[float]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: allocated on its GPU, or resident on a CPU."""
+    """Return the peak memory of this process so far, in bytes: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def quantile(values: list[float], q: float) -> float:
-    """Return the q-quantile of `values`, NaN where there are none."""
+    """Return the q-quantile of `values`, or NaN if there are none."""
     return torch.tensor(values, dtype=torch.float64).quantile(q).item() if values else math.nan

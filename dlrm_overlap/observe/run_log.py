@@ -1,5 +1,5 @@
-"""What a run writes: log lines or a progress bar, `metrics.jsonl`, TensorBoard events, the resolved configuration and
-`summary.json`, all from rank 0, and traces, from every rank.
+"""What a run writes. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
+configuration and `summary.json`; every rank writes its own trace.
 """
 
 import json
@@ -33,7 +33,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def start_logging(rank: int, console: Console) -> None:
-    """Send the package's log to `console`: everything from rank 0, warnings from the others."""
+    """Send the package's log to `console`: all of it on rank 0, warnings only on the others."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
@@ -57,7 +57,10 @@ def has_results(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder`, as `RunLog.summary` did, or None without one."""
+    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
+
+    The file holds null where a number was NaN or infinite; here it is NaN.
+    """
     path = folder / "summary.json"
     if not path.exists():
         return None
@@ -65,10 +68,10 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def check_folder(config: Config) -> None:
-    """Check that a run of `config` goes on with what lies in its folder, if anything does.
+    """Check that a run of `config` finds no earlier results in its folder, or a checkpoint that it goes on from.
 
     Raises:
-        InputError: if it would write over an earlier run's results, or save among its checkpoints.
+        InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
     """
     folder, resume = config.folder, config.checkpoint.resume
     if newest := newest_checkpoint(folder / "checkpoints"):
@@ -85,7 +88,7 @@ def check_folder(config: Config) -> None:
 
 
 class RunLog:
-    """Written by rank 0, but for traces; the others call the same methods, since some take sums over all ranks."""
+    """The log of one run, by step. All ranks call the same methods, since some add up over ranks; rank 0 writes."""
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class RunLog:
         if world.rank:
             return
         make_folder(folder)
-        if start == 0:  # an earlier run's would belie what this one writes beside them
+        if start == 0:  # an earlier run's would contradict what this run writes beside them
             (folder / "summary.json").unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
@@ -136,7 +139,7 @@ class RunLog:
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is None:
-            self._tracer.end()  # which waits for the GPU: of no use behind an error
+            self._tracer.end()  # not after an error, since it waits for the GPU
         if self._progress:
             self._progress.stop()
         if self._metrics:
@@ -153,13 +156,14 @@ class RunLog:
     def training(
         self, step: int, loss_sum: torch.Tensor, step_ms: list[float], wait_s: float, lr_factor: float
     ) -> None:
-        """Log the steps since the last call, `step` the last of them.
+        """Log the steps since the last call; a collective.
 
         Args:
+            step: the last of these steps.
             loss_sum: [] sum of this rank's mean losses over these steps.
-            step_ms: their times on this rank.
-            wait_s: seconds this rank has waited for input since the start; the greatest of all ranks is logged.
-            lr_factor: what the learning rates are multiplied by.
+            step_ms: the times of these steps on this rank, in ms.
+            wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
+            lr_factor: the factor by which the learning rates are multiplied.
         """
         count = len(step_ms)
         loss = loss_sum.double()
@@ -194,9 +198,13 @@ class RunLog:
         )
 
     def summary(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary.
+        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary; a collective.
 
-        Times are those of this rank's steps that nothing slowed; memory is the greatest of all ranks.
+        Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
+
+        Args:
+            step: the run's last step.
+            values: loss, AUROC and NE of its last evaluation.
         """
         times = steady_ms(self.step_ms, self.start, self.config.log.traced)
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -217,7 +225,7 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
-            write_atomically(self.folder / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
+            write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}
             self._board.hyperparameters(_flatten(self.config.as_dict()), results)
@@ -234,7 +242,7 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, NaN written as null."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, dropping lines past `keep_up_to_step`, which a resumed run writes again."""
+        """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again."""
         kept = []
         if path.exists() and keep_up_to_step:
             whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a crash may cut the last
@@ -244,7 +252,7 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`."""
-        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.write(json.dumps(nan_as_none(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -252,15 +260,15 @@ class MetricsFile:
         self._file.close()
 
 
-def _finite(value: Any) -> Any:
-    """Return `value` with every NaN and infinity in it replaced by None, which JSON can hold."""
+def nan_as_none(value: Any) -> Any:
+    """Return `value` with every NaN and infinity in it replaced by None, which, unlike these, JSON can hold."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: nan_as_none(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old file or the new one, never half of one."""
+    """Write `text` to `path` so that a reader finds the old file or the new one, and never half of one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""TensorBoard: the run's curves, and what it ran, as text."""
+"""TensorBoard: a run's curves, and, as text, its configuration, plan and environment."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 
 class TensorBoard:
-    """Events of one run. Sibling runs use the same tags, so that their curves overlay."""
+    """Writes the events of one run. All runs use the same tags, so the curves of runs side by side overlay."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         if start_step == 0:
             for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
                 old.unlink()
-        first = start_step + 1 if start_step else None  # from here on, what a run that stopped has written is hidden
+        # Where a run goes on, TensorBoard hides what it wrote past this step before it stopped.
+        first = start_step + 1 if start_step else None
         self._writer = SummaryWriter(str(folder), purge_step=first)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

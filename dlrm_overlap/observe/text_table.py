@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a header and the rows below it, two blanks between columns: numbers flush right, words flush left.
+    """Return a table of `lines`, the first of which is its header, with two blanks between columns.
 
-    A column is one of numbers if every cell below the header is a number, or "-", which stands for none.
+    A column is flush right if every cell below the header is a number or "-", which stands for none; else flush left.
     """
     columns = []
     for cells in zip(*lines, strict=True):

@@ -1,4 +1,4 @@
-"""What a GPU's trace shows: the time of each kind of work, and how much of it nothing else ran beside.
+"""Sums up a GPU's trace: the time of each kind of work, and how much of that time the kind ran alone.
 
 Communication is hidden where other work runs at the same time; what runs alone is exposed.
 """
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.text_table import format_table
 
-# Kinds of work by the names of their kernels, FBGEMM's, NCCL's and ours; the first that fits. The rest is dense.
+# Kinds of work, by patterns for the names of FBGEMM's, NCCL's and our kernels. The first that matches counts; what none
+# matches is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags",
@@ -44,7 +45,7 @@ class Work(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Which of lookup, exchange, update, all-reduce, ids, copies, dense it is."""
+        """The kind of work: lookup, exchange, update, all-reduce, ids, copies or dense."""
         return next((kind for kind, names in _KINDS.items() if re.search(names, self.name)), "dense")
 
 
@@ -67,7 +68,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
-    """Return what ran on the GPU."""
+    """Return the kernels and copies among `events` that ran on the GPU."""
     return [
         Work(event["name"], event["args"]["stream"], Span(event["ts"], event["ts"] + event["dur"]))
         for event in events
@@ -76,7 +77,7 @@ def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return the same time as disjoint stretches, in order."""
+    """Return disjoint stretches that cover the same time, in order."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.begin <= merged[-1].end:
@@ -92,10 +93,10 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def summarise(path: Path) -> str:
-    """Return a table of the kinds of work in a trace of training steps: ms a step, and those in which it runs alone.
+    """Return a table of the kinds of work in a trace of training steps: ms a step, and ms of these it runs alone.
 
     Raises:
-        InputError: if the file is no trace, or nothing in it ran on a GPU.
+        InputError: if the file is not a trace, or nothing in it ran on a GPU.
     """
     events = read_events(path)
     try:
@@ -117,5 +118,5 @@ def summarise(path: Path) -> str:
         if spans:
             others = itertools.chain.from_iterable(by_kind[other] for other in by_kind if other != kind)
             lines.append([kind, f"{length(spans) * ms:.3f}", f"{(busy - length(others)) * ms:.3f}"])
-    told = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
-    return f"{path}: {told}\n{format_table(lines)}"
+    text = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
+    return f"{path}: {text}\n{format_table(lines)}"

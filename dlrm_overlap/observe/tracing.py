@@ -1,4 +1,4 @@
-"""Traces of training steps: what the host issues and what the GPU runs, kernel by kernel."""
+"""Traces of training steps, which show what the host issues and what the GPU runs, kernel by kernel."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ class StepTracer:
     """Has torch.profiler trace the steps `log.traced` of a run into a file of this rank.
 
     The file is a Chrome trace, for ui.perfetto.dev or Meta's Holistic Trace Analysis. The profiler is set up during the
-    step before, and the file written during the step behind.
+    step before the first traced one, and writes the file during the step after the last.
     """
 
     def __init__(self, config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> None:
-        """Take the folder of the run, and the last step before it begins: a run that goes on later traces nothing."""
+        """Take the run's folder, and the last step before it begins: behind the first step to trace, it traces none."""
         self._traced, self._start = config.traced, start
         self._profiler: profile | None = None
         if start >= self._traced.start or not self._traced:
@@ -36,16 +36,16 @@ class StepTracer:
         profiler.export_chrome_trace(str(self._path))
 
     def begin(self) -> None:
-        """Begin with the first step."""
+        """Begin, just before the first step."""
         if self._profiler:
             self._profiler.start()
 
     def advance(self) -> None:
-        """Go on to the next step."""
+        """Go on to the next step, at the end of one."""
         if self._profiler:
             self._profiler.step()
 
     def end(self) -> None:
-        """End with the last step."""
+        """End, after the last step."""
         if self._profiler:
             self._profiler.stop()

@@ -16,19 +16,19 @@ RANK = """\
 import os, sys, time
 import torch
 import torch.distributed as dist
-from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching import launcher, process_group
 
-launch = launcher.detect(os.environ)
-launcher.init_process_group(launch, torch.device("cpu"), timeout_s=60)
+world = launcher.detect(os.environ)
+process_group.init_process_group(world, torch.device("cpu"), timeout_s=60)
 if "fail" in sys.argv:
-    if launch.rank == 1:
+    if world.rank == 1:
         sys.exit(2)
     time.sleep(60)
-total = torch.tensor([launch.rank + 1.0])
+total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
-with open(f"{sys.argv[-1]}.{launch.rank}", "w") as file:
-    file.write(f"{launch.source} {launch.world_size} {launch.local_world_size} {total.item()}")
-launcher.shutdown()
+with open(f"{sys.argv[-1]}.{world.rank}", "w") as file:
+    file.write(f"{world.source} {world.world_size} {world.local_world_size} {total.item()}")
+process_group.shutdown()
 assert not dist.is_initialized()
 sys.stdout.flush()
 os._exit(0)

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.observe.trace_summary import read_events
-from dlrm_overlap.trainer import total_steps
 from tests.conftest import read_metrics, run_cli, train_quickstart
 from tests.distributed.workers import quickstart, run_ranks, train
 

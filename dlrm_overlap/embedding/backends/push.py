@@ -32,7 +32,7 @@ class Push(WindowBackward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
-        # then the main stream's (of priority -1, which the launcher sets), then updates, needed by the next step.
+        # then the main stream's (of priority -1, see `process_group`), then updates, needed by the next step.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
         self._update_stream = torch.cuda.Stream(self.device, priority=0)
         self._issued = torch.cuda.Event()

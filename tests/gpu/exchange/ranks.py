@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.launching.launcher import LOOPBACK, World, find_device, free_port, init_process_group
+from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
+from dlrm_overlap.launching.process_group import find_device, init_process_group
 from tests.gpu.exchange.place import Check, Place
 
 _START, _START_TIMEOUT_S = "start", 120.0

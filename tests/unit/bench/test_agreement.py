@@ -14,8 +14,9 @@ from dlrm_overlap.bench.harness.contenders import Baseline
 from dlrm_overlap.bench.harness.workload import Ids, Workload, make_workload, read_ids
 from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import Config
-from dlrm_overlap.launching.launcher import World, init_process_group
+from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.launching.process_group import init_process_group
 from dlrm_overlap.launching.ranks import Ranks
 
 WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")

@@ -64,7 +64,7 @@ def test_tables_refuse(arguments: dict, message: str) -> None:
         (DataConfig(kind="criteo_npy", path="x", tables=TablesConfig(rows=[1, 2])), "Criteo has 26"),
     ],
 )
-def test_data_source_must_be_told(config: DataConfig, message: str) -> None:
+def test_data_source_must_be_given(config: DataConfig, message: str) -> None:
     with pytest.raises(InputError, match=message):
         config.require_source()
 

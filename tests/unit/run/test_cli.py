@@ -48,7 +48,7 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int, c
     assert _end(monkeypatch, ends) == code
 
 
-def test_an_error_is_told_and_ends_the_process_at_once(
+def test_an_error_is_reported_and_ends_the_process_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(monkeypatch, RuntimeError("CUDA error: an illegal memory access")) == 1
@@ -99,13 +99,13 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])
     assert end.value.code == 0
-    told = capsys.readouterr().out
+    text = capsys.readouterr().out
     page = Path("docs/configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| `.*?` \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) >= 60
     for key, meaning in rows:
-        assert f"--{key} " in told
-        assert meaning.replace("\\|", "|") in told, key
+        assert f"--{key} " in text
+        assert meaning.replace("\\|", "|") in text, key
 
 
 def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("gpus", "device", "nproc", "told"),
+    ("gpus", "device", "nproc", "message"),
     [
         (0, "auto", 2, "--nproc auto: 2 processes on the CPU\n"),
         (1, "auto", 1, "--nproc auto: 1 process, one a GPU\n"),
@@ -144,7 +144,7 @@ def test_nproc_auto(
     gpus: int,
     device: str,
     nproc: int,
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -155,7 +155,7 @@ def test_nproc_auto(
     options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
     assert main(["train", "--nproc", "auto", *options]) == 0
     assert started == [(["train", *options], nproc)]
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_nproc_auto(
         (1, RuntimeError("a peer's end, perhaps"), 4),
     ],
 )
-def test_one_rank_tells_an_error(
+def test_one_rank_reports_an_error(
     rank: int | None, error: Exception, waited_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = [0.0]

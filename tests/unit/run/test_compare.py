@@ -20,7 +20,8 @@ from dlrm_overlap.compare import (
 )
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.trainer import NotFiniteError, check_device
+from dlrm_overlap.launching.preflight import check_start
+from dlrm_overlap.trainer import NotFiniteError
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
 
@@ -151,7 +152,7 @@ def test_a_backward_is_for_the_backends_that_have_it(tmp_path: Path) -> None:
     configs = backend_configs(config, ["torchrec", "nccl", "pgas"])
     assert [config.embedding.backward for config in configs.values()] == ["auto", "collective", "collective"]
     for config in configs.values():
-        check_device(config, torch.device("cpu"))
+        check_start(config, torch.device("cpu"))
 
 
 def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_no_checkpoint_behind_an_id_outside_its_table(tmp_path: Path, exchange: 
         ("checkpointer", "save", CheckpointException("CUDA error", {})),
     ],
 )
-def test_what_a_kernel_recorded_is_told_instead_of_what_follows(
+def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(
     tmp_path: Path,
     exchange: _Exchange,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,7 +289,7 @@ def test_what_a_kernel_recorded_is_told_instead_of_what_follows(
         trainer.fit()
 
 
-def test_an_error_of_another_cause_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_cause_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
 
     def fail(*_: Any) -> None:

@@ -29,7 +29,7 @@ def _checkpointer(folder: Path, config: Config, world_size: int) -> Checkpointer
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """What a checkpoint of the quickstart on two ranks tells of itself."""
+    """What a checkpoint of the quickstart on two ranks records of itself."""
     checkpointer = _checkpointer(tmp_path, _config(), 2)
     path = tmp_path / "step_2"
     path.mkdir()
@@ -62,7 +62,7 @@ def test_other_samples_are_refused(checkpoint: Path, option: str, change: str) -
     assert _find(checkpoint, *option.split(), changed=True) == checkpoint
 
 
-def test_all_that_differs_is_told(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = " ".join(CHANGES).split()
     with pytest.raises(InputError) as error:
         _find(checkpoint, *options)

@@ -1,4 +1,4 @@
-"""The ring lends memory: a batch is never overwritten while it is held, and a dead reader is told of."""
+"""The ring lends memory: a batch is never overwritten while it is held, and a dead reader is reported."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def test_readers_wait_for_what_is_held() -> None:
         assert_is(next(ring), 2)
 
 
-def test_a_killed_reader_is_told_of() -> None:
+def test_a_killed_reader_is_reported() -> None:
     def read(step: int) -> Batch:
         if step == 3:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -21,7 +21,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("ranks were started, or connected")
 
     monkeypatch.setattr("dlrm_overlap.launching.ranks.spawn", refuse_to_start)
-    monkeypatch.setattr("dlrm_overlap.launching.launcher.init_process_group", refuse_to_start)
+    monkeypatch.setattr("dlrm_overlap.launching.process_group.init_process_group", refuse_to_start)
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -213,9 +213,9 @@ def test_slice_wraps_table_by_table():
     tables = TablesConfig(rows=[100, 7, 50], multi_hot=["0..4", 2, "1..3"])
     dataset = Synthetic(DataConfig(tables=tables), "train")
     view = Slice(dataset, start=3, num_samples=6)
-    wrapped, pieces = view.read(4, 5), [dataset.read(7, 2), dataset.read(3, 3)]
+    wrapped, batches = view.read(4, 5), [dataset.read(7, 2), dataset.read(3, 3)]
     for key in ("t_00", "t_01", "t_02"):
-        expected = [bag.tolist() for piece in pieces for bag in piece.sparse[key].to_dense()]
+        expected = [bag.tolist() for batch in batches for bag in batch.sparse[key].to_dense()]
         assert [bag.tolist() for bag in wrapped.sparse[key].to_dense()] == expected
     assert (view.rows, view.pooling, view.num_samples) == ([100, 7, 50], [2.0, 2.0, 2.0], 6)
 

@@ -36,7 +36,7 @@ def _write(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_each_kind_of_work_is_told_with_what_runs_alone(tmp_path: Path, name: str) -> None:
+def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: str) -> None:
     path = _write(tmp_path / name, STEPS)
     headline, *lines = summarise(path).splitlines()
     assert headline == f"{path}: 2 steps of 0.500 ms, the GPU idle in 0.050 of them"
@@ -86,7 +86,7 @@ def test_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (None, "No such file or directory; give a file that log.trace_steps has written"),
         (b"{", "not a Chrome trace"),
@@ -94,11 +94,11 @@ def test_spans() -> None:
         (json.dumps({"traceEvents": [STEPS[2]]}).encode(), "nothing in it ran on a GPU"),
     ],
 )
-def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None, told: str) -> None:
+def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None, message: str) -> None:
     path = tmp_path / "trace.json"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         summarise(path)
 
 

@@ -1,0 +1,63 @@
+"""Criteo's text for tests, and its meaning in plain Python."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from dlrm_overlap.config import InputError
+
+ROWS = [3 + 5 * t for t in range(26)]
+
+
+def random_lines(n: int, seed: int = 0) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+
+    def count() -> str:
+        if rng.random() < 0.2:
+            return ""
+        return str(rng.integers(-3, 10 ** int(rng.integers(1, 18))))
+
+    def category() -> str:
+        if rng.random() < 0.2:
+            return ""
+        text = f"{rng.integers(2**32):08x}" if rng.random() < 0.8 else f"{rng.integers(2**12):x}"
+        return text.upper() if rng.random() < 0.1 else text
+
+    lines = []
+    for _ in range(n):
+        fields = [str(rng.integers(2)), *(count() for _ in range(13)), *(category() for _ in range(26))]
+        lines.append("\t".join(fields).encode())
+    return lines
+
+
+def parse_plainly(lines: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The oracle: labels, dense, categories, missing."""
+    fields = [line.decode().split("\t") for line in lines]
+    dense = [[math.log1p(max(0, int(count or "0"))) for count in row[1:14]] for row in fields]
+    return (
+        np.array([float(row[0]) for row in fields]),
+        np.array(dense),
+        np.array([[int(value or "0", 16) for value in row[14:]] for row in fields]),
+        np.array([[value == "" for value in row[14:]] for row in fields]),
+    )
+
+
+def hash_plainly(value: int, rows: int) -> int:
+    value ^= value >> 16
+    value = value * 0x85EBCA6B & 0xFFFFFFFF
+    value ^= value >> 13
+    value = value * 0xC2B2AE35 & 0xFFFFFFFF
+    value ^= value >> 16
+    return 1 + value % (rows - 1) if rows > 1 else 0
+
+
+def with_field(line: bytes, column: int, field: bytes) -> bytes:
+    fields = line.split(b"\t")
+    fields[column - 1] = field
+    return b"\t".join(fields)
+
+
+def assert_one_line(error: pytest.ExceptionInfo[InputError]) -> None:
+    assert "\n" not in str(error.value)

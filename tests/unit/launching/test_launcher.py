@@ -1,0 +1,132 @@
+"""Who started this process: every launcher's variables, what contradicts them, and MPI."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching.launcher import World
+from tests.unit.launching.launchers import HERE, FakeWorld, bare, hydra, install_mpi4py, openmpi, srun, torchrun
+
+SECOND_NODE = {
+    "SLURM_STEP_NODELIST": "gpu[03-04,9],login1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "1",
+}
+SLURM_PORT = 20000 + 5 * 16 + 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, World(0, 0, 1, 1, HERE, 0, "single")),
+        ({"MASTER_ADDR": "old", "MASTER_PORT": "1", "LOCAL_RANK": "3"}, World(0, 0, 1, 1, HERE, 0, "single")),
+        ({"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World(0, 0, 1, 1, HERE, 0, "single")),
+        (bare(1, 2), World(1, 1, 2, 2, HERE, 29500, "environment")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 0, 1, 1, HERE, 0, "environment")),
+        (
+            bare(3, 4, MASTER_ADDR="h0", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"),
+            World(3, 1, 4, 2, "h0", 29500, "environment"),
+        ),
+        (bare(1, 2, DLRM_OVERLAP_NPROC="2"), World(1, 1, 2, 2, HERE, 29500, "nproc")),
+        (bare(0, 2, DLRM_OVERLAP_NPROC="2", **srun(0, 1)), World(0, 0, 2, 2, HERE, 29500, "nproc")),
+        (torchrun(1, 2), World(1, 1, 2, 2, HERE, 29500, "torchrun")),
+        (torchrun(5, 8, 2, MASTER_ADDR="h0"), World(5, 1, 8, 4, "h0", 29500, "torchrun")),
+        ({**srun(1, 2), **torchrun(5, 8, 2)}, World(5, 1, 8, 4, HERE, 29500, "torchrun")),
+        ({**openmpi(1, 2), **torchrun(5, 8, 2)}, World(5, 1, 8, 4, HERE, 29500, "torchrun")),
+        (srun(1, 2), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
+        (srun(9, 10, **SECOND_NODE), World(9, 1, 10, 2, "gpu03", SLURM_PORT, "slurm")),
+        (srun(1, 2, MASTER_ADDR="ib0", MASTER_PORT="77"), World(1, 1, 2, 2, "ib0", 77, "slurm")),
+        (srun(1, 2, RANK="1", WORLD_SIZE="2"), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
+        (srun(1, 2, **hydra(1, 2)), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
+        (srun(0, 1, **bare(1, 2)), World(1, 1, 2, 2, HERE, 29500, "environment")),
+    ],
+)
+def test_detect(environ: dict[str, str], expected: World) -> None:
+    assert launcher.detect(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is '', not a number"),
+        ({"WORLD_SIZE": "2"}, "RANK is '', not a number"),
+        (bare(2, 2), "RANK 2 must lie in 0 .. WORLD_SIZE - 1, and WORLD_SIZE is 2"),
+        (bare(-1, 2), "RANK -1 must lie"),
+        (bare(0, 2, RANK="zero"), "RANK is 'zero'"),
+        (bare(0, 2, MASTER_PORT="70000"), "cannot meet at 127.0.0.1:70000"),
+        (bare(0, 2, MASTER_ADDR="h0"), "LOCAL_RANK is ''"),
+        (bare(0, 2, MASTER_ADDR="h0", LOCAL_RANK="0"), "LOCAL_WORLD_SIZE is ''"),
+        (bare(0, 2, LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"), "LOCAL_RANK 2 must lie"),
+        (bare(0, 2, LOCAL_WORLD_SIZE="4"), "LOCAL_WORLD_SIZE 4 exceeds WORLD_SIZE 2"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "GROUP_WORLD_SIZE is ''"),
+        ({**srun(1, 2), **torchrun(0, 4)}, "torchrun of 1 agents inside srun of 2 tasks"),
+        ({**openmpi(1, 2), **torchrun(0, 4)}, "torchrun of 1 agents inside mpirun of 2 tasks"),
+        (srun(1, 2, WORLD_SIZE="4"), "WORLD_SIZE is 4, but srun says 2"),
+        (srun(1, 2, RANK="0", WORLD_SIZE="2"), "RANK is 0, but srun says 1"),
+        (srun(1, 2, SLURM_STEP_NUM_TASKS=""), "SLURM_STEP_NUM_TASKS is ''"),
+        (openmpi(1, 2, WORLD_SIZE="4", MASTER_ADDR="h0", MASTER_PORT="1"), "WORLD_SIZE is 4, but mpirun says 2"),
+        (hydra(1, 2, RANK="0", WORLD_SIZE="1"), "RANK is 0, but mpirun says 1"),
+    ],
+)
+def test_contradictions_stop_the_run_in_one_line(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        launcher.detect(environ)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("variables", [openmpi, hydra])
+def test_mpi_ranks_come_from_comm_world(
+    monkeypatch: pytest.MonkeyPatch, variables: Callable[..., dict[str, str]]
+) -> None:
+    install_mpi4py(monkeypatch, FakeWorld(3, 4, local=2))
+    # Open MPI's daemons are tasks of a Slurm step of their own, which says nothing about the ranks
+    environ = variables(3, 4, **srun(0, 1))
+    assert launcher.detect(environ) == World(3, 1, 4, 2, "node0", 4321, "mpi")
+    assert sys.modules["mpi4py"].rc.finalize is False
+
+
+def test_mpi_rank_0_offers_the_loopback_on_one_host_and_a_given_address_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_mpi4py(monkeypatch, FakeWorld(0, 2, local=2))
+    found = launcher.detect(openmpi(0, 2))
+    assert found.master_addr == HERE
+    assert 1024 <= found.master_port < 65536
+    assert launcher.detect(openmpi(0, 2, MASTER_ADDR="ib0", MASTER_PORT="77")).describe().endswith("ib0:77")
+
+
+def test_mpi_of_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_mpi4py(monkeypatch, FakeWorld(0, 1, local=1))
+    with pytest.raises(InputError, match="mpirun started 2 ranks, but mpi4py sees 1"):
+        launcher.detect(hydra(1, 2))
+
+
+def test_mpi_without_mpi4py_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(InputError, match="pip install mpi4py"):
+        launcher.detect(openmpi(0, 2))
+
+
+def test_describe() -> None:
+    there = "launch: torchrun, rank 0 of 2, local rank 0 of 2, rendezvous 127.0.0.1:29500"
+    assert launcher.detect(torchrun(0, 2)).describe() == there
+    assert launcher.detect({}).describe() == "launch: single, rank 0 of 1, local rank 0 of 1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, None),
+        (bare(1, 2), 1),
+        (openmpi(3, 4), 3),
+        (hydra(0, 4), 0),
+        (srun(2, 4), 2),
+        ({"SLURM_PROCID": "0"}, None),
+        ({"RANK": "zero"}, None),
+    ],
+)
+def test_announced_rank(environ: dict[str, str], rank: int | None) -> None:
+    assert launcher.announced_rank(environ) == rank

@@ -1,0 +1,82 @@
+"""A rank's device, the rendezvous and what stops it, and the end of a run."""
+
+import contextlib
+import re
+import socket
+
+import pytest
+import torch
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching import process_group
+from dlrm_overlap.launching.launcher import World, free_port
+from tests.unit.launching.launchers import HERE, FakeWorld, install_mpi4py
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "local_rank", "source", "expected"),
+    [
+        ("cpu", 4, 1, "nproc", "cpu"),
+        ("auto", 0, 1, "nproc", "cpu"),
+        ("auto", 4, 3, "nproc", "cuda:3"),
+        ("cuda", 2, 0, "torchrun", "cuda:0"),
+        ("cuda", 1, 3, "slurm", "cuda:0"),
+    ],
+)
+def test_find_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, gpus: int, local_rank: int, source: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert process_group.find_device(kind, local_rank, source) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "source"), [("cuda", 0, "single"), ("auto", 1, "nproc"), ("cuda", 2, "slurm")]
+)
+def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str, gpus: int, source: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
+        process_group.find_device(kind, 2, source)
+    if gpus:  # rank 0, whose message is the one shown, finds it too
+        with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
+            process_group.find_device(kind, 0, source, local_ranks=3)
+
+
+def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        taken = World(0, 0, 2, 2, HERE, other.getsockname()[1], "environment")
+        with pytest.raises(InputError) as error:
+            process_group.init_process_group(taken, torch.device("cpu"), timeout_s=1)
+    assert re.fullmatch(
+        r"environment launch: port \d+ of 127.0.0.1 is in use by another program; set MASTER_PORT to a free one .*",
+        str(error.value),
+    )
+
+
+def test_a_rendezvous_that_nobody_comes_to_is_reported_in_one_line() -> None:
+    alone = World(0, 0, 2, 2, HERE, free_port(), "environment")
+    with pytest.raises(InputError, match=r"no rendezvous of 2 ranks at .* within 1 s .*start all ranks") as error:
+        process_group.init_process_group(alone, torch.device("cpu"), timeout_s=1)
+    assert "\n" not in str(error.value)
+
+
+def test_a_host_without_an_address_is_reported_in_one_line() -> None:
+    nowhere = World(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
+    with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):
+        process_group.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
+
+
+def test_shutdown_leaves_mpi_alone_on_the_way_out_of_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    mpi = install_mpi4py(monkeypatch, FakeWorld(0, 1, local=1))
+    mpi.Is_finalized, mpi.Finalize = lambda: False, lambda: calls.append("finalize")
+    with contextlib.suppress(RuntimeError):
+        try:
+            raise RuntimeError
+        finally:
+            process_group.shutdown()
+    assert calls == []
+    process_group.shutdown()
+    assert calls == ["finalize"]

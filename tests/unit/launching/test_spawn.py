@@ -1,0 +1,171 @@
+"""The launcher behind `--nproc`: exit codes, output, signals, and that no process is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dlrm_overlap
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.spawn import spawn
+from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
+
+ROOT = Path(dlrm_overlap.__file__).parents[1]
+
+
+# What `spawn` starts, in place of `python -m dlrm_overlap`: no torch, so that it starts at once.
+# Takes `train` and RANK:COMMAND arguments.
+WORKER = """\
+import json, os, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+assert sys.argv[1:4] == ["-m", "dlrm_overlap", "train"]
+for argument in sys.argv[4:]:
+    who, command, *rest = argument.split(":")
+    if who not in (rank, "all"):
+        continue
+    if command == "say":
+        print("out", rank), os.write(2, f"err {rank}\\n".encode())  # a line at a time: print would write it in pieces
+    if command == "environ":
+        print(json.dumps(dict(os.environ)), flush=True)
+    if command == "exit":
+        sys.exit(int(rest[0]))
+    if command == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if command == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if command == "wait_for":
+        while not os.path.exists(rest[0]):
+            time.sleep(0.01)
+    if command == "pids":  # its own, and that of a process it started, as a loader would be
+        child = subprocess.Popen(["sleep", "60"])
+        with open(f"{rest[0]}.{rank}.part", "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        os.rename(file.name, f"{rest[0]}.{rank}")
+    if command == "hang":
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "worker"
+    path.write_text(f"#!{sys.executable}\n{WORKER}")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return path
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_pids(prefix: Path, ranks: int) -> list[int]:
+    paths = [Path(f"{prefix}.{rank}") for rank in range(ranks)]
+    deadline = time.monotonic() + 20
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.01)
+    return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5  # a killed process takes a moment to go
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.mark.usefixtures("worker")
+class TestSpawn:
+    def test_all_well(self, capfd: pytest.CaptureFixture[str]) -> None:
+        assert spawn(["train", "all:say"], 2) == 0
+        out, err = capfd.readouterr()
+        assert out == "out 0\n"
+        assert sorted(err.splitlines()) == ["err 0", "err 1"]
+
+    def test_workers_detect_an_nproc_launch(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+        assert spawn(["train", "0:environ"], 2) == 0
+        environ = json.loads(capfd.readouterr().out)
+        found = launcher.detect(environ)
+        assert found == World(0, 0, 2, 2, HERE, found.master_port, "nproc")
+        assert environ["OMP_NUM_THREADS"] == "3"
+
+    def test_threads_set_by_the_user_stay(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+        spawn(["train", "0:environ"], 2)
+        assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "7"
+
+    @pytest.mark.parametrize(("failure", "code"), [("exit:2", 2), ("exit:1", 1), ("kill", 128 + signal.SIGKILL)])
+    def test_first_failure_ends_the_others(self, tmp_path: Path, failure: str, code: int) -> None:
+        pids = tmp_path / "pids"
+        # rank 1 fails once rank 0 has a child: neither may stay
+        assert spawn(["train", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", f"1:{failure}"], 2) == code
+        assert_gone(wait_for_pids(pids, 1))
+
+    def test_a_rank_that_ignores_sigterm_is_killed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("dlrm_overlap.launching.spawn._GRACE_S", 0.2)
+        pids = tmp_path / "pids"
+        assert spawn(["train", "0:stubborn", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", "1:exit:3"], 2) == 3
+        assert_gone(wait_for_pids(pids, 1))
+
+    def test_signal_handlers_are_put_back(self) -> None:
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        assert spawn(["train"], 1) == 0
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+    @pytest.mark.parametrize(
+        ("environ", "where"),
+        [
+            ({"DLRM_OVERLAP_NPROC": "2"}, "dlrm-overlap --nproc"),
+            (torchrun(0, 1), "torchrun"),
+            (openmpi(0, 2), "mpirun"),
+            (srun(0, 2), "srun"),
+            (bare(0, 2), "WORLD_SIZE 2"),
+        ],
+    )
+    def test_refuses_another_launcher(
+        self, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], where: str
+    ) -> None:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=f"--nproc inside {where}: "):
+            spawn(["train"], 2)
+
+    def test_runs_in_a_step_of_one_task(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in srun(0, 1).items():
+            monkeypatch.setenv(name, value)
+        assert spawn(["train"], 2) == 0
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_signals_end_all_without_orphans(self, worker: Path, tmp_path: Path, number: signal.Signals) -> None:
+        pids = tmp_path / "pids"
+        program = (  # a background job of a script ignores some signals, and all it starts does
+            f"import signal, sys; signal.signal({int(number)}, signal.SIG_DFL); "
+            f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
+            f"sys.exit(spawn(['train', 'all:pids:{pids}', 'all:hang'], 2))"
+        )
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # Python's own path: the fixture has replaced sys.executable
+        parent = subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ)
+        started = wait_for_pids(pids, 2)
+        assert all(map(is_alive, started))
+        parent.send_signal(number)
+        assert parent.wait(20) == 128 + number
+        assert_gone(started)
