@@ -54,8 +54,8 @@ def _table(page: str, header: str) -> list[list[str]]:
     """Return the cells of the rows of the table that begins with `header`."""
     lines = Path(page).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
-    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.startswith("|"))
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[start:end]]
+    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.lstrip().startswith("|"))
+    return [[cell.strip() for cell in line.strip(" |").split(" | ")] for line in lines[start:end]]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -85,7 +85,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @EVERY_PAGE
 def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
-    text = page.read_text()
+    _check_names(page, page.read_text())
+
+
+def test_what_the_changelog_says_moved_is_there() -> None:
+    page = Path("CHANGELOG.md")
+    moved = _table(str(page), "  | was | is |")
+    assert len(moved) >= 10
+    for _, new in moved:
+        _check_names(page, new)
+
+
+def _check_names(page: Path, text: str) -> None:
+    """Check that the files, modules, classes and functions that `text`, of `page`, names are there."""
     for path in re.findall(rf"`((?:{_FOLDERS})/[\w/]*(?:\.\w+)?)`", text):
         assert any((root / path).exists() for root in ROOTS), f"{page} names {path}"
     for name in re.findall(r"\b(dlrm_overlap(?:\.\w+)+)", text):
