@@ -18,7 +18,8 @@ from dlrm_overlap.config import Config
 from tests.agreement import assert_same
 from tests.distributed.stage import Stage
 
-PAGES = sorted([Path("README.md"), Path("CONTRIBUTING.md"), Path("launch/README.md"), *Path("docs").rglob("*.md")])
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
+PAGES += [page for folder in ("launch", "kernels") for page in Path(folder).glob("*.md")]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
 ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page names
 _MADE_BY_RUNS = {"runs", "build", "dist"}
