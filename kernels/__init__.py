@@ -1,1 +1,4 @@
-"""Device code and its plain-PyTorch twins: sees tensors and integers, never a process group or a config."""
+"""Device code and its plain-PyTorch twins, which see tensors and integers, never a process group or a config.
+
+README.md has a line for each kernel.
+"""

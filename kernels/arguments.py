@@ -1,4 +1,4 @@
-"""What the exchange kernels are told: tensors, integers and tables of addresses."""
+"""The arguments of the exchange's kernels: tensors, integers and tables of addresses."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,12 +8,16 @@ import torch
 
 
 class Bags(NamedTuple):
-    """The ids of one launch, on the rank that pools them."""
+    """The bags of one input, on the rank that pools them: each of its features has a bag for every rank's samples.
+
+    Example: features f and g, 2 samples, bags f: [5] [], g: [7, 7] [1]. values 5 7 7 1, offsets 0 1 1 3 4.
+    """
 
     values: torch.Tensor
-    """[n] int32 or int64, row ids"""
+    """[n] int32 or int64, row ids, bag after bag"""
     offsets: torch.Tensor
-    """[positions * B + 1] int32 or int64: the bag of (position, sample) is [offsets[i], offsets[i + 1])"""
+    """[features * B + 1] int32 or int64: sample s of the input's feature f has bag i = f * B + s, which holds the ids
+    [offsets[i], offsets[i + 1]) of `values`"""
     first_sample: torch.Tensor
     """[W + 1] int32: rank w owns samples [first_sample[w], first_sample[w + 1])"""
     samples: int
@@ -24,44 +28,46 @@ class Bags(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureTable:
-    """The features that one launch pools: tables of one dim and one type."""
+    """The features that one launch pools, whose tables have one dim and one type."""
 
     entries: torch.Tensor
-    """[F, 5] int64: address of the table's first row, its rows, column in the window, position of the bags, mean"""
+    """[F, 5] int64, a row a feature: address of its table's first row, rows of the table, column of the window, index
+    of the feature in the input that has its bags, and 1 for a mean or 0 for a sum; see `pooling.FEATURE_COLUMNS`"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     weight_dtype: torch.dtype
     """float32, float16 or bfloat16"""
     alignment: int
-    """bytes, a power of two up to 16, that divide every table's address and row"""
+    """bytes, a power of two up to 16, that divide every table's address and every row's size"""
     column_alignment: int
     """elements, a power of two up to 16, that divide every column"""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Where pooled embeddings go, a window a destination."""
+    """The memory that kernels store into, one window at each destination rank."""
 
     addresses: torch.Tensor
     """[W] int64: of each rank's window"""
     stride: int
     """elements of a window's row, D_total"""
     dtype: torch.dtype
-    """the wire's: float32, bfloat16 or float16"""
+    """of the elements, that of the wire: float32, bfloat16 or float16"""
     alignment: int = 16
     """bytes that divide every address"""
 
 
 class Tuning(NamedTuple):
-    """How a launch is cut."""
+    """How a launch is cut into tasks and programs."""
 
     task_bags: int
     """bags a task, a power of two"""
     unroll: int
-    """rows of each bag in flight"""
+    """rows of each bag that are loaded at a time"""
     num_warps: int
+    """warps a program"""
     groups: int = 1
-    """parts of a task that a persistent program pools one after the other"""
+    """groups of task_bags / groups bags that a program of the persistent kernel pools one after the other"""
 
 
 @lru_cache
@@ -81,12 +87,12 @@ def power_of_2(n: int) -> int:
 
 
 class PoolingOptions(NamedTuple):
-    """What both kernels are told beside their tensors."""
+    """Arguments shared by `store_pooled` and `put_slices`, beside their tensors."""
 
     rank: int
-    """of the caller, where the schedule begins"""
+    """of the caller; the schedule begins at the next one"""
     schedule: str
-    """linear | remote_first | balanced"""
+    """linear | remote_first | balanced, see `schedule`"""
     tuning: Tuning
     check_ids: bool = True
-    """record ids outside their table and take row 0 for them, in `Bags.values` too"""
+    """record ids outside their table and take row 0 in their place, in `Bags.values` too"""

@@ -1,6 +1,8 @@
 """Launching jitted kernels in a few microseconds."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,28 +14,55 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 class CompiledKernel:
-    """One way to compile a `@triton.jit` kernel: its compile-time arguments fixed.
+    """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
     Triton's own launch inspects every argument to find what was compiled for its type and alignment, which takes the
-    host longer than a small kernel takes the GPU. Here only the types in `dtypes` tell compiled kernels apart, so the
-    kernel must not specialise on integers and must annotate those that may need 64 bits, and every tensor must begin at
-    a multiple of 16 bytes but those that it names in `do_not_specialize_on_alignment`: Triton compiles for what divides
-    the addresses that it is given first, and nothing looks at those that come later. `check` does, where a form is
-    compiled and, so that tests find it, wherever kernels are interpreted.
+    host longer than a small kernel takes the GPU. This class inspects the arguments of the first launch only, and hands
+    those of later launches to the GPU as they come. So a kernel and its caller keep to four rules:
+
+    - Names. Launches pass the run-time arguments in the order of the kernel's parameters. The caller states their names
+      in that order when it makes the `CompiledKernel`, which asserts that they are the kernel's own. A parameter that
+      is moved or renamed on one side alone is so found before anything is launched; a NamedTuple that is passed whole
+      gives its `_fields` as names. Values are not matched to names: a call has them in the same lines as the names.
+    - Integers. The kernel names them in `do_not_specialize`, since compiled kernels are found by the types in `dtypes`
+      alone; those that may need 64 bits it annotates as `tl.int64`.
+    - Alignment. Every tensor begins at a multiple of 16 bytes, but those that the kernel names in
+      `do_not_specialize_on_alignment`: Triton compiles for what divides the addresses of the first launch.
+    - Types. `dtypes` has those of all tensors whose type the constants leave open.
+
+    `check` asserts the number of arguments, the integers and the alignment: at the first launch and, so that tests find
+    a mistake, at every launch under Triton's interpreter.
+
+    Example:
+        # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
+        scale = CompiledKernel(_scale, ("values", "count", "factor"), {"BLOCK": 1024}, num_warps=4)
+        scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """
 
-    def __init__(self, kernel: Any, options: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """Fix the launch options, as num_warps, and the constants, which end the kernel's parameters in this order."""
-        self._kernel, self._options, self.constants = kernel, options, constants
-        self._values = tuple(constants.values())
+    def __init__(self, kernel: Any, arguments: Sequence[str], constants: Mapping[str, Any], *, num_warps: int) -> None:
+        """Fix the constants, and check all names against the kernel's own.
+
+        Args:
+            kernel: whose `tl.constexpr` parameters come last.
+            arguments: names of the run-time arguments, in the order in which launches pass them.
+            constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
+        """
+        parameters = inspect.signature(kernel.fn).parameters
+        own_constants = [name for name in parameters if parameters[name].annotation is tl.constexpr]
+        own_arguments = [name for name in parameters if name not in own_constants]
+        assert [*own_arguments, *own_constants] == [*parameters], f"{kernel.__name__}: its constants do not come last"
+        _check_names(kernel, "argument", arguments, own_arguments)
+        _check_names(kernel, "constant", tuple(constants), own_constants)
+        self._kernel, self._options, self.constants = kernel, {"num_warps": num_warps}, constants
+        self._arguments, self._values = tuple(arguments), tuple(constants.values())
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
-        """Launch `programs` programs on the current stream; none is nothing to do.
+        """Launch `programs` programs on the current stream; of 0 programs nothing is launched.
 
         Args:
-            dtypes: of the tensors whose type the constants do not tell.
-            arguments: the kernel's, constants left out; the first a tensor.
+            dtypes: of the tensors whose type the constants leave open.
+            arguments: the kernel's run-time arguments, in the order of the names; the first is a tensor.
         """
         if programs == 0:
             return
@@ -57,11 +86,15 @@ class CompiledKernel:
         return compiled
 
     def check(self, *arguments: Any) -> None:
-        """Refuse arguments that this form may not be launched with, see above."""
+        """Assert that these arguments keep to the class's rules, as far as their values show it."""
         kernel = self._kernel
+        assert len(arguments) == len(self._arguments), (
+            f"{kernel.__name__}: {len(arguments)} arguments are passed for {len(self._arguments)} parameters; pass "
+            f"{', '.join(self._arguments)}"
+        )
         named = vars(kernel) if isinstance(kernel, triton.JITFunction) else kernel.kwargs
         general, unaligned = named["do_not_specialize"] or (), named["do_not_specialize_on_alignment"] or ()
-        for name, argument in zip(kernel.arg_names, arguments, strict=False):
+        for name, argument in zip(self._arguments, arguments, strict=True):
             if isinstance(argument, int):
                 assert name in general, (
                     f"{kernel.__name__}: {name} is specialised on; name it in the kernel's do_not_specialize"
@@ -71,3 +104,12 @@ class CompiledKernel:
                     f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes behind a multiple of 16; pass "
                     f"one that does not, or name it in the kernel's do_not_specialize_on_alignment"
                 )
+
+
+def _check_names(kernel: Any, kind: str, given: Sequence[str], own: Sequence[str]) -> None:
+    """Assert that the names are those of the kernel's parameters, in their order."""
+    for index, (name, parameter) in enumerate(zip_longest(given, own)):
+        assert name == parameter, (
+            f"{kernel.__name__}: {kind} {index} is named {name}, but the kernel's is {parameter}; name the "
+            f"{kind}s as the kernel's parameters, in their order"
+        )

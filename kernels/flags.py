@@ -1,4 +1,4 @@
-"""Ready flags: raising one's own at every rank, and the bounded wait for the peers'."""
+"""Ready flags: a rank raises its own flags at every rank, and waits, for a bounded time, for the peers' flags."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,16 +16,19 @@ _GENERAL = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot", "
 
 @dataclass(frozen=True)
 class Flags:
-    """Ready flags and their waits."""
+    """The ready flags of all ranks, and how this rank waits for those that its peers raise here.
+
+    A flag holds the epoch of the last step for which it was raised; nothing is reset.
+    """
 
     addresses: torch.Tensor
-    """[W] int64: of each rank's flags, [W, slots] int64, row w raised by rank w"""
+    """[W] int64: of each rank's flags, [W, slots] int64, whose row w rank w raises"""
     local: torch.Tensor
-    """[W, slots] int64: this rank's own"""
+    """[W, slots] int64: this rank's flags"""
     counts: torch.Tensor
-    """[W] int32: slots that rank w raises"""
+    """[W] int32: of row w, the first counts[w] slots are in use"""
     timeout: int
-    """a wait's bound in ns; turns under the interpreter"""
+    """bound of a wait in ns; in turns under the interpreter"""
     status: torch.Tensor
     """[3] int64: address of the records that the host polls, and a lock for each kind of them"""
 
@@ -34,50 +37,48 @@ class Flags:
 def _raise_flags(peers_ready, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
     """Raise this rank's flag `first_slot` to `epoch` at every rank; the grid is one program.
 
-    Each peer's flag is one store, by a lane of its own: a release at system scope, of all that the kernels before this
-    one on the stream have stored, into any rank's memory, since their end precedes this one's beginning.
+    Memory: `peers_ready` [W] int64 holds the addresses of the ranks' flags [W, slots]; one element of each is stored.
 
-    Example: rank 2 of 3, which have 4 slots a rank, raises slot 1 to epoch 7: element 2 * 4 + 1 = 9 of the flags of
-    ranks 0, 1 and 2 becomes 7.
+    Order: each flag is stored by a lane of its own, as a release at system scope. It covers what earlier kernels of the
+    stream have stored into any rank's memory, since they end before this one begins.
+
+    Example: rank 2 of 3 raises slot 1 of 4 to epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
     primitives.raise_flags(peers_ready, rank * slots + first_slot, world_size, epoch, PEERS)
 
 
 @triton.jit(**_GENERAL)
 def _await_flags(
-    ready,
-    counts,
-    status,
-    rank,
-    world_size,
-    slots,
-    epoch: tl.int64,
-    timeout: tl.int64,
-    BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Await the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots], as program p, see `primitives.await_flags`.
+    ready, counts, status, rank, world_size, slots, epoch: tl.int64, timeout: tl.int64,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Await, as program p, the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots]; see `primitives.await_flags`.
 
-    Flags are read at system scope until all that `counts` says are in use have reached `epoch`, and acquired then, so
-    that what their ranks stored before them is seen by the kernels that follow on the stream. When `timeout` has
-    passed, a record of the missing flag is written by way of `status`, and the kernel stops the GPU's work.
+    Memory: the program reads this rank's flags, and of row w awaits the first counts[w]. When `timeout` has passed, it
+    writes a record of the missing flag by way of `status`, and the kernel stops the GPU's work.
 
-    Example: rank 0 of 2, 3 slots a rank, counts 0 and 2: one program awaits elements 3 and 4, slots 0 and 1 of rank 1.
+    Order: the flags are read at system scope until all in use have reached `epoch`, and are then acquired. What the
+    peers stored before they raised them is seen by the kernels that follow on the stream.
+
+    Example: rank 0 of 2, 3 slots, counts [0, 2], BLOCK 8: one program awaits elements 3 and 4, slots 0 and 1 of rank 1.
     """
     first = tl.program_id(0) * BLOCK
     primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
+_RAISE_ARGUMENTS = ("peers_ready", "rank", "world_size", "slots", "first_slot", "epoch")
+_AWAIT_ARGUMENTS = ("ready", "counts", "status", "rank", "world_size", "slots", "epoch", "timeout")
+
+
 @lru_cache
 def _raising(world_size: int) -> CompiledKernel:
-    return CompiledKernel(_raise_flags, {"num_warps": 1}, {"PEERS": power_of_2(world_size)})
+    return CompiledKernel(_raise_flags, _RAISE_ARGUMENTS, {"PEERS": power_of_2(world_size)}, num_warps=1)
 
 
 @lru_cache
 def _awaiting(block: int) -> CompiledKernel:
-    return CompiledKernel(
-        _await_flags, {"num_warps": max(1, block // 128)}, {"BLOCK": block, "INTERPRETED": INTERPRETED}
-    )
+    constants = {"BLOCK": block, "INTERPRETED": INTERPRETED}
+    return CompiledKernel(_await_flags, _AWAIT_ARGUMENTS, constants, num_warps=max(1, block // 128))
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
@@ -87,18 +88,12 @@ def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
 
 
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
-    """Let the stream wait until all slots of `flags.counts` have reached `epoch`, `flags.timeout` at most."""
+    """Make the current stream wait until all flags in use at `rank` have reached `epoch`, `flags.timeout` at most."""
     world_size, slots = flags.local.shape
     block = min(1024, power_of_2(world_size * slots))
-    _awaiting(block)(
-        -(-world_size * slots // block),
-        (),
-        flags.local,
-        flags.counts,
-        flags.status,
-        rank,
-        world_size,
-        slots,
-        epoch,
-        flags.timeout,
-    )
+    programs = -(-world_size * slots // block)
+    kernel = _awaiting(block)
+    kernel(
+        programs, (),
+        flags.local, flags.counts, flags.status, rank, world_size, slots, epoch, flags.timeout,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""An All-to-All by plain stores, with nothing to compute: how fast the links carry what the exchange's kernels send."""
+"""An All-to-All by plain stores and nothing else, which measures how fast the links carry what our kernels send."""
 
 from typing import Any
 
@@ -13,12 +13,15 @@ _NUM_WARPS = 8  # 16 bytes a lane, four times a block
 
 @triton.jit(do_not_specialize=["rank", "world_size"])
 def _store_to_peers(source, landings, rank, world_size, elements, BLOCK: tl.constexpr):
-    """Copy blocks of BLOCK elements of `source` [W, n] to the peers' landings, program p of P those p, p + P, ...
+    """Copy the blocks p, p + P, .. of `source` to the peers' landings, as program p of P.
 
-    Blocks take turns among the peers, from the next rank on, so that no two ranks send to one peer alone. The stores
-    are complete when the kernel is.
+    Memory: `source` [W, elements] float32 is on this rank; its row w, cut into blocks of BLOCK elements, goes to row
+    `rank` of rank w's landing [W, elements], whose address is landings[w]. Blocks take turns among the peers, from the
+    next rank on, so that no two ranks send to one peer alone.
 
-    Example: rank 1 of 3, two blocks a row: 2a 0a 2b 0b, where 2a is the first of row 2.
+    Order: no two programs store to one place; the stores are complete when the kernel ends.
+
+    Example: rank 1 of 3, two blocks a row: 2a 0a 2b 0b, where 2a is the first block of row 2, which goes to rank 2.
     """
     peers = world_size - 1
     for turn in range(tl.program_id(0), peers * (elements // BLOCK), tl.num_programs(0)):
@@ -32,7 +35,7 @@ def _store_to_peers(source, landings, rank, world_size, elements, BLOCK: tl.cons
 def store_to_peers(source: torch.Tensor, landings: torch.Tensor, rank: int) -> None:
     """Store row w of `source` to row `rank` of rank w's landing, for every peer w.
 
-    The stores are complete when the kernel is; no flag is raised.
+    The stores are complete when the kernel ends; no flag is raised.
 
     Args:
         source: [W, n] float32, contiguous, n a multiple of BLOCK_ELEMENTS.

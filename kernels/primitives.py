@@ -1,40 +1,40 @@
-"""Device building blocks: the task order, pooling, flags with bounded waits, and records the host reads.
+"""Device building blocks: the task order, flags with bounded waits, and records that the host reads.
 
-Memory order, used everywhere: all threads store; `tl.debug_barrier()` orders the program's stores before what one
-thread does next; that thread releases. The other side: one acquire, a barrier, then loads. Peers are reached at system
-scope, programs of one GPU at GPU scope; the chain is cumulative, so a release also covers what was acquired before it.
+Memory order, the same in every kernel. The producer: all threads of a program store; a barrier, `tl.debug_barrier()`,
+orders their stores before what one thread does next; that thread releases a flag or a count. The consumer: one thread
+acquires the flag or count; a barrier; then all threads load. Between ranks both use system scope, between programs of
+one GPU they use GPU scope. The chain is cumulative: a release also covers what its thread has acquired before.
 
-That holds wherever the stores lie, a peer's memory included. A scope has to include the two threads that synchronise,
-and no others (PTX ISA, sections 8.7 and 8.9.4); base causality order, which every such pair extends, is transitive
-(8.9.5, whose note calls this cumulativity). Example: a thread of program A stores into a peer's window; a barrier,
-whose scope is A, orders that before A's count, a release at GPU scope; program B, which counts last, acquires at GPU
-scope and raises the peer's flag, a release at system scope; the peer acquires it. Each pair is within its scope, so
-the store precedes the peer's loads. Were it otherwise, no thread could answer for its program's stores behind a
-barrier either.
+This holds wherever the stores go, a peer's memory included. A scope has to include the two threads that synchronise,
+and no others (PTX ISA, sections 8.7 and 8.9.4). Each such pair extends base causality order, which is transitive
+(8.9.5, whose note calls this cumulativity).
+
+Example: a thread of program A stores into a peer's window. A barrier, whose scope is A, orders that before A's count, a
+release at GPU scope. Program B, which counts last, acquires the count at GPU scope and raises the peer's flag, a
+release at system scope. The peer acquires the flag. Each pair is within its scope, so the store precedes the peer's
+loads. Were it otherwise, no thread could release what the other threads of its program stored before a barrier, either.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-# Columns of the feature table [F, 5] int64, one row a feature that the launch pools.
-ADDRESS = tl.constexpr(0)  # of its table's first row
-ROWS = tl.constexpr(1)  # of its table
-COLUMN = tl.constexpr(2)  # of the window, where its pooled embedding goes
-POSITION = tl.constexpr(3)  # of its bags: bag of sample s is offsets[POSITION * B + s]
-MEAN = tl.constexpr(4)  # 1: divide by the number of ids
-FEATURE_COLUMNS = tl.constexpr(5)
-
-# Kinds of status records, each with a lock, and with words of its own in the host's [kinds, 8] int64. Word 0 of a kind
-# is written last.
+# Kinds of status records. Each has a lock, and a row of its own in the host's [kinds, 8] int64, whose word 0 is written
+# last.
 RECORD_WORDS = tl.constexpr(8)
 EXPIRED = tl.constexpr(1)  # words 1 ..: waiting rank, peer, slot, expected epoch, seen epoch
-BAD_ID = tl.constexpr(2)  # words 1 ..: position of the feature, sample, rows of its table
+BAD_ID = tl.constexpr(2)  # words 1 ..: index of the feature in its input, sample, rows of its table
 
 
 @triton.jit
 def task_at(position, rank, world_size, features, blocks, SCHEDULE: tl.constexpr):
-    """Return (destination, feature, block) of the task at `position`: `schedule.TaskGrid.task_at` on the device."""
+    """Return (destination, feature, block) of the task at `position` in the order of the schedule.
+
+    This is `schedule.TaskGrid.task_at` on the device; `position` may be a scalar or a tensor.
+
+    Example: rank 1 of 3, one feature, two blocks, balanced: position 0 is block 0 for rank 2, position 3 block 1 for
+    rank 2, position 4 block 1 for rank 0.
+    """
     each = features * blocks
     if SCHEDULE == "balanced":
         turn = position % world_size
@@ -47,75 +47,18 @@ def task_at(position, rank, world_size, features, blocks, SCHEDULE: tl.constexpr
 
 
 @triton.jit
-def pool(
-    values,
-    offsets,
-    feature,
-    sample,
-    live,
-    batch,
-    status,
-    BAGS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    UNROLL: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    CHECK: tl.constexpr,
-):
-    """Return the pooled embeddings [BAGS, BLOCK_DIM] float32 of samples `sample` [BAGS] where `live`, else zeros.
-
-    Sums run in the order of the ids, in float32. UNROLL rows of each bag are in flight at a time. With CHECK, an id
-    outside its table is recorded and replaced by 0, in `values` too, since the backward reads it there. A table has at
-    least one row: masked ids read as 0.
-    """
-    weight = tl.load(feature + ADDRESS).to(tl.pointer_type(WEIGHT))
-    weight = tl.multiple_of(weight, ALIGNMENT)
-    rows = tl.load(feature + ROWS)
-    bag = tl.load(feature + POSITION) * batch + sample
-    start = tl.load(offsets + bag, mask=live, other=0)
-    length = tl.load(offsets + bag + 1, mask=live, other=0) - start
-    ids = values + start
-    column = tl.arange(0, BLOCK_DIM)
-    total = tl.zeros((BAGS, BLOCK_DIM), tl.float32)
-    wrong = tl.zeros((BAGS,), tl.int32)
-    longest = tl.max(length, 0)
-    for first in range(0, longest, UNROLL):
-        for turn in tl.static_range(UNROLL):
-            here = first + turn < length
-            row = tl.load(ids + first + turn, mask=here, other=0).to(tl.int64)
-            if CHECK:
-                outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
-                wrong = wrong | outside.to(tl.int32)
-                row = tl.where(outside, 0, row)
-            at = weight + row[:, None] * DIM + column[None, :]
-            mask = here[:, None] & (column < DIM)[None, :]
-            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if CHECK:
-        worst = tl.max(tl.where(wrong > 0, bag.to(tl.int64), -1), 0)
-        if worst >= 0:
-            record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
-            # Only now: a store in the loop would keep the compiler from loading the ids that follow ahead of it.
-            for each in range(0, longest):
-                row = tl.load(ids + each, mask=each < length, other=0).to(tl.int64)
-                outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
-                tl.store(ids + each, tl.zeros_like(row).to(values.dtype.element_ty), mask=outside)
-    if tl.load(feature + MEAN) != 0:
-        scale = 1.0 / tl.maximum(length, 1).to(tl.float32)
-        total = total * scale[:, None]
-    return total
-
-
-@triton.jit
 def record(status, KIND: tl.constexpr, a, b, c, d, e):
-    """Write the status record of KIND, if there is none yet: words 1 .. 5, then word 0, in memory that the host polls.
+    """Write the status record of KIND, unless there is one already: words 1 .. 5, then word 0.
 
-    `status` [1 + kinds] int64 holds the address of the host's records and a lock a kind in device memory: atomics on
-    host memory are not to be had on every bus. A kind's record leaves the others' alone: after a bad id that did not
-    stop the run, a wait that expires is told all the same.
+    The host polls the records in its own memory. `status` [1 + kinds] int64 is in device memory, since not every bus
+    has atomics on host memory; it holds the address of the records, then a lock for each kind. Records of one kind
+    leave the others alone: a wait that expires is recorded also after a bad id that did not stop the run.
+
+    Order: words 1 .. 5 are stored; an atomic on the lock, acquire and release at system scope, comes before the store
+    of word 0, so the host that sees word 0 sees the rest.
 
     Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
-    2 and writes word 8; another BAD_ID takes it to 3 and writes nothing.
+    2 and writes word 8. Another BAD_ID takes it to 3 and writes nothing.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -131,7 +74,7 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
 
 @triton.jit
 def clock(turn, INTERPRETED: tl.constexpr):
-    """Return the time in ns; under the interpreter, which has no clock, the turn."""
+    """Return the GPU's time in ns; under the interpreter, which has no clock, `turn`."""
     return tl.full((), 0, tl.int64) + turn if INTERPRETED else cuda.globaltimer()
 
 
@@ -143,14 +86,21 @@ def multiprocessor(INTERPRETED: tl.constexpr):
 
 @triton.jit
 def raise_flag(flag, epoch):
-    """Store `epoch` at `flag`, in this GPU's memory or a peer's, after all that this program has stored or acquired."""
+    """Store `epoch` at `flag`, in this GPU's memory or a peer's, after all that this program has stored or acquired.
+
+    Order: a barrier, then a release at system scope by one thread.
+    """
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def raise_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
-    """Store `epoch` in slot `slot` of every rank's flags, in the same order as `raise_flag`."""
+    """Store `epoch` to element `slot` of every rank's flags, after all that this program has stored or acquired.
+
+    `peers_ready` [W] int64 holds the address of each rank's flags. Order: a barrier, then one release at system scope
+    for each rank, each by a lane of its own.
+    """
     peer = tl.arange(0, PEERS)
     mask = peer < world_size
     flags = tl.load(peers_ready + peer, mask=mask, other=0).to(tl.pointer_type(tl.int64))
@@ -160,7 +110,10 @@ def raise_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
 
 @triton.jit
 def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
-    """Return the least epoch at `flags` [N] where `mask`, at most `epoch`, read with order `SEM`."""
+    """Return the least epoch at `flags` [N] where `mask`, or `epoch` if that is less; read with order SEM.
+
+    Flags are read at system scope, since peers raise them.
+    """
     # An atomic, since the compiler takes a load out of the loop, volatile or not.
     seen = tl.atomic_add(flags, tl.zeros_like(flags.to(tl.int64)), mask=mask, sem=SEM, scope="sys")
     return tl.min(tl.where(mask, seen, epoch), 0)
@@ -182,8 +135,14 @@ def await_flags(
 ):
     """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
 
-    Of source w only the first counts[w] flags are in use. When `timeout` ns have passed (turns, under the interpreter),
-    record which flag was missing and stop the kernel: to go on would be to train on what lay in the window before.
+    Of the flags that rank w raises, row w, only the first counts[w] are in use and awaited. When `timeout` ns have
+    passed (turns, under the interpreter), the program records which flag is missing and stops the kernel: to go on
+    would be to train on what was in the window before.
+
+    Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope; a barrier
+    follows, so that no thread of the program reads a window earlier.
+
+    Example: slots 3, counts [2, 0], first 0, BLOCK 4: elements 0 and 1 are awaited; 2 and 3 are not in use.
     """
     index = first + tl.arange(0, BLOCK)
     source = index // slots
@@ -204,14 +163,14 @@ def await_flags(
         record(status, EXPIRED, rank, missing // slots, missing % slots, epoch, tl.load(ready + missing))
         if not INTERPRETED:
             stop(turn)
-    # Acquired once at the end: each time empties the multiprocessor's L1, where others still pool.
+    # Acquired once, at the end: each acquire empties the multiprocessor's L1, where other programs still pool.
     oldest_epoch(flags, mask, epoch, "acquire")
-    tl.debug_barrier()  # no thread reads the windows before those that acquired
+    tl.debug_barrier()  # no thread reads the windows before the threads that acquired
 
 
 @triton.jit
 def stop(value):
-    """Stop the kernel with an error that the host sees at its next call, this GPU's later work never starting."""
+    """Stop the kernel: later work on this GPU does not start, and the host's next call fails with a CUDA error."""
     tl.inline_asm_elementwise(
         "{ fence.sc.sys; trap; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
     )

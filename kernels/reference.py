@@ -1,4 +1,4 @@
-"""The kernels' maths in plain PyTorch: the oracle of every test, and the CPU path."""
+"""The kernels' maths in plain PyTorch: what tests hold the kernels against, and what the CPU path runs."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 
 def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean: bool = False) -> torch.Tensor:
-    """Return the sum or mean of the rows of each bag of one table, an empty bag giving zeros.
+    """Return the sum or mean of the rows of each bag of one table; an empty bag gives zeros.
 
     Args:
         weight: [rows, D], any float type.
@@ -14,7 +14,7 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
         values: [sum of lengths] int, row ids, bag after bag.
 
     Returns:
-        [n, D] float32. Sums run in the order of `values`, in float32.
+        [n, D] float32. The rows are added up in the order of `values`, in float32.
 
     Example:
         lengths [1, 0, 2], values [5, 7, 7]: row 5; zeros; row 7 twice.
@@ -28,10 +28,10 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
 
 
 def pooled_lookup(weights: Sequence[torch.Tensor], lengths: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the rows of each bag of several tables, see `pool`.
+    """Return the sums of the rows of each bag of several tables, side by side; see `pool`.
 
     Args:
-        weights: a table each, [rows_t, D], any float type.
+        weights: one tensor a table, [rows_t, D], any float type.
         lengths: [T * B] int, bags of table 0, sample by sample, then table 1's.
         values: [sum of lengths] int, row ids in the same order.
 
@@ -52,7 +52,7 @@ def update_rows(
     lr: float,
     eps: float = 0.0,
 ) -> None:
-    """Update each row that `ids` name, once, by the sum of its gradients, in place.
+    """Update each row that `ids` name, once, by the sum of the gradients of its ids, in place.
 
     Args:
         weight: [rows, D], any float type.
@@ -60,6 +60,11 @@ def update_rows(
         ids: [n] int64, row ids, in any order.
         gradient: [n, D] float32, of the bag that holds each id.
         optimizer: sgd | adagrad | rowwise_adagrad.
+        lr: learning rate.
+        eps: added to the square root of the state; not used by sgd.
+
+    Example:
+        ids [4, 9, 4] under sgd with lr 1: row 4 loses gradient[0] + gradient[2], row 9 loses gradient[1].
     """
     rows, which = ids.unique(return_inverse=True)
     total = torch.zeros(rows.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)

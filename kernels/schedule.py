@@ -1,10 +1,10 @@
-"""Task order in plain Python, for the tests and the CPU path; `primitives.task_at` is its twin on the device.
+"""The order of tasks in plain Python, for the tests and the CPU path; `primitives.task_at` is its twin on the device.
 
-A task is `task_bags` consecutive bags of one feature for one destination rank. With F features here and b samples a
-rank, each destination has F * blocks tasks, blocks = ceil(b / task_bags), feature after feature. The schedules differ
-in how they walk the destinations; within a destination the order is always the same.
+A task is `task_bags` consecutive bags of one feature for one destination rank. A rank that pools F features, with b
+samples a rank, has F * blocks tasks for each destination, where blocks = ceil(b / task_bags), feature after feature.
+Schedules differ in the order of the destinations; the order of one destination's tasks is always the same.
 
-Example: rank 1 of 3, two tasks a destination (0a 0b 1a 1b 2a 2b):
+Example: rank 1 of 3, two tasks, a and b, for each destination; 2a is the first task for rank 2:
     linear        0a 0b 1a 1b 2a 2b     the same on every rank: all write to rank 0 first
     remote_first  2a 2b 0a 0b 1a 1b     rank + 1, rank + 2, .., itself last (arXiv 2305.06942, section 3)
     balanced      2a 0a 1a 2b 0b 1b     destinations take turns: links and memory are busy for the whole kernel
@@ -18,7 +18,10 @@ SCHEDULES = ("linear", "remote_first", "balanced")
 
 
 class Task(NamedTuple):
-    """Bags [block * task_bags, (block + 1) * task_bags) of the destination, of the feature-th feature here."""
+    """The bags of the destination's samples [block * task_bags, (block + 1) * task_bags), for one feature.
+
+    `feature` counts the features that are pooled on this rank.
+    """
 
     destination: int
     feature: int
@@ -38,7 +41,7 @@ class TaskGrid:
     task_bags: int
     """bags a task"""
     slice_bags: int
-    """bags a slice, a multiple of task_bags: what one put sends and one ready flag stands for"""
+    """bags a slice, a multiple of task_bags; a slice is sent by one put and has one ready flag"""
 
     def __post_init__(self) -> None:
         assert self.slice_bags % self.task_bags == 0, "a task belongs to one slice"
@@ -57,7 +60,7 @@ class TaskGrid:
         return self.world_size * self.features * self.blocks
 
     def task_at(self, position: int, schedule: str) -> Task:
-        """Return the task at `position`, 0 <= position < len(self)."""
+        """Return the task at `position` in the order of `schedule`, 0 <= position < len(self)."""
         each = self.features * self.blocks
         if schedule == "balanced":
             turn, within = position % self.world_size, position // self.world_size
@@ -71,7 +74,7 @@ class TaskGrid:
         return (self.task_at(position, schedule) for position in range(len(self)))
 
     def slice_of(self, task: Task) -> int:
-        """Return the slice, of all that this rank sends to the task's destination, to which the task belongs."""
+        """Return the index of the task's slice among all that this rank sends to the task's destination."""
         return task.feature * self.slices + task.block // (self.slice_bags // self.task_bags)
 
     def tasks_in_slice(self, task: Task) -> int:
@@ -81,10 +84,10 @@ class TaskGrid:
 
 
 def resolve_schedule(schedule: str, load_store_peers: bool) -> str:
-    """Return the schedule that `auto` stands for, any other as it is.
+    """Return the schedule that `auto` stands for; any other is returned as it is.
 
-    balanced where peers are reached by loads and stores; remote_first where a put crosses hosts and takes long enough
-    that it must start early.
+    `auto` is balanced where peers are reached by loads and stores. It is remote_first where a put crosses hosts, and
+    takes so long that it must start early.
     """
     if schedule != "auto":
         return schedule

@@ -1,1 +1,1 @@
-"""Kernels that send gradients and update rows."""
+"""Kernels of the backward: they send gradients to the owners of the rows, and update the rows."""

@@ -1,4 +1,6 @@
-"""Rows updated by atomic additions as their ids come, for comparison with `row_update` (Chen et al. 2024)."""
+"""The update of a rank's rows by atomic additions, id by id and without a sort, for comparison with `update_rows`
+(Chen et al. 2024).
+"""
 
 from functools import lru_cache
 
@@ -7,48 +9,40 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.row_runs import FIRST_KEY, MEAN, POSITION_COLUMNS, START_AT, Positions
-from dlrm_overlap.kernels.backward.update_rows import RowRange, Rule
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
+from dlrm_overlap.kernels.backward.row_runs import FIRST_KEY, INPUT_FEATURE_COLUMNS, MEAN, START_AT, InputFeatures
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
 
 @triton.jit(
-    do_not_specialize=["first_position", "blocks", "batch", "weight_at", "lr"],
+    do_not_specialize=["first_feature", "blocks", "batch", "weight_at", "lr"],
     do_not_specialize_on_alignment=["values", "offsets"],
 )
 def _add_to_rows(
-    values,
-    offsets,
-    positions,
-    gradient,
-    weights,
-    first_position,
-    blocks,
-    batch: tl.int64,
-    weight_at: tl.int64,
-    lr,
-    BAGS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-):
+    values, offsets, input_features, gradient, weights,
+    first_feature, blocks, batch: tl.int64, weight_at: tl.int64, lr,
+    BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
     """Add -lr times the gradient of each of BAGS bags of one feature to every row that the bag's ids name.
 
-    The program reads the bags' offsets and ids and, from this rank's window, their gradients; rows of `weights` change
-    by atomics alone, relaxed, at GPU scope, since other programs add to the same rows. Nothing is ordered but by the
-    kernel's beginning, behind the wait for the gradients' flags, and its end: sums depend on who comes first.
+    Memory: the program reads the offsets and ids of its bags and, from this rank's `gradient` window, their gradients.
+    It changes rows in `weights` by atomic additions alone, relaxed, at GPU scope, since other programs add to the same
+    rows.
 
-    Example: BAGS 2, lr 1, bags [5, 7] and [5] of gradients g and h. Turn 0 adds -g and -h to row 5, turn 1 adds -g to
-    row 7. A mean would have added -g / 2.
+    Order: the kernel follows the wait for the gradients' flags on the stream, and its end orders the rows for what
+    comes next. Between programs nothing is ordered, so the rounding of a sum depends on who adds first.
 
-    Source: Chen et al. 2024, where it is future work.
+    Example: BAGS 2, lr 1, bags [5, 7] and [5] with gradients g and h. Turn 0 adds -g and -h to row 5; turn 1 adds -g to
+    row 7. If the feature were a mean, -g / 2 would be added instead of -g.
+
+    Source: Chen et al. 2024, which leave it as future work.
     """
     column = tl.arange(0, BLOCK_DIM)
-    position = (first_position + tl.program_id(0) // blocks).to(tl.int64)
-    entry = positions + position * POSITION_COLUMNS
+    feature = (first_feature + tl.program_id(0) // blocks).to(tl.int64)
+    entry = input_features + feature * INPUT_FEATURE_COLUMNS
     sample = (tl.program_id(0) % blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
     live = sample < batch
-    bag = offsets + position * batch + sample
+    bag = offsets + feature * batch + sample
     first = tl.load(bag, mask=live, other=0)
     length = tl.load(bag + 1, mask=live, other=0) - first
     mask = (length > 0)[:, None] & (column < DIM)[None, :]
@@ -65,48 +59,47 @@ def _add_to_rows(
         tl.atomic_add(rows, step, mask=here[:, None] & (column < DIM)[None, :], sem="relaxed", scope="gpu")
 
 
+_ARGUMENTS = (
+    "values", "offsets", "input_features", "gradient", "weights",
+    "first_feature", "blocks", "batch", "weight_at", "lr",
+)  # fmt: skip
+
+
 @lru_cache
-def _adding(dim: int, weights: torch.dtype) -> CompiledKernel:
+def _compiled(dim: int, weights: torch.dtype) -> CompiledKernel:
     block = power_of_2(dim)
     constants = {"BAGS": max(1, 256 // block), "DIM": dim, "BLOCK_DIM": block, "WEIGHT": TYPES[weights]}
-    return CompiledKernel(_add_to_rows, {"num_warps": max(1, block // 256)}, constants)
+    return CompiledKernel(_add_to_rows, _ARGUMENTS, constants, num_warps=max(1, block // 256))
 
 
 def add_to_rows(
     values: torch.Tensor,
     offsets: torch.Tensor,
     samples: int,
-    positions: Positions,
+    features: InputFeatures,
     first: int,
     end: int,
     rows: RowRange,
     gradient: torch.Tensor,
     rule: Rule,
 ) -> None:
-    """SGD by atomic additions, id by id in whatever order: not deterministic, for comparison (Chen et al. 2024).
+    """Update the rows of a range under SGD by atomic additions, id by id in whatever order; not deterministic.
 
     Args:
         values: [n] int32 or int64, row ids, unsorted.
-        offsets: [positions * B + 1] int32 or int64.
+        offsets: [features * B + 1] int32 or int64, of the bags.
         samples: of all ranks, B.
-        first: position of the range's first feature.
-        end: behind its last.
+        features: of the input that has the bags.
+        first: index in the input of the range's first feature.
+        end: index behind that of its last feature.
         gradient: as for `update_rows`.
     """
     assert rows.optimizer == "sgd", "no other optimizer's update is a sum"
-    form = _adding(rows.dim, rows.weights.dtype)
-    blocks = -(-samples // form.constants["BAGS"])
-    form(
+    kernel = _compiled(rows.dim, rows.weights.dtype)
+    blocks = -(-samples // kernel.constants["BAGS"])
+    kernel(
         blocks * (end - first),
         (values.dtype, offsets.dtype, gradient.dtype),
-        values,
-        offsets,
-        positions.entries,
-        gradient,
-        rows.weights,
-        first,
-        blocks,
-        samples,
-        rows.weight_at,
-        rule.lr,
-    )
+        values, offsets, features.entries, gradient, rows.weights,
+        first, blocks, samples, rows.weight_at, rule.lr,
+    )  # fmt: skip

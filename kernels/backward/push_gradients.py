@@ -1,16 +1,17 @@
-"""Gradients to their owners: each rank's part of the pooled embeddings' gradient, stored from where autograd left it
-straight into the gradient windows of the ranks that hold the rows. No packing, no unpacking.
+"""Gradients to the owners of the rows: each rank reads the gradient of its samples' pooled embeddings where autograd
+left it, and stores it straight into the gradient windows of the ranks that hold the rows, with nothing packed.
 
-A window is [D_local * B] of the wire's type at the rows' owner, shard after shard: the shard whose columns begin at
-`start` of D_local holds row sample of its [B, D] from element (start * B + sample * D) on. A table's gradients lie
-together, which keeps them in the cache while its rows are updated.
+A rank's gradient window is [D_local * B] of the wire's type, shard after shard. The shard whose columns begin at
+`start` of D_local has its [B, D] from element start * B on, row `sample` from element start * B + sample * D on. So the
+gradients of a table are together, which keeps them in the cache while its rows are updated.
 
-Shards travel in parts, each with a flag of its own, so that the rows of one are updated while the next travels. One
-launch sends all parts of a dim: few programs, which keep their multiprocessors to the end, where a launch a part would
-queue behind the dense kernels that run beside it. The program that finishes a part's last task raises its flags.
+Shards travel in parts. Each part has a flag of its own, so that the rows of one part are updated while the next part
+travels. One launch sends all parts of a dim with few programs, which keep their multiprocessors to the end; a launch a
+part would queue behind the dense kernels that run beside it. The program that finishes a part's last task raises the
+part's flags.
 
 Example: two ranks of two samples; rank 1 owns a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
-elements 0 .. 7 of rank 1's window, rank 1 its own to 8 .. 15.
+elements 0 .. 7 of rank 1's window, rank 1 stores its own to elements 8 .. 15.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from dlrm_overlap.kernels.primitives import raise_flags, task_at
 
 # Columns of the shard table [parts, W, most, 3] int64.
 SOURCE = tl.constexpr(0)  # column of the output's gradient where the shard begins
-START = tl.constexpr(1)  # column of D_local, at its owner
-PRESENT = tl.constexpr(2)  # 0: this rank has fewer shards than the fullest
+START = tl.constexpr(1)  # column of D_local where the shard begins at its owner
+PRESENT = tl.constexpr(2)  # 0: no shard, since this rank has fewer in this part than the fullest
 SHARD_COLUMNS = tl.constexpr(3)
 
 _NUM_WARPS = 32
@@ -39,72 +40,57 @@ _SIZES = ["rank", "world_size", "parts", "most", "blocks", "samples", "batch", "
 
 @dataclass(frozen=True)
 class ShardTable:
-    """What of the gradient goes where: shards of one dim, by part and owner."""
+    """The shards of one dim, by part and owner: where each is in the gradient, and where at its owner."""
 
     entries: torch.Tensor
-    """[parts, W, most, 3] int64: column of the gradient, of D_local at the owner, 1 (0 where the rank has no more)"""
+    """[parts, W, most, 3] int64: column of the gradient, column of D_local at the owner, and 1; 0 in the last column
+    where the owner has no further shard"""
     counts: torch.Tensor
-    """[parts] int32: shards of the rank that has most in this part"""
+    """[parts] int32: shards in this part of the rank that has most"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     source_alignment: int
     """elements, a power of two up to 16, that divide every column of the gradient"""
     start_alignment: int
-    """the same of every column of D_local"""
+    """elements, a power of two up to 16, that divide every column of D_local"""
 
 
 @dataclass(frozen=True)
 class PartFlags:
-    """The flags of the parts, at every rank, and what the programs that raise them share."""
+    """The flags of the parts at every rank, and the counts by which programs find out who raises them."""
 
     addresses: torch.Tensor
-    """[W] int64: of each rank's flags, [W, parts] int64, row w raised by rank w"""
+    """[W] int64: of each rank's flags, [W, parts] int64, whose row w rank w raises"""
     done: torch.Tensor
-    """[parts] int32: programs that have done their share of the part; zero before and after each exchange"""
+    """[parts] int32: programs that have done their share of the part; 0 before and after each exchange"""
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"])
 def _push_gradients(
-    gradient,
-    shards,
-    counts,
-    windows,
-    peers_ready,
-    done,
-    rank,
-    world_size,
-    parts,
-    most,
-    blocks,
-    samples,
-    batch: tl.int64,
-    first_sample: tl.int64,
-    scale,
-    programs,
+    gradient, shards, counts, windows, peers_ready, done,
+    rank, world_size, parts, most, blocks, samples, batch: tl.int64, first_sample: tl.int64, scale, programs,
     epoch: tl.int64,
-    SCHEDULE: tl.constexpr,
-    PEERS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    WIRE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WINDOW_ALIGNMENT: tl.constexpr,
-    SOURCE_ALIGNMENT: tl.constexpr,
+    SCHEDULE: tl.constexpr, PEERS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    WIRE: tl.constexpr, STRIDE: tl.constexpr, WINDOW_ALIGNMENT: tl.constexpr, SOURCE_ALIGNMENT: tl.constexpr,
     START_ALIGNMENT: tl.constexpr,
-):
-    """Store this program's share of the gradient's shards of one dim, part by part, into the windows of their owners.
+):  # fmt: skip
+    """Store this program's share of the shards of one dim, part after part, into the windows of their owners.
 
-    A task is up to ROWS samples of one shard; program p of P takes the tasks p, p + P, .. of each part. It reads the
-    gradient [b, STRIDE] of this rank, and stores `scale` times it, in the wire's type, into an owner's window, this
-    rank's or a peer's, at rows `first_sample` .. of the shard's [B, DIM]. No two programs store to one place.
+    A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
 
-    Order: a part's stores, a barrier, the count in `done` [parts] (GPU scope). Who counts last of `programs`, which are
-    those of all dims' launches, has acquired what the others released; it sets the count back to 0 for the next
-    exchange and raises the part's flag at every rank (release, system scope). The others are at the next part by then.
+    Memory: the program reads this rank's `gradient` [b, STRIDE]. It stores `scale` times the gradient, in the wire's
+    type, to the rows from `first_sample` on of the shard's [B, DIM] in one window, this rank's or a peer's. No two
+    programs store to one place. `done` [parts] counts the programs of all dims' launches that are through with a part.
 
-    Example: 4 owners with up to 5 shards each of the part, 2 tasks a shard: 40 tasks, of which program 3 of 11 takes 3,
-    14, 25 and 36; in balanced order those of rank 0 go to ranks 0, 3, 2 and 1.
+    Order: the program stores its share of a part, passes a barrier, and counts itself in `done` (acquire and release,
+    GPU scope). The one of `programs` that counts last has so acquired what the others have released. It sets the count
+    back to 0 for the next exchange, and raises the part's flag at every rank (release, system scope). The other
+    programs go on with the next part meanwhile.
+
+    Example: 4 owners with up to 5 shards each in the part, 2 tasks a shard: 40 tasks, of which program 3 of 11 does 3,
+    14, 25 and 36. On rank 0, in balanced order, these are for ranks 0, 3, 2 and 1.
+
+    Source: ours; the zero-copy stores of `store_pooled`, from where the embeddings are read to where they are pooled.
     """
     at = tl.arange(0, BLOCK_DIM)
     for part in range(0, parts):
@@ -123,16 +109,30 @@ def _push_gradients(
                 into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
                 tl.store(window + into, rows.to(WIRE), mask=mask)
         tl.debug_barrier()  # all threads have stored before one of them counts the program
-        # At GPU scope though the stores lie at the peers: the last finisher, which acquires at this scope, answers for
-        # them by the flags' release at system scope, see `primitives`.
+        # GPU scope suffices though the stores are in the peers' memory. The program that counts last acquires at this
+        # scope; its release of the flags at system scope then covers the stores of all, see `primitives`.
         if tl.atomic_add(done + part, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(done + part, 0)  # ready for the next exchange
             raise_flags(peers_ready, rank * parts + part, world_size, epoch, PEERS)
 
 
+_ARGUMENTS = (
+    "gradient", "shards", "counts", "windows", "peers_ready", "done",
+    "rank", "world_size", "parts", "most", "blocks", "samples", "batch", "first_sample", "scale", "programs",
+    "epoch",
+)  # fmt: skip
+
+
 @lru_cache
-def _pushing(
-    schedule: str, world_size: int, dim: int, wire: torch.dtype, stride: int, *alignments: int
+def _compiled(
+    schedule: str,
+    world_size: int,
+    dim: int,
+    wire: torch.dtype,
+    stride: int,
+    window_alignment: int,
+    source_alignment: int,
+    start_alignment: int,
 ) -> CompiledKernel:
     block = power_of_2(dim)
     constants: dict[str, Any] = {
@@ -143,11 +143,11 @@ def _pushing(
         "BLOCK_DIM": block,
         "WIRE": TYPES[wire],
         "STRIDE": stride,
+        "WINDOW_ALIGNMENT": window_alignment,
+        "SOURCE_ALIGNMENT": source_alignment,
+        "START_ALIGNMENT": start_alignment,
     }
-    names = ("WINDOW_ALIGNMENT", "SOURCE_ALIGNMENT", "START_ALIGNMENT")
-    return CompiledKernel(
-        _push_gradients, {"num_warps": _NUM_WARPS}, constants | dict(zip(names, alignments, strict=True))
-    )
+    return CompiledKernel(_push_gradients, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
 
 def push_gradients(
@@ -164,44 +164,35 @@ def push_gradients(
     scale: float,
     programs: int,
 ) -> None:
-    """Store this rank's part of the gradient into the windows of its owners, and raise each part's flag to `epoch`.
+    """Store this rank's gradient into the windows of the rows' owners, and raise each part's flag at every rank.
 
     Args:
-        gradient: [b, at least D_total] float32, rows `stride(0)` apart, at a multiple of 16 bytes.
-        tables: one a dim, each with all parts.
-        windows: each rank's, [D_local * B]; their stride is not used.
-        first_sample: of this rank in the global batch.
+        gradient: [b, at least D_total] float32, of this rank's samples: rows `stride(0)` elements apart, the first at a
+            multiple of 16 bytes.
+        tables: one for each dim, each with all parts.
+        windows: each rank's gradient window, [D_local * B]; their stride is not used.
+        rank: of the caller.
+        epoch: of this exchange, to which the flags are raised.
+        schedule: order of the tasks, see `schedule`.
+        first_sample: index of this rank's first sample in the global batch.
         batch: samples of all ranks, B.
-        most_samples: of a rank: all ranks walk the same tasks.
+        most_samples: of the rank that has most, since all ranks walk the same tasks.
         scale: factor of every element.
-        programs: of each launch, of 32 warps: links need few, and the rest of the GPU stays free.
+        programs: of each launch, of 32 warps each: links need few, and the rest of the GPU stays free.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0
     for table in tables:
         parts, world_size, most, _ = table.entries.shape
-        form = _pushing(
+        kernel = _compiled(
             schedule, world_size, table.dim, windows.dtype, gradient.stride(0),
             windows.alignment, table.source_alignment, table.start_alignment,
         )  # fmt: skip
-        form(
+        blocks, counted = -(-most_samples // kernel.constants["ROWS"]), programs * len(tables)
+        kernel(
             programs,
             (gradient.dtype,),
-            gradient,
-            table.entries,
-            table.counts,
-            windows.addresses,
-            flags.addresses,
-            flags.done,
-            rank,
-            world_size,
-            parts,
-            most,
-            -(-most_samples // form.constants["ROWS"]),
-            gradient.shape[0],
-            batch,
-            first_sample,
-            scale,
-            programs * len(tables),
+            gradient, table.entries, table.counts, windows.addresses, flags.addresses, flags.done,
+            rank, world_size, parts, most, blocks, gradient.shape[0], batch, first_sample, scale, counted,
             epoch,
-        )
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""float32 to the type of the rows."""
+"""Rounding of updated rows from float32 to their type, to the nearest or stochastically."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return float32 `x` as TYPE; stochastically, up or down by chance so that the mean stays, by the bits of `at`.
+    """Return float32 `x` rounded to TYPE: to the nearest number or, if STOCHASTIC, up or down by chance.
 
-    A number of TYPE stays as it is. What is not below the greatest one in size is rounded to the nearest, as without
-    chance, so that NaN stays NaN, infinity infinity, and no update overflows that would not have without chance.
+    A number between two of TYPE is rounded to the upper one with the probability that keeps the mean; a number of TYPE
+    stays as it is. The chance is a hash of `seed` and of `at`, the element's offset, so equal runs round alike. Numbers
+    that are not below the greatest of TYPE in size are rounded to the nearest: so NaN stays NaN, infinity stays
+    infinity, and no update overflows that would not without chance.
 
-    Example:
-        float16, whose numbers near 1 are 2^-10 apart: 1 + 2^-12 becomes 1 + 2^-10 once in four times, else 1. 65510
-        becomes 65504, the greatest, and 65530 infinity.
+    Example: float16, whose numbers near 1 are 2^-10 apart. 1 + 2^-12 becomes 1 + 2^-10 one time in four, else 1. 65510
+    becomes 65504, the greatest, and 65530 infinity.
     """
     if not STOCHASTIC:
         return x.to(TYPE)
@@ -25,10 +26,10 @@ def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     else:
         greatest = 65504.0
         normal = ((bits + (chance & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        # Below 2^-14 half precision has steps of 2^-24, up to 1024 of them. The chance, an odd number of 2^-14 below 1,
-        # can be added to so many without rounding.
-        part = ((chance & 0x3FFF) | 1).to(tl.float32) * 6.103515625e-05
-        tiny = tl.floor(x * 16777216.0 + part) * 5.9604644775390625e-08
+        # Below 2^-14 float16 has steps of 2^-24, up to 1024 of them. The chance, an odd multiple of 2^-14 below 1, can
+        # be added to so many without rounding.
+        fraction = ((chance & 0x3FFF) | 1).to(tl.float32) * 6.103515625e-05
+        tiny = tl.floor(x * 16777216.0 + fraction) * 5.9604644775390625e-08
         near = tl.where(tl.abs(x) < 6.103515625e-05, tiny, normal)
-    # NaN is not below either: chance would carry the bits of CUDA's own, all ones, into the sign.
+    # NaN is not below the greatest, so it is kept: of CUDA's own, all ones, chance would carry bits into the sign.
     return tl.where(tl.abs(x) < greatest, near, x).to(TYPE)

@@ -1,4 +1,10 @@
-"""What follows from the ids alone, found out before any gradient is here: see `row_update`, which needs it."""
+"""The part of the backward that needs the ids only, and so runs before any gradient has arrived: `prepare` finds where
+the gradient of each id will be, and cuts the runs of rows that many bags name into chunks. `update_rows` uses both.
+
+The ids come sorted by row. A run is the ids of one row; a chunk is a part of a long run.
+
+Example: ids of rows  a b c c c c c c c d  make runs a, b, c and d. Cut at 3 ids, c has the chunks  c c c | c c c | c.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,52 +16,63 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import CompiledKernel
 
-# Columns of the position table [positions, 4] int64; offsets count units of 4 elements.
-START_AT = tl.constexpr(0)  # column of D_local where the piece begins
-UNITS = tl.constexpr(1)  # of a row, D / 4
+# Columns of the table of an input's features, [features, 4] int64. A unit is 4 elements.
+START_AT = tl.constexpr(0)  # column of D_local where the feature's shard begins, in units
+UNITS = tl.constexpr(1)  # units of a row, D / 4
 MEAN = tl.constexpr(2)  # 1: divide by the number of ids
-FIRST_KEY = tl.constexpr(3)  # of its table: key = first key + row
-POSITION_COLUMNS = tl.constexpr(4)
+FIRST_KEY = tl.constexpr(3)  # of its table: the key of a row is the first key + the row
+INPUT_FEATURE_COLUMNS = tl.constexpr(4)
 
-# Words of the state that the programs of an update share; all but the first are zero before and after it.
-PIECES = tl.constexpr(0)  # pieces in all
-DONE = tl.constexpr(1)  # from here on, finished pieces of the run whose first piece has this number
+# Words of the state that the programs of an update share. All but the first are 0 before and after it.
+CHUNKS = tl.constexpr(0)  # number of chunks
+DONE = tl.constexpr(1)  # word DONE + c counts the finished chunks of the run whose first chunk is c
 
-_CUT_RUNS = 128  # that a program of _cut_runs, a warp, looks at side by side
-PIECE_IDS = 128  # longer runs are cut into pieces of so many ids; very long ones into more than that
+CHUNK_IDS = 128  # longer runs are cut into chunks of so many ids; very long ones into larger chunks
+_CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by side
 
 
 @triton.jit(do_not_specialize=["ids", "batch", "bits"], do_not_specialize_on_alignment=["offsets"])
 def _place_gradients(
-    infos,
-    offsets,
-    positions,
-    scales,
-    ids: tl.int64,
-    batch: tl.int64,
-    bits,
-    ANY_MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Replace each id's position and sample by where its bag's gradient lies, in units of 4 elements."""
+    infos, offsets, input_features, scales, ids: tl.int64, batch: tl.int64, bits,
+    ANY_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replace each id's info, which names its bag, by the place of that bag's gradient; BLOCK ids a program.
+
+    Memory: `infos` [ids] int32 is rewritten in place: feature << bits | sample becomes the offset of the bag's gradient
+    in the gradient window, in units of 4 elements. With ANY_MEAN the program reads the lengths of bags that are means
+    from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum.
+
+    Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
+
+    Example: batch 10, bits 4, and a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info
+    2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40: the gradient begins at element 160 of the window.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < ids
     info = tl.load(infos + i, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    position = (info >> bits).to(tl.int64)
+    feature = (info >> bits).to(tl.int64)
     sample = (info & ((1 << bits) - 1)).to(tl.int64)
-    entry = positions + position * POSITION_COLUMNS
+    entry = input_features + feature * INPUT_FEATURE_COLUMNS
     at = tl.load(entry + START_AT, mask=mask, other=0) * batch + sample * tl.load(entry + UNITS, mask=mask, other=0)
     tl.store(infos + i, at.to(tl.int32), mask=mask)
     if ANY_MEAN:
         mean = mask & (tl.load(entry + MEAN, mask=mask, other=0) != 0)
-        bag = offsets + position * batch + sample
+        bag = offsets + feature * batch + sample
         length = tl.load(bag + 1, mask=mean, other=1) - tl.load(bag, mask=mean, other=0)
         tl.store(scales + i, 1.0 / length.to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["ranges"])
 def _find_ranges(run_keys, run_count, boundaries, bounds, ranges, BLOCK: tl.constexpr):
-    """Find the first run of a key that is at least `boundaries` [ranges]: `bounds` [ranges]."""
+    """Find, for each of `boundaries`, the first run whose key is at least that; the grid is one program.
+
+    Memory: `run_keys` ascend, up to the `run_count` [1] that are there. Each lane reads one of `boundaries` [ranges]
+    int64, searches the keys by halves, and writes one of `bounds` [ranges] int64.
+
+    Order: one program alone; the kernel's end orders its stores for those that follow on the stream.
+
+    Example: run keys 3 5 8 9, boundaries 0 5 7 10: bounds 0 1 2 4.
+    """
     i = tl.arange(0, BLOCK)
     mask = i < ranges
     boundary = tl.load(boundaries + i, mask=mask, other=0)
@@ -71,113 +88,151 @@ def _find_ranges(run_keys, run_count, boundaries, bounds, ranges, BLOCK: tl.cons
 
 
 @triton.jit
-def _cut_runs(run_starts, run_count, shared, piece_run, piece_first, PIECE_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Cut runs of more than PIECE_IDS ids: of piece i, `piece_run` [i] is its run, `piece_first` the run's first."""
+def _cut_runs(run_starts, run_count, shared, chunk_run, chunk_first, CHUNK_IDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Cut runs of more than CHUNK_IDS ids into chunks, as program p of P.
+
+    The program looks at BLOCK runs at a time: those from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
+
+    Memory: the program reads `run_starts` up to the `run_count` [1] runs that are there. It takes numbers for its
+    chunks from shared[CHUNKS], and writes of chunk c its run to chunk_run[c] and the number of the run's first chunk
+    to chunk_first[c], both int32.
+
+    Order: the atomic on shared[CHUNKS] is relaxed, since it only hands out numbers: those of a run are consecutive, but
+    which program comes first is up to chance. The kernel's end orders the rest for those that follow on the stream.
+
+    Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. One program takes numbers
+    0 .. 4: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
+    """
     runs = tl.load(run_count)
     for block in range(tl.program_id(0), tl.cdiv(runs, BLOCK), tl.num_programs(0)):
         run = block * BLOCK + tl.arange(0, BLOCK)
         mask = run < runs
         start = tl.load(run_starts + run, mask=mask, other=0)
         length = tl.load(run_starts + run + 1, mask=mask, other=0) - start
-        count = tl.where(length > PIECE_IDS, tl.cdiv(length, piece_ids_of(length, PIECE_IDS)), 0)
+        count = tl.where(length > CHUNK_IDS, tl.cdiv(length, chunk_ids_of(length, CHUNK_IDS)), 0)
         total = tl.sum(count, 0)
         if total > 0:
             first = tl.atomic_add(shared, total, sem="relaxed", scope="gpu") + tl.cumsum(count, 0) - count
             waiting = count > 0
-            for _ in range(0, tl.sum(waiting.to(tl.int32), 0)):  # a run at a time, its pieces side by side
+            for _ in range(0, tl.sum(waiting.to(tl.int32), 0)):  # a run at a time, its chunks side by side
                 number = tl.min(tl.where(waiting, run, runs), 0)
                 chosen = run == number
-                pieces = tl.sum(tl.where(chosen, count, 0), 0)
+                chunks = tl.sum(tl.where(chosen, count, 0), 0)
                 begin = tl.sum(tl.where(chosen, first, 0), 0)
-                for turn in range(0, pieces, BLOCK):
-                    piece = turn + tl.arange(0, BLOCK)
-                    tl.store(piece_run + begin + piece, number, mask=piece < pieces)
-                    tl.store(piece_first + begin + piece, begin, mask=piece < pieces)
+                for turn in range(0, chunks, BLOCK):
+                    chunk = turn + tl.arange(0, BLOCK)
+                    tl.store(chunk_run + begin + chunk, number, mask=chunk < chunks)
+                    tl.store(chunk_first + begin + chunk, begin, mask=chunk < chunks)
                 waiting = waiting & (run != number)
 
 
 @triton.jit
-def piece_ids_of(length, PIECE_IDS: tl.constexpr):
-    """Return the ids of a piece of a run of `length`: a run has no more pieces than a piece has ids, up to 2^24."""
-    ids = tl.where(length > PIECE_IDS * PIECE_IDS, PIECE_IDS * 4, PIECE_IDS)
-    ids = tl.where(length > PIECE_IDS * PIECE_IDS * 16, PIECE_IDS * 16, ids)
-    return tl.where(length > PIECE_IDS * PIECE_IDS * 256, PIECE_IDS * 64, ids)
+def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
+    """Return the ids of a chunk of a run of `length`: a run has no more chunks than a chunk has ids, up to 2^24 ids.
+
+    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids, one of 20,000 ids, more than 128 * 128, has chunks
+    of 512.
+    """
+    ids = tl.where(length > CHUNK_IDS * CHUNK_IDS, CHUNK_IDS * 4, CHUNK_IDS)
+    ids = tl.where(length > CHUNK_IDS * CHUNK_IDS * 16, CHUNK_IDS * 16, ids)
+    return tl.where(length > CHUNK_IDS * CHUNK_IDS * 256, CHUNK_IDS * 64, ids)
 
 
 class SortedIds(NamedTuple):
-    """The ids of one input, in the order of the rows they name, and their runs: those of one row."""
+    """The ids of one input, sorted by the rows they name."""
 
     run_keys: torch.Tensor
-    """[at least runs] int32 or int64, ascending: of each run, its table's first key + its row"""
+    """[at least runs] int32 or int64, ascending: of each run, the first key of its table + its row"""
     run_starts: torch.Tensor
     """[at least runs + 1] int32: run i has the ids [run_starts[i], run_starts[i + 1])"""
     run_count: torch.Tensor
     """[1] int32"""
     infos: torch.Tensor
-    """[n] int32, of each id the bag that holds it: position << bits | sample; ascending within a run"""
+    """[n] int32, of each id the bag that holds it: feature << bits | sample, ascending within a run"""
     bits: int
+    """of an info that hold the sample; the bits above hold the index of the feature in the input"""
     offsets: torch.Tensor
-    """[positions * B + 1] int32 or int64, of the bags"""
+    """[features * B + 1] int32 or int64, of the bags"""
     samples: int
     """of all ranks, B"""
 
 
-class Positions(NamedTuple):
-    """The features of an input."""
+class InputFeatures(NamedTuple):
+    """The features of one input: where their gradients are in the gradient window, and which rows they name."""
 
     entries: torch.Tensor
-    """[positions, 4] int64: first column of the piece in D_local and its dim, both in units of 4; mean; first key"""
+    """[features, 4] int64, a row a feature: the column of D_local where its shard begins and its dim, both in units of
+    4; 1 for a mean or 0 for a sum; the first key of its table"""
     any_mean: bool
     boundaries: torch.Tensor
     """[ranges + 1] int64, ascending: the first key of each range of rows that are updated alike, and the end"""
 
 
 class PreparedRuns(NamedTuple):
-    """What an update needs to know of its ids."""
+    """The runs of one input's ids, ready for `update_rows`: the first parameters of its kernel, in their order."""
 
     run_keys: torch.Tensor
+    """as in `SortedIds`"""
     run_starts: torch.Tensor
+    """as in `SortedIds`"""
     places: torch.Tensor
-    """[n] int32: where the gradient of the id's bag lies, in units of 4 elements"""
+    """[n] int32: where the gradient of the id's bag begins in the gradient window, in units of 4 elements"""
     scales: torch.Tensor
-    """[n] float32: factors of the gradients, where a bag is a mean; else anything"""
+    """[n] float32: factor of the gradient, 1 / length for a mean; anything, of any type, if the input has no mean"""
     shared: torch.Tensor
-    piece_run: torch.Tensor
-    piece_first: torch.Tensor
+    """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
+    chunk_run: torch.Tensor
+    """[most chunks] int32: the run of each chunk"""
+    chunk_first: torch.Tensor
+    """[most chunks] int32: of each chunk, the first chunk of its run"""
     bounds: torch.Tensor
     """[ranges + 1] int64: the first run of each range, and the end"""
 
 
+_PLACE_ARGUMENTS = ("infos", "offsets", "input_features", "scales", "ids", "batch", "bits")
+_FIND_ARGUMENTS = ("run_keys", "run_count", "boundaries", "bounds", "ranges")
+_CUT_ARGUMENTS = ("run_starts", "run_count", "shared", "chunk_run", "chunk_first")
+
+
 @lru_cache
 def _placing(any_mean: bool) -> CompiledKernel:
-    return CompiledKernel(_place_gradients, {"num_warps": 4}, {"ANY_MEAN": any_mean, "BLOCK": 1024})
+    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, {"ANY_MEAN": any_mean, "BLOCK": 1024}, num_warps=4)
 
 
 @lru_cache
 def _finding(ranges: int) -> CompiledKernel:
-    return CompiledKernel(_find_ranges, {"num_warps": 1}, {"BLOCK": power_of_2(ranges)})
+    return CompiledKernel(_find_ranges, _FIND_ARGUMENTS, {"BLOCK": power_of_2(ranges)}, num_warps=1)
 
 
 @lru_cache
-def _cutting(piece_ids: int) -> CompiledKernel:
-    return CompiledKernel(_cut_runs, {"num_warps": 1}, {"PIECE_IDS": piece_ids, "BLOCK": _CUT_RUNS})
+def _cutting(chunk_ids: int) -> CompiledKernel:
+    return CompiledKernel(_cut_runs, _CUT_ARGUMENTS, {"CHUNK_IDS": chunk_ids, "BLOCK": _CUT_RUNS}, num_warps=1)
 
 
-def prepare(ids: SortedIds, positions: Positions, piece_ids: int = PIECE_IDS) -> PreparedRuns:
-    """Find out, before any gradient is here, what `update_rows` needs; `ids.infos` becomes a part of it."""
+def prepare(ids: SortedIds, features: InputFeatures, chunk_ids: int = CHUNK_IDS) -> PreparedRuns:
+    """Place each id's gradient, find the runs of each range of rows, and cut long runs into chunks.
+
+    It needs the ids only, so it can run before any gradient has arrived. `ids.infos` is overwritten, and becomes
+    `PreparedRuns.places`.
+
+    Args:
+        chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
+    """
     count, device = ids.infos.numel(), ids.infos.device
-    assert positions.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
-    scales = torch.empty(count, device=device) if positions.any_mean else ids.infos
-    _placing(positions.any_mean)(
-        -(-count // 1024), (ids.offsets.dtype,), ids.infos, ids.offsets, positions.entries, scales, count, ids.samples,
-        ids.bits,
+    assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
+    scales = torch.empty(count, device=device) if features.any_mean else ids.infos
+    place = _placing(features.any_mean)
+    place(
+        -(-count // 1024), (ids.offsets.dtype,),
+        ids.infos, ids.offsets, features.entries, scales, count, ids.samples, ids.bits,
     )  # fmt: skip
-    bounds = torch.empty_like(positions.boundaries)
+    bounds = torch.empty_like(features.boundaries)
     ranges = bounds.numel()
-    _finding(ranges)(1, (ids.run_keys.dtype,), ids.run_keys, ids.run_count, positions.boundaries, bounds, ranges)
-    most = 4 * (1 + count // (2 * piece_ids))  # more than 2 * count / piece_ids, and halves that are aligned
+    find = _finding(ranges)
+    find(1, (ids.run_keys.dtype,), ids.run_keys, ids.run_count, features.boundaries, bounds, ranges)
+    most = 4 * (1 + count // (2 * chunk_ids))  # more than 2 * count / chunk_ids, and halves that are aligned
     shared = torch.zeros(1 + most, dtype=torch.int32, device=device)
-    piece_run, piece_first = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
-    programs = min(4096, -(-count // _CUT_RUNS))
-    _cutting(piece_ids)(programs, (), ids.run_starts, ids.run_count, shared, piece_run, piece_first)
-    return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, piece_run, piece_first, bounds)
+    chunk_run, chunk_first = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
+    cut = _cutting(chunk_ids)
+    cut(min(4096, -(-count // _CUT_RUNS)), (), ids.run_starts, ids.run_count, shared, chunk_run, chunk_first)
+    return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, chunk_run, chunk_first, bounds)

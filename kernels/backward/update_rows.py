@@ -1,31 +1,31 @@
-"""Rows updated once each: read, their gradients summed in float32, updated, written.
+"""The update of a rank's rows from gradients in its window: each row is read once, its gradients are summed in float32,
+and it is written once.
 
-The ids are known long before their gradients, and so is all that follows from them. Sorted by row, the ids of a touched
-row are one run; `prepare` says where each id's gradient will lie, and cuts runs that are too long into pieces, so that
-a row which is in every bag costs no more than rows which are in one each. `update_rows` then takes the pieces, whose
-sums the last of a run adds up, and the other runs: short ones side by side, longer ones each by a whole program. Every
-sum has one order: two updates give the same bits.
+The ids are sorted by row; `prepare` has placed the gradient of each, and cut long runs into chunks. Programs take one
+chunk at a time, and sum it; of those that sum the chunks of a run, the last to finish adds up the sums and updates the
+row. Programs also take the other runs: short ones side by side, longer ones one by one with the whole program. So a row
+that is in n bags costs no more than n rows that are in one bag each. Every sum has a fixed order: two updates of the
+same rows by the same gradients give the same bits.
 
-Example: ids of rows  a b c c c c c c c d,  runs cut at 3: pieces  c c c | c c c | c,  summed by three programs, of
-which the last adds the three sums and updates c; others update a, b and d.
+Example: ids of rows  a b c c c c c c c d,  chunks of 3 ids:  c c c | c c c | c  are summed by three programs, of which
+the last to finish adds the three sums and updates c; other programs update a, b and d.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.rounding import rounded
-from dlrm_overlap.kernels.backward.row_runs import DONE, PIECE_IDS, PIECES, PreparedRuns, piece_ids_of
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule, load_rows, store_updated_rows, update_row
+from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
-_PROGRAMS = 1 << 15  # at most, each taking one task after the other
-_ROW_ELEMENTS = 256  # of a warp: rows side by side
-_BESIDE_IDS = 16  # longer runs have a program to themselves: one after the other, their ids take too long
-_TILE_ELEMENTS = 512  # of a warp: gradients of one run in flight
+_PROGRAMS = 1 << 15  # of a launch, at most; each takes one task after the other
+_ROW_ELEMENTS = 256  # of a warp: elements of the rows that it updates side by side
+_BESIDE_IDS = 16  # longer runs have a program to themselves, which sums several of their ids at a time
+_TILE_ELEMENTS = 512  # of a warp: elements of one run's gradients that it loads at a time
 
 
 @triton.jit
@@ -33,7 +33,10 @@ def _sum_gradients(
     gradient, places, scales, first, length,
     TILE: tl.constexpr, ANY_MEAN: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum [BLOCK_DIM] float32 of the gradients of ids [first, first + length)."""
+    """Return the sum [BLOCK_DIM] float32 of the gradients of ids [first, first + length), TILE of them at a time.
+
+    Row t of the tile adds up ids first + t, first + t + TILE, ..; then the rows of the tile are added up.
+    """
     column = tl.arange(0, BLOCK_DIM)
     total = tl.zeros((TILE, BLOCK_DIM), tl.float32)
     for turn in range(0, length, TILE):
@@ -48,93 +51,39 @@ def _sum_gradients(
 
 
 @triton.jit
-def _elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return where the elements of the rows of `key` [N] lie: [N, BLOCK_DIM], the row of key 0 at unit `first`."""
-    return (first + key * (DIM // 4))[:, None] * 4 + tl.arange(0, BLOCK_DIM)[None, :]
-
-
-@triton.jit
-def _load_rows(
-    weights, states, weight_at, state_at, key, mask,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Return the rows of `key` [N] int64 [N, BLOCK_DIM] float32 and their state: [N, BLOCK_DIM], or [N] if row-wise."""
-    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    weight = tl.load(weights + _elements(weight_at, key, DIM, BLOCK_DIM), mask=both, other=0.0).to(tl.float32)
-    state = weight
-    if OPTIMIZER == "adagrad":
-        state = tl.load(states + _elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
-    elif OPTIMIZER == "rowwise_adagrad":
-        state = tl.load(states + state_at + key, mask=mask, other=0.0)
-    return weight, state
-
-
-@triton.jit
-def _store_rows(
-    weights, states, weight_at, state_at, key, mask, weight, state, total, lr, eps, seed,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Store what `_load_rows` has returned, updated by the gradients `total` [N, BLOCK_DIM]."""
-    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    if OPTIMIZER == "sgd":
-        step = lr * total
-    elif OPTIMIZER == "adagrad":
-        state += total * total
-        tl.store(states + _elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
-        step = lr * total / (tl.sqrt_rn(state) + eps)
-    else:
-        state += tl.sum(tl.where(both, total * total, 0.0), 1) / DIM
-        tl.store(states + state_at + key, state, mask=mask)
-        step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
-    at = _elements(weight_at, key, DIM, BLOCK_DIM)
-    tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
-
-
-@triton.jit
-def _update_row(
-    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Update the row of `run` by the sum `total` [BLOCK_DIM] of its gradients."""
-    one = tl.arange(0, 1)
-    key = tl.load(run_keys + run + one).to(tl.int64)
-    weight, state = _load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
-    _store_rows(
-        weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
-        lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
-    )  # fmt: skip
-
-
-@triton.jit
-def _update_piece(
-    piece, run, run_keys, run_starts, places, scales, shared, piece_first, gradient, weights, states, parts,
+def _sum_chunk(
+    chunk, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
     weight_at, state_at, lr, eps, seed,
-    TILE: tl.constexpr, PIECE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Sum a piece of a long run; who sums its last one adds up all, in their order, and updates the row."""
+    """Sum the gradients of one chunk of `run`; if it is the run's last to be finished, update the row as well.
+
+    The program stores the chunk's sum to `chunk_sums` and counts it. The one that counts last adds up the sums of all
+    chunks of the run, in an order that is always the same, and updates the row by the total.
+    """
     column = tl.arange(0, BLOCK_DIM)
-    first_piece = tl.load(piece_first + piece).to(tl.int64)
+    first_chunk = tl.load(chunk_first + chunk).to(tl.int64)
     start = tl.load(run_starts + run)
     length = tl.load(run_starts + run + 1) - start
-    ids = piece_ids_of(length, PIECE_IDS)
-    skipped = (piece - first_piece).to(tl.int32) * ids
-    piece_sum = _sum_gradients(
+    ids = chunk_ids_of(length, CHUNK_IDS)
+    skipped = (chunk - first_chunk).to(tl.int32) * ids
+    chunk_sum = _sum_gradients(
         gradient, places, scales, start + skipped, tl.minimum(ids, length - skipped), TILE, ANY_MEAN, DIM, BLOCK_DIM
     )
-    tl.store(parts + piece * DIM + column, piece_sum, mask=column < DIM)
+    tl.store(chunk_sums + chunk * DIM + column, chunk_sum, mask=column < DIM)
     count = tl.cdiv(length, ids)
-    done = shared + DONE + first_piece
-    tl.debug_barrier()  # all threads have stored before one of them counts the piece
+    done = shared + DONE + first_chunk
+    tl.debug_barrier()  # all threads have stored before one of them counts the chunk
     if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
-        tl.debug_barrier()  # no thread reads what others stored before the one that acquired
+        tl.debug_barrier()  # no thread reads what other programs stored before one has acquired
         tl.store(done, 0)
         total = tl.zeros((TILE, BLOCK_DIM), tl.float32)
         for turn in range(0, count, TILE):
-            part = turn + tl.arange(0, TILE)
-            mask = (part < count)[:, None] & (column < DIM)[None, :]
-            total += tl.load(parts + (first_piece + part)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-        _update_row(
+            of_run = turn + tl.arange(0, TILE)
+            mask = (of_run < count)[:, None] & (column < DIM)[None, :]
+            total += tl.load(chunk_sums + (first_chunk + of_run)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+        update_row(
             run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
@@ -148,7 +97,10 @@ def _update_runs(
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Update the rows of runs `run` [RUNS], where `live` and of up to BESIDE_IDS ids; return the ids of the longest."""
+    """Update the rows of runs `run` [RUNS] side by side, where `live` and of up to BESIDE_IDS ids.
+
+    Returns the number of ids of the longest of the runs, whether it was updated or not.
+    """
     column = tl.arange(0, BLOCK_DIM)
     start = tl.load(run_starts + run, mask=live, other=0)
     length = tl.load(run_starts + run + 1, mask=live, other=0) - start
@@ -156,11 +108,11 @@ def _update_runs(
     live = live & (length <= BESIDE_IDS)
     length = tl.where(live, length, 0)
     key = tl.load(run_keys + run, mask=live, other=0).to(tl.int64)
-    # Asked for first: the rows come while the gradients are summed.
-    weight, state = _load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
+    # Loaded first, so that the rows are on their way while the gradients are summed.
+    weight, state = load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
     total = tl.zeros((RUNS, BLOCK_DIM), tl.float32)
     for turn in range(0, tl.max(length, 0), 2):
-        # Two of each run at a time, both places asked for before the first gradient.
+        # Two ids of each run at a time: both places are loaded before the first gradient.
         i = start + turn
         here, next_too = turn < length, turn + 1 < length
         place = tl.load(places + i, mask=here, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
@@ -173,94 +125,77 @@ def _update_runs(
             next_rows = next_rows * tl.load(scales + i + 1, mask=next_too, other=0.0)[:, None]
         total += rows
         total += next_rows
-    _store_rows(
+    store_updated_rows(
         weights, states, weight_at, state_at, key, live, weight, state, total,
         lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
     return longest
 
 
-@triton.jit(noinline=True)  # a call is rare here, and inlined it takes registers from the runs side by side
+@triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
     run, run_keys, run_starts, places, scales, gradient, weights, states,
     weight_at, state_at, lr, eps, seed,
-    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, PIECE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Update the row of `run` by a whole program, if it is too long for others beside it and yet not cut."""
+    """Update the row of one run with the whole program, if the run has more than BESIDE_IDS ids and is not cut.
+
+    The program sums several of the run's ids at a time. It leaves alone shorter runs, which `_update_runs` updates, and
+    runs of more than CHUNK_IDS ids, which are summed by chunks.
+    """
     start = tl.load(run_starts + run)
     length = tl.load(run_starts + run + 1) - start
-    if (length > BESIDE_IDS) & (length <= PIECE_IDS):
+    if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
         total = _sum_gradients(gradient, places, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
-        _update_row(
+        update_row(
             run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
-_INTEGERS = ["range_index", "weight_at", "state_at", "lr", "eps", "seed"]
-
-
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "lr", "eps", "seed"])
 def _update_rows(
-    run_keys,
-    run_starts,
-    places,
-    scales,
-    shared,
-    piece_run,
-    piece_first,
-    bounds,
-    gradient,
-    weights,
-    states,
-    parts,
-    range_index,
-    weight_at: tl.int64,
-    state_at: tl.int64,
-    lr,
-    eps,
-    seed,
-    RUNS: tl.constexpr,
-    BESIDE_IDS: tl.constexpr,
-    TILE: tl.constexpr,
-    PIECE_IDS: tl.constexpr,
-    ANY_MEAN: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Take task after task of one range, program p of P the tasks p, p + P, ..: pieces of long runs, then other runs.
+    run_keys, run_starts, places, scales, shared, chunk_run, chunk_first, bounds,
+    gradient, weights, states, chunk_sums,
+    range_index, weight_at: tl.int64, state_at: tl.int64,
+    lr, eps, seed,
+    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Do the tasks p, p + P, .. of one range of rows, as program p of P: the chunks of long runs, then the other runs.
 
-    A task is a piece, whose gradients are summed, or RUNS consecutive runs side by side, whose rows are updated. The
-    program reads keys, places and factors that `prepare` has left, and gradients from this rank's window; it rewrites
-    the rows of `weights` and `states` whose runs it completes, each row by one program alone; sums of pieces go to
-    `parts` [pieces, DIM].
+    A task is one chunk, whose gradients are summed, or RUNS consecutive runs, whose rows are updated.
 
-    Order: the kernel follows the wait for the gradients' flags on the stream. A piece's sum is stored, then, behind a
-    barrier, counted in `shared` (acquire and release, GPU scope); who counts a run's last piece sees all sums, sets the
-    count back to 0 and updates the row. Pieces come first, since they take longest. Other tasks share nothing.
+    Memory: the program reads the keys, starts, places and factors that `prepare` has left, and the gradients in this
+    rank's `gradient` window. It rewrites the rows in `weights` and `states` of the runs that it completes, each row by
+    one program alone, and stores the sums of chunks to `chunk_sums` [chunks, DIM].
 
-    Example: runs a, b, c, d of 1, 1, 7 and 1 ids, PIECE_IDS 3, RUNS 2. Tasks 0, 1 and 2 sum the pieces of c, of 3, 3
-    and 1 ids, and the last to finish updates c; task 3 updates a and b; task 4 updates d, and leaves c alone.
+    Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
+    barrier, and counts the chunk in `shared` (acquire and release, GPU scope). The program that counts a run's last
+    chunk passes another barrier, and so sees the sums of all; it sets the count back to 0 and updates the row. Chunks
+    come before other tasks, since they take longest. Other tasks share nothing.
+
+    Example: runs a, b, c and d of 1, 1, 7 and 1 ids, CHUNK_IDS 3, RUNS 2. Tasks 0, 1 and 2 sum the chunks of c, of 3, 3
+    and 1 ids; the last of them to finish updates c. Task 3 updates a and b. Task 4 updates d and leaves c alone.
+
+    Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """
     begin = tl.load(bounds + range_index)
     end = tl.load(bounds + range_index + 1)
-    pieces = tl.load(shared + PIECES)
-    for task in range(tl.program_id(0), pieces + tl.cdiv(end - begin, RUNS), tl.num_programs(0)):
-        if task < pieces:
-            run = tl.load(piece_run + task).to(tl.int64)
+    chunks = tl.load(shared + CHUNKS)
+    for task in range(tl.program_id(0), chunks + tl.cdiv(end - begin, RUNS), tl.num_programs(0)):
+        if task < chunks:
+            run = tl.load(chunk_run + task).to(tl.int64)
             if (run >= begin) & (run < end):
-                _update_piece(
-                    task, run, run_keys, run_starts, places, scales, shared, piece_first, gradient, weights, states,
-                    parts, weight_at, state_at, lr, eps, seed,
-                    TILE, PIECE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                _sum_chunk(
+                    task, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states,
+                    chunk_sums, weight_at, state_at, lr, eps, seed,
+                    TILE, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
-            first = begin + (task - pieces) * RUNS
+            first = begin + (task - chunks) * RUNS
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, places, scales, gradient, weights, states,
@@ -272,52 +207,29 @@ def _update_rows(
                     _update_run(
                         run, run_keys, run_starts, places, scales, gradient, weights, states,
                         weight_at, state_at, lr, eps, seed,
-                        TILE, BESIDE_IDS, PIECE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                        TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 
 
-class RowRange(NamedTuple):
-    """Rows that are updated alike: of one dim, type and optimizer."""
-
-    index: int
-    """in `Positions.boundaries`"""
-    weights: torch.Tensor
-    """any shape, float32, float16 or bfloat16, of which the rows are a part; updated in place"""
-    states: torch.Tensor
-    """the same of the optimizer's state, float32; anything under SGD"""
-    weight_at: int
-    """where key 0 would lie in the weights, in units of 4 elements, if the range began there"""
-    state_at: int
-    """the same in the state; under row-wise Adagrad, which has one number a row, in elements"""
-    dim: int
-    """D, a multiple of 4, at most 1024"""
-    any_mean: bool
-    optimizer: str
-    """sgd | adagrad | rowwise_adagrad"""
-    stochastic_rounding: bool = False
-    """of rows that are not float32"""
-
-
-class Rule(NamedTuple):
-    """The optimizer's numbers at one step."""
-
-    lr: float
-    eps: float = 0.0
-    seed: int = 0
-    """of stochastic rounding, int32"""
+_ARGUMENTS = (
+    *PreparedRuns._fields,
+    "gradient", "weights", "states", "chunk_sums",
+    "range_index", "weight_at", "state_at",
+    *Rule._fields,
+)  # fmt: skip
 
 
 @lru_cache
-def _updating(
-    dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, piece_ids: int
+def _compiled(
+    dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, chunk_ids: int
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
     constants = {
         "RUNS": min(8, max(1, _ROW_ELEMENTS // block)),
-        "BESIDE_IDS": min(_BESIDE_IDS, piece_ids),
+        "BESIDE_IDS": min(_BESIDE_IDS, chunk_ids),
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
-        "PIECE_IDS": piece_ids,
+        "CHUNK_IDS": chunk_ids,
         "ANY_MEAN": any_mean,
         "OPTIMIZER": optimizer,
         "DIM": dim,
@@ -325,35 +237,30 @@ def _updating(
         "WEIGHT": TYPES[weights],
         "STOCHASTIC": stochastic and weights != torch.float32,
     }
-    return CompiledKernel(_update_rows, {"num_warps": warps}, constants)
+    return CompiledKernel(_update_rows, _ARGUMENTS, constants, num_warps=warps)
 
 
 def update_rows(
-    runs: PreparedRuns, rows: RowRange, gradient: torch.Tensor, rule: Rule, piece_ids: int = PIECE_IDS
+    runs: PreparedRuns, rows: RowRange, gradient: torch.Tensor, rule: Rule, chunk_ids: int = CHUNK_IDS
 ) -> None:
-    """Update each touched row of a range, once, by the sum of its bags' gradients, in place.
+    """Update each row of a range that the ids name, once, by the sum of its bags' gradients, in place.
 
     Args:
-        gradient: [D_local * B] of the wire's type: [B, D] a piece, see `gradient_exchange`.
-        piece_ids: as `prepare` was given.
+        gradient: [D_local * B] of the wire's type, this rank's gradient window: [B, D] for each shard, see
+            `push_gradients`.
+        chunk_ids: as given to `prepare`.
     """
     assert gradient.numel() <= 2**33, (
         f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
     )
-    count, most = runs.places.numel(), runs.piece_run.numel()
-    form = _updating(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding, piece_ids)
-    form(
-        min(_PROGRAMS, -(-count // form.constants["RUNS"]) + most) if count else 0,
+    ids, most_chunks = runs.places.numel(), runs.chunk_run.numel()
+    kernel = _compiled(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding, chunk_ids)
+    chunk_sums = torch.empty(most_chunks * rows.dim, dtype=torch.float32, device=gradient.device)
+    kernel(
+        min(_PROGRAMS, -(-ids // kernel.constants["RUNS"]) + most_chunks) if ids else 0,
         (runs.run_keys.dtype, gradient.dtype),
         *runs,
-        gradient,
-        rows.weights,
-        rows.states,
-        torch.empty(most * rows.dim, dtype=torch.float32, device=gradient.device),
-        rows.index,
-        rows.weight_at,
-        rows.state_at,
-        rule.lr,
-        rule.eps,
-        rule.seed,
-    )
+        gradient, rows.weights, rows.states, chunk_sums,
+        rows.index, rows.weight_at, rows.state_at,
+        *rule,
+    )  # fmt: skip

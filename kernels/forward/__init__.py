@@ -1,1 +1,1 @@
-"""Kernels that pool embeddings and send them."""
+"""Kernels of the forward: they pool embeddings and send them to the owners of the samples."""

@@ -1,11 +1,12 @@
-"""Zero-copy forward: pooled embeddings, stored by the kernel that computes them into the window of the sample's owner
-(Chen et al. 2024; zero-copy variant of arXiv 2305.06942). No staging, no unpacking.
+"""The zero-copy forward: each program pools bags and stores the result into the window of the samples' owner, with no
+staging before and no unpacking after (Chen et al. 2024; zero-copy variant of arXiv 2305.06942).
 
-A window is [b, D_total] of the wire's type at its owner; the pooled embedding of (sample, feature) lies in row sample,
-from the feature's column on: where the model reads it.
+Each rank owns a window [b, D_total] of the wire's type, where its model reads the pooled embeddings. That of a sample
+and a feature is in the sample's row, from the feature's column on.
 
-Example: two ranks of two samples, one table of dim 4 each. Rank 1 pools samples 0 .. 3 for its table and stores rows 0
-and 1, columns 4 .. 7, of rank 0's window, and the same place of its own for samples 2 and 3.
+Example: two ranks of two samples, one table of dim 4 each. Rank 1 pools samples 0 .. 3 for its table. It stores those
+of samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, and those of samples 2 and 3 to rows 0 and 1,
+columns 4 .. 7, of its own.
 """
 
 from functools import lru_cache
@@ -15,72 +16,32 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
-from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
-from dlrm_overlap.kernels.primitives import COLUMN, FEATURE_COLUMNS, pool, task_at
-
-_INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
-# Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
-GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets"]}
-
-
-@triton.jit
-def store_rows(
-    rows,
-    window,
-    sample,
-    column,
-    live,
-    STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """Store `rows` [R, BLOCK_DIM] to rows `sample` [R] of `window`, from `column` on, where `live`.
-
-    The caller says what divides `window` and `column`, where they are loaded: a hint on an argument does not survive
-    inlining, and without it each lane stores 4 bytes.
-    """
-    at = tl.arange(0, BLOCK_DIM)
-    offset = sample.to(tl.int64)[:, None] * STRIDE + column + at[None, :]
-    tl.store(window + offset, rows.to(window.dtype.element_ty), mask=live[:, None] & (at < DIM)[None, :])
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.primitives import task_at
 
 
 @triton.jit(**GENERAL)
 def _store_pooled(
-    values,
-    offsets,
-    first_sample,
-    features,
-    windows,
-    status,
-    rank,
-    world_size,
-    features_here,
-    blocks,
-    batch,
-    SCHEDULE: tl.constexpr,
-    BAGS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    WIRE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WINDOW_ALIGNMENT: tl.constexpr,
-    COLUMN_ALIGNMENT: tl.constexpr,
-    CHECK: tl.constexpr,
-):
-    """Pool BAGS bags of one feature, and store them into the window of the rank that owns the samples; one task.
+    values, offsets, first_sample, features, windows, status,
+    rank, world_size, features_here, blocks, batch,
+    SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Do one task: pool BAGS bags of one feature, and store them into the window of the rank that owns the samples.
 
-    The program reads the bags' offsets, ids and rows, which lie on this rank, and stores [BAGS, DIM] of the wire's type
-    to as many rows of the destination's window, this rank's or a peer's. Ids outside their table are replaced by 0 in
-    `values`, see `pool`. No two programs store to one place, and nothing is ordered among them: the stores are complete
-    when the kernel is, and the kernel that raises the flags follows it on the stream.
+    Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. It stores [BAGS,
+    DIM] of the wire's type to as many rows of one window, this rank's or a peer's. With CHECK it may replace ids in
+    `values`, see `pool`.
 
-    Example: of 2 ranks with 4 samples each, rank 1 has one table of dim 4 that lies at column 4, and BAGS is 2. In
-    balanced order program 0 pools samples 0 and 1, which are rank 0's, and stores rows 0 and 1, columns 4 .. 7, of rank
-    0's window; program 1 pools samples 4 and 5 to the same place of its own; programs 2 and 3 store rows 2 and 3.
+    Order: no two programs store to one place, so nothing is ordered among them. The stores are complete when the kernel
+    ends; the kernel that raises the flags comes next on the stream, and its release covers them.
+
+    Example: rank 1 of 2, 4 samples a rank, one feature of dim 4 at column 4, BAGS 2, balanced order. Program 0 pools
+    samples 0 and 1, which are rank 0's, and stores them to rows 0 and 1, columns 4 .. 7, of rank 0's window. Program 1
+    pools samples 4 and 5 and stores them to the same place of rank 1's window. Programs 2 and 3 fill rows 2 and 3.
 
     Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
     """
@@ -98,68 +59,36 @@ def _store_pooled(
     store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
 
 
-def shape_of(features: FeatureTable, windows: Windows, launch: PoolingOptions) -> tuple[Any, ...]:
-    """Return what decides the form of both kernels."""
-    alignments = features.alignment, windows.alignment, features.column_alignment
-    return launch, features.dim, features.weight_dtype, windows.stride, windows.dtype, alignments
-
-
-def constants_of(
-    launch: PoolingOptions,
-    dim: int,
-    weight_dtype: torch.dtype,
-    stride: int,
-    wire_dtype: torch.dtype,
-    alignments: tuple[int, int, int],
-) -> dict[str, Any]:
-    """Return the compile-time arguments of both kernels, in the order of their parameters."""
-    return {
-        "SCHEDULE": launch.schedule,
-        "BAGS": launch.tuning.task_bags // launch.tuning.groups,
-        "UNROLL": launch.tuning.unroll,
-        "STRIDE": stride,
-        "DIM": dim,
-        "BLOCK_DIM": power_of_2(dim),
-        "WEIGHT": TYPES[weight_dtype],
-        "WIRE": TYPES[wire_dtype],
-        "ALIGNMENT": alignments[0],
-        "WINDOW_ALIGNMENT": alignments[1],
-        "COLUMN_ALIGNMENT": alignments[2],
-        "CHECK": launch.check_ids,
-    }
+_ARGUMENTS = (
+    "values", "offsets", "first_sample", "features", "windows", "status",
+    "rank", "world_size", "features_here", "blocks", "batch",
+)  # fmt: skip
 
 
 @lru_cache
-def _storing(*shape: Any) -> CompiledKernel:
-    launch: PoolingOptions = shape[0]
-    return CompiledKernel(_store_pooled, {"num_warps": launch.tuning.num_warps}, constants_of(*shape))
+def _compiled(fields: tuple[Any, ...]) -> CompiledKernel:
+    shape = PoolingShape(*fields)
+    return CompiledKernel(_store_pooled, _ARGUMENTS, shape.constants(), num_warps=shape.options.tuning.num_warps)
 
 
 def store_pooled(
-    bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, launch: PoolingOptions
+    bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
 ) -> None:
-    """Pool every bag and store the result straight into its owner's window; raises no flag, see `raise_flags`.
+    """Pool every bag and store the result straight into the window of the sample's owner.
 
-    The stores are complete when the kernel is: what follows on the stream may tell the peers.
+    No flag is raised. The stores are complete when the kernel ends, so `raise_flags`, launched next on the stream, may
+    report them to the peers.
 
     Args:
-        status: [3] int64, see `Flags`: takes the record of an id outside its table.
+        status: [3] int64, see `Flags`; the kernel records an id outside its table there.
     """
-    assert launch.tuning.groups == 1, "a program that pools once has nothing to cut"
-    world_size, here = windows.addresses.numel(), features.entries.shape[0]
-    blocks = -(-bags.samples_per_rank // launch.tuning.task_bags)
-    _storing(*shape_of(features, windows, launch))(
-        world_size * here * blocks,
+    assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
+    world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
+    blocks = -(-bags.samples_per_rank // options.tuning.task_bags)
+    kernel = _compiled(PoolingShape.fields_of(features, windows, options))
+    kernel(
+        world_size * features_here * blocks,
         (bags.values.dtype, bags.offsets.dtype),
-        bags.values,
-        bags.offsets,
-        bags.first_sample,
-        features.entries,
-        windows.addresses,
-        status,
-        launch.rank,
-        world_size,
-        here,
-        blocks,
-        bags.samples,
-    )
+        bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses, status,
+        options.rank, world_size, features_here, blocks, bags.samples,
+    )  # fmt: skip

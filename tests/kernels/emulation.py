@@ -24,7 +24,7 @@ from tests.agreement import assert_same
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
 
-GUARD = -7.0  # what lies around the elements that a kernel may write; those are poisoned with NaN
+GUARD = -7.0  # around the elements that a kernel may write; those are poisoned with NaN
 _GUARDS = 8  # at each end of what must begin at a multiple of 16 bytes
 CPU = torch.device("cpu")
 
@@ -78,9 +78,9 @@ class Ids:
         self.values = self.storage[1:-1]
         self.values.copy_(torch.randint(0, rows, (count,), generator=generator))
 
-    def bags(self, position: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return lengths and ids of the bags of samples first .. end - 1 of the feature at `position`."""
-        bag = position * self.samples
+    def bags(self, feature: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return lengths and ids of the bags of samples first .. end - 1 of the input's `feature`."""
+        bag = feature * self.samples
         begin, stop = int(self.offsets[bag + first]), int(self.offsets[bag + end])
         return self.lengths[bag + first : bag + end], self.values[begin:stop]
 
@@ -97,7 +97,7 @@ class World:
         self.tuning = case.tuning or tuning_for(case.dim)
         self.samples = max(case.batch_sizes)
         self.ids = [Ids(case, count, self.ROWS, generator) for count in case.features]
-        # Each rank's tables lie in one allocation, the second behind the first, and rows that belong to no table last.
+        # Each rank's tables are in one allocation, the second behind the first, and rows that belong to no table last.
         self.storage = [
             torch.randn(max(1, count) + 1, self.ROWS, case.dim, generator=generator).to(case.weights)
             for count in case.features
@@ -131,14 +131,14 @@ class World:
         """Return the rows of a feature's table; the first two features share one."""
         return self.storage[rank][max(0, feature - 1)]
 
-    def position(self, rank: int, feature: int) -> int:
-        """Return where the feature's bags lie: the other way round than the features, which must not matter."""
+    def input_feature(self, rank: int, feature: int) -> int:
+        """Return the index of the feature in its input, which has them in reverse order; that must not matter."""
         return self.case.features[rank] - 1 - feature
 
     def pooled(self, rank: int, feature: int, destination: int) -> torch.Tensor:
         """Return [b, D] float32 of the destination's samples."""
         first, end = self.first_sample[destination : destination + 2].tolist()
-        lengths, values = self.ids[rank].bags(self.position(rank, feature), first, end)
+        lengths, values = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
         return reference.pool(self.table(rank, feature), lengths, values, mean=feature % 2 == 1)
 
     def expected(self) -> list[torch.Tensor]:
@@ -163,7 +163,7 @@ class World:
         case, features = self.case, range(self.case.features[rank])
         tables = [self.table(rank, feature) for feature in features]
         entries = [
-            [table.data_ptr(), self.ROWS, column, self.position(rank, feature), feature % 2]
+            [table.data_ptr(), self.ROWS, column, self.input_feature(rank, feature), feature % 2]
             for feature, table, column in zip(features, tables, self.columns[rank], strict=True)
         ]
         return FeatureTable(
@@ -178,13 +178,13 @@ class World:
         addresses = [window[1].data_ptr() for window in self.windows]
         return Windows(torch.tensor(addresses), self.stride, self.case.wire, alignment=gcd(16, *addresses))
 
-    def launch(self, rank: int) -> PoolingOptions:
+    def options(self, rank: int) -> PoolingOptions:
         return PoolingOptions(rank, self.case.schedule, self.tuning, self.case.check)
 
     def store_pooled(self, rank: int) -> None:
         """Run the zero-copy kernel of one rank."""
         status = self.records[rank].status
-        store_pooled(self.bags(rank), self.feature_table(rank), self.destinations(), status, self.launch(rank))
+        store_pooled(self.bags(rank), self.feature_table(rank), self.destinations(), status, self.options(rank))
 
     def assert_no_record(self) -> None:
         for rank, record in enumerate(self.records):
@@ -239,12 +239,12 @@ class SlicedWorld(World):
         counts: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        """Run the persistent kernel of one rank; it waits at the end if `counts` tell for what."""
+        """Run the persistent kernel of one rank; it waits at the end if `counts` say for what."""
         state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
         slices = Slices(self.slice_bags, self.first_slot, end_wait=counts is not None, **options)
         put = SlicedPut(
             self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
-            self.launch(rank), slices,
+            self.options(rank), slices,
         )  # fmt: skip
         put.launch_kernel(epoch, programs)
 

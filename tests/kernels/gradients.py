@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
-from dlrm_overlap.kernels.backward.row_runs import Positions, PreparedRuns, SortedIds, prepare
-from dlrm_overlap.kernels.backward.update_rows import RowRange, Rule, update_rows
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
+from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.backward.update_rows import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD
 
@@ -41,7 +42,7 @@ class Case:
     ranges: tuple[Rows, ...] = (MIXED,)
     samples: int = 9
     """of all ranks"""
-    piece_ids: int = 4
+    chunk_ids: int = 4
     wire: torch.dtype = torch.float32
     ids: torch.dtype = torch.int64
     offsets: torch.dtype = torch.int64
@@ -60,7 +61,7 @@ def sort_ids(
 
     Args:
         keys: [n] int64, of each id, its table's first key + its row.
-        bags: [n] int64, of each id, position * samples + sample.
+        bags: [n] int64, of each id, feature * samples + sample.
         samples: of all ranks.
         bits: of a sample in an id's info.
     """
@@ -76,7 +77,7 @@ def sort_ids(
 
 
 class Feature(NamedTuple):
-    """One position of an input."""
+    """One feature of an input."""
 
     range: int
     first_key: int
@@ -107,7 +108,8 @@ class Model:
                 self.features += [Feature(index, key, mean) for mean in means]
                 key += len(counts)
             self.first_keys.append(key)
-        # Bits of the sample in an id's info: so many that with three features or more a position reaches the sign.
+        # Bits of the sample in an id's info: so many that with three features or more a feature's index
+        # reaches the sign.
         self.bits = 32 - max(2, (len(self.features) - 1).bit_length())
         self.bags, order = torch.cat(bags).sort(stable=True)
         self.keys = torch.cat(keys)[order]
@@ -118,10 +120,10 @@ class Model:
         self._make_rows()
         self._make_gradients()
 
-    def _bags(self, first_position: int, features: int, ids: int) -> torch.Tensor:
+    def _bags(self, first_feature: int, features: int, ids: int) -> torch.Tensor:
         """Return a bag for each of a table's ids, none a multiple of five."""
         samples = self.case.samples
-        candidates = torch.arange(first_position * samples, (first_position + features) * samples)
+        candidates = torch.arange(first_feature * samples, (first_feature + features) * samples)
         candidates = candidates[candidates % 5 != 0]
         return candidates[torch.randint(candidates.numel(), (ids,), generator=self._generator)]
 
@@ -140,11 +142,11 @@ class Model:
             self.states.append(states)
 
     def _make_gradients(self) -> None:
-        """Make the window, of NaN where no bag's gradient lies: between the shards, and those of empty bags."""
+        """Make the window, of NaN where there is no gradient: between the shards, and for empty bags."""
         samples = self.case.samples
         dims = [self.case.ranges[feature.range].dim for feature in self.features]
         # The other way round than the features, which must not matter.
-        self.starts = [4 + sum(dim + 4 for dim in dims[position + 1 :]) for position in range(len(dims))]
+        self.starts = [4 + sum(dim + 4 for dim in dims[index + 1 :]) for index in range(len(dims))]
         columns = 4 + sum(dim + 4 for dim in dims)
         self.window = torch.full((columns * samples,), torch.nan, dtype=self.case.wire)
         self.gradients = [
@@ -174,16 +176,16 @@ class Model:
         run_keys, run_starts, run_count, infos = sort_ids(self.keys, self.bags, samples, self.bits)
         return SortedIds(run_keys.to(self.case.ids), run_starts, run_count, infos, self.bits, self.offsets, samples)
 
-    def positions(self) -> Positions:
+    def input_features(self) -> InputFeatures:
         entries = [
             [start // 4, self.case.ranges[feature.range].dim // 4, int(feature.mean), feature.first_key]
             for start, feature in zip(self.starts, self.features, strict=True)
         ]
         any_mean = any(feature.mean for feature in self.features)
-        return Positions(torch.tensor(entries), any_mean, torch.tensor(self.first_keys))
+        return InputFeatures(torch.tensor(entries), any_mean, torch.tensor(self.first_keys))
 
     def prepare(self) -> PreparedRuns:
-        return prepare(self.sorted_ids(), self.positions(), self.case.piece_ids)
+        return prepare(self.sorted_ids(), self.input_features(), self.case.chunk_ids)
 
     def row_range(self, index: int) -> RowRange:
         rows, first = self.case.ranges[index], self.first_keys[index]
@@ -202,23 +204,23 @@ class Model:
 
     def update(self, runs: PreparedRuns, index: int = 0, rule: Rule = RULE) -> None:
         """Run the kernel that updates the rows of a range."""
-        update_rows(runs, self.row_range(index), self.window, rule, self.case.piece_ids)
+        update_rows(runs, self.row_range(index), self.window, rule, self.case.chunk_ids)
 
     def add(self, index: int = 0, rule: Rule = RULE) -> None:
         """Run the kernel of atomic additions for a range."""
-        here = [position for position, feature in enumerate(self.features) if feature.range == index]
+        here = [i for i, feature in enumerate(self.features) if feature.range == index]
         add_to_rows(
-            self.values, self.offsets, self.case.samples, self.positions(), here[0], here[-1] + 1,
+            self.values, self.offsets, self.case.samples, self.input_features(), here[0], here[-1] + 1,
             self.row_range(index), self.window, rule,
         )  # fmt: skip
 
     def totals(self, index: int) -> torch.Tensor:
         """Return the sum of the gradients of each row of a range, [rows, D] float64."""
         totals = torch.zeros(self.rows(index).shape, dtype=torch.float64)
-        for position, feature in enumerate(self.features):
+        for i, feature in enumerate(self.features):
             if feature.range == index:
-                here = self.bags // self.case.samples == position
-                gradient = self.gradients[position].double()[self.bags[here] % self.case.samples]
+                here = self.bags // self.case.samples == i
+                gradient = self.gradients[i].double()[self.bags[here] % self.case.samples]
                 if feature.mean:
                     gradient /= self.lengths[self.bags[here], None]
                 totals.index_add_(0, self.keys[here] - self.first_keys[index], gradient)
@@ -252,4 +254,4 @@ class Model:
             assert_same(self.weights[index], weights.float(), "weights")
         assert_near(self.weights[index], weights)
         assert_near(self.states[index], states)
-        assert_same(runs.shared[1:], torch.zeros_like(runs.shared[1:]), "finished shards")
+        assert_same(runs.shared[1:], torch.zeros_like(runs.shared[1:]), "finished chunks")

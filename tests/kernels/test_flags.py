@@ -46,9 +46,9 @@ def test_a_wait_returns_when_all_flags_have_reached_the_epoch() -> None:
 
 
 def test_a_rank_alone_waits_for_nothing() -> None:
-    told = Record(CPU)
-    wait_flags(_flags([torch.tensor([[0]])], 0, [0], told), 0, epoch=1)
-    assert told.empty
+    records = Record(CPU)
+    wait_flags(_flags([torch.tensor([[0]])], 0, [0], records), 0, epoch=1)
+    assert records.empty
 
 
 @pytest.mark.parametrize("peer", [0, 1, 2])
@@ -78,23 +78,23 @@ def _record(status, a, b, c, KIND: tl.constexpr):
     record(status, KIND, a + zero, b + zero, c + zero, zero, zero)
 
 
-def _record_bad_id(told: Record, position: int, sample: int, rows: int) -> None:
-    _record[(1,)](told.status, position, sample, rows, KIND=BAD_ID)
+def _record_bad_id(records: Record, feature: int, sample: int, rows: int) -> None:
+    _record[(1,)](records.status, feature, sample, rows, KIND=BAD_ID)
 
 
-def test_a_wait_that_expires_after_a_bad_id_is_told_and_the_bad_id_too() -> None:
-    told = Record(CPU)
-    _record_bad_id(told, 4, 5, 6)
-    assert (told.bad_id(), told.expired(), told.empty) == ([4, 5, 6], None, False)
-    wait_flags(_flags([torch.tensor([[3]])], 0, [1], told), 0, epoch=4)
-    assert told.expired() == [0, 0, 0, 4, 3]
-    _record_bad_id(told, 7, 8, 9)
-    assert told.bad_id() == [4, 5, 6], "the first one stays"
+def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> None:
+    records = Record(CPU)
+    _record_bad_id(records, 4, 5, 6)
+    assert (records.bad_id(), records.expired(), records.empty) == ([4, 5, 6], None, False)
+    wait_flags(_flags([torch.tensor([[3]])], 0, [1], records), 0, epoch=4)
+    assert records.expired() == [0, 0, 0, 4, 3]
+    _record_bad_id(records, 7, 8, 9)
+    assert records.bad_id() == [4, 5, 6], "the first one stays"
 
 
-def test_a_bad_id_after_an_expired_wait_is_told_too() -> None:
-    told = Record(CPU)
-    wait_flags(_flags([torch.tensor([[3]])], 0, [1], told), 0, epoch=4)
-    assert (told.bad_id(), told.empty) == (None, False)
-    _record_bad_id(told, 4, 5, 6)
-    assert (told.bad_id(), told.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])
+def test_a_bad_id_after_an_expired_wait_is_recorded_too() -> None:
+    records = Record(CPU)
+    wait_flags(_flags([torch.tensor([[3]])], 0, [1], records), 0, epoch=4)
+    assert (records.bad_id(), records.empty) == (None, False)
+    _record_bad_id(records, 4, 5, 6)
+    assert (records.bad_id(), records.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])

@@ -62,7 +62,7 @@ class World:
         self.ready = [torch.zeros(len(case.dims), case.parts, dtype=torch.int64) for _ in case.dims]
         self.done = torch.zeros(case.parts, dtype=torch.int32)
 
-    def piece_table(self, dim: int) -> ShardTable:
+    def shard_table(self, dim: int) -> ShardTable:
         """Return the shards of one dim."""
         shards = [(key[:2], [*key[2:4], 1]) for key in self.shards if key[4] == dim]
         places = [
@@ -85,7 +85,7 @@ class World:
         addresses = [storage[4:].data_ptr() for storage in self.storage]
         push_gradients(
             self.gradients[rank],
-            [self.piece_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
+            [self.shard_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
             Windows(torch.tensor(addresses), stride=0, dtype=case.wire, alignment=gcd(16, *addresses)),
             PartFlags(torch.tensor([ready.data_ptr() for ready in self.ready]), self.done),
             rank,
@@ -136,7 +136,7 @@ def _check(case: Case) -> None:
         ((0, 0, 2), (0, 0, 1)),
     ],
 )
-def test_ranks_of_unlike_batches_and_pieces(
+def test_ranks_of_unlike_batches_and_shards(
     schedule: str, batch_sizes: tuple[int, ...], shards: tuple[int, ...]
 ) -> None:
     _check(Case(batch_sizes, tuple((12,) * count for count in shards), schedule=schedule))
@@ -168,8 +168,8 @@ def test_a_dim_leaves_the_others_alone() -> None:
         world.push(rank, scale=1.0, dims=[4])
     for _, owner, _, start, dim in world.shards:
         if dim == 12:
-            of_piece = slice(4 + start * world.batch, 4 + (start + dim) * world.batch)
-            assert_same(world.storage[owner][of_piece], before[owner][of_piece], f"window of rank {owner}")
+            of_shard = slice(4 + start * world.batch, 4 + (start + dim) * world.batch)
+            assert_same(world.storage[owner][of_shard], before[owner][of_shard], f"window of rank {owner}")
 
 
 def test_a_rank_writes_its_own_samples_only() -> None:
@@ -202,7 +202,7 @@ def test_the_last_program_raises_the_flags() -> None:
 
 
 @pytest.mark.parametrize(("gap", "spare"), [(0, 0), (0, 4), (4, 3), (8, 100)])
-def test_columns_and_rows_lie_anywhere(gap: int, spare: int) -> None:
+def test_columns_and_rows_begin_anywhere(gap: int, spare: int) -> None:
     _check(Case((5, 3), ((12, 12), (12,)), gap=gap, spare=spare))
 
 

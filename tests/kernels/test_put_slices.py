@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Tuning
-from dlrm_overlap.kernels.forward.put_slices import put_by_stores
+from dlrm_overlap.kernels.forward.puts import put_by_stores
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
 
@@ -70,9 +70,9 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken() -> None:
     values[-1] = world.ROWS
     _run(world)
     assert world.records[0].bad_id() is None
-    position, sample, rows = world.records[1].bad_id() or []
-    assert (position, rows) == (1, world.ROWS)
-    assert world.ids[1].lengths[position * 8 + sample :].tolist()[1:] == [0] * (7 - sample), "the last bag with ids"
+    feature, sample, rows = world.records[1].bad_id() or []
+    assert (feature, rows) == (1, world.ROWS)
+    assert world.ids[1].lengths[feature * 8 + sample :].tolist()[1:] == [0] * (7 - sample), "the last bag with ids"
     assert values[-1] == 0
     world.assert_windows()
     world.assert_flags(epoch=1)

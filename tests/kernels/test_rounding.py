@@ -12,7 +12,7 @@ from dlrm_overlap.kernels.compiled import TYPES
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted
 
-pytestmark = [interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy tells of NaN and overflow
+pytestmark = [interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy warns of NaN and overflow
 
 CHANCES = 4096
 STEP = 2.0**-24  # of float16 below 2^-13

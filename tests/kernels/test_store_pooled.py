@@ -30,15 +30,15 @@ def test_windows_hold_what_the_reference_pools(case: Case) -> None:
 @pytest.mark.parametrize("bad", [World.ROWS, -1, 2**31 - 1, -(2**31)])
 def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dtype, bad: int) -> None:
     world = World(Case(ids=dtype))
-    feature, position, sample = 2, 0, 6  # on rank 0: the second sample of rank 1
-    place = int(world.ids[0].offsets[position * 8 + sample])
-    assert world.ids[0].lengths[position * 8 + sample] > 1
-    assert world.position(0, feature) == position
+    feature, index, sample = 2, 0, 6  # on rank 0: the second sample of rank 1
+    place = int(world.ids[0].offsets[index * 8 + sample])
+    assert world.ids[0].lengths[index * 8 + sample] > 1
+    assert world.input_feature(0, feature) == index
     world.ids[0].values[place + 1] = bad
     ids = world.ids[0].storage.clone()
     ids[1 + place + 1] = 0
     _run(world)
-    assert world.records[0].bad_id() == [position, sample, World.ROWS]
+    assert world.records[0].bad_id() == [index, sample, World.ROWS]
     assert world.records[1].bad_id() is None
     assert_same(world.ids[0].storage, ids, "ids")
     world.assert_windows()  # of the ids as they are now
@@ -50,7 +50,7 @@ def test_the_first_of_several_bad_ids_is_recorded() -> None:
     for bag in (1, 7):
         values[int(offsets[bag])] = World.ROWS
     _run(world)
-    assert world.records[0].bad_id() == [1, 3, World.ROWS], "the first feature's, whose bags lie behind the second's"
+    assert world.records[0].bad_id() == [1, 3, World.ROWS], "the first feature's, whose bags come after the second's"
     world.assert_windows()
 
 

@@ -38,13 +38,13 @@ def test_a_row_in_every_bag(optimizer: str) -> None:
     model = Model(Case((Rows(((2, 200, 3),), dim=128, optimizer=optimizer),), samples=20))
     assert model.bags[model.keys == 1].unique().numel() == 32, "of 40 bags, 8 are empty"
     runs = model.prepare()
-    assert runs.shared[0] == 13, "more pieces than their sums are added at once, 4"
+    assert runs.shared[0] == 13, "more chunks than the 4 whose sums are added at once"
     model.check_update(runs)
 
 
-# Runs of more than 4 ids are cut, of more than 16 into pieces of 16, of more than 256 of 64, of more than 4096 of 256.
+# Runs of more than 4 ids are cut, of more than 16 into chunks of 16, of more than 256 of 64, of more than 4096 of 256.
 @pytest.mark.parametrize(
-    ("counts", "pieces"),
+    ("counts", "chunks"),
     [
         ((4, 1, 4), 0),
         ((5,), 2),
@@ -55,33 +55,33 @@ def test_a_row_in_every_bag(optimizer: str) -> None:
         ((5,) * 20, 40),
     ],
 )
-def test_runs_are_cut_into_pieces(counts: tuple[int, ...], pieces: int) -> None:
+def test_runs_are_cut_into_chunks(counts: tuple[int, ...], chunks: int) -> None:
     model = Model(Case((Rows((counts,), dim=4),)))
     runs = model.prepare()
-    assert runs.shared[0] == pieces <= runs.piece_run.numel()
+    assert runs.shared[0] == chunks <= runs.chunk_run.numel()
     model.check_update(runs)
 
 
 @pytest.mark.parametrize("dim", [4, 64, 128, 256])  # 8, 4, 2 and 1 runs side by side
 @pytest.mark.parametrize(
-    ("counts", "means", "optimizer", "pieces"),
+    ("counts", "means", "optimizer", "chunks"),
     [
         *(((1, 17, 16, 128, 0, 40, 129, 2, 3, 18), False, optimizer, 2) for optimizer in OPTIMIZERS),
         ((1, 17, 16, 0, 18, 2), True, "sgd", 0),
     ],
 )
 def test_runs_of_more_than_16_ids_are_summed_alone_and_of_more_than_128_cut(
-    dim: int, counts: tuple[int, ...], means: bool, optimizer: str, pieces: int
+    dim: int, counts: tuple[int, ...], means: bool, optimizer: str, chunks: int
 ) -> None:
-    model = Model(Case((Rows((counts,), dim, optimizer, means),), samples=30, piece_ids=128))
+    model = Model(Case((Rows((counts,), dim, optimizer, means),), samples=30, chunk_ids=128))
     runs = model.prepare()
-    assert runs.shared[0] == pieces
+    assert runs.shared[0] == chunks
     model.check_update(runs)
 
 
 def test_runs_can_be_cut_anywhere() -> None:
-    for piece_ids in (1, 2, 8, 128):
-        model = Model(Case(piece_ids=piece_ids))
+    for chunk_ids in (1, 2, 8, 128):
+        model = Model(Case(chunk_ids=chunk_ids))
         model.check_update(model.prepare())
 
 
@@ -137,7 +137,7 @@ def test_a_window_whose_places_do_not_fit_is_refused() -> None:
     model = Model(Case())
     window = model.window[:1].expand(2**33 + 4)  # takes no memory
     with pytest.raises(AssertionError, match="window of 8589934596 elements"):
-        update_rows(model.prepare(), model.row_range(0), window, RULE, model.case.piece_ids)
+        update_rows(model.prepare(), model.row_range(0), window, RULE, model.case.chunk_ids)
 
 
 def test_no_ids() -> None:
@@ -153,10 +153,10 @@ def test_places_scales_and_bounds() -> None:
     bags = model.bags[order]
     runs = model.prepare()
     for i, (bag, place) in enumerate(zip(bags.tolist(), runs.places.tolist(), strict=True)):
-        position, sample = divmod(bag, model.case.samples)
-        gradient = model.gradients[position][sample]
+        feature, sample = divmod(bag, model.case.samples)
+        gradient = model.gradients[feature][sample]
         assert_same(model.window[4 * place :][: gradient.numel()], gradient, f"gradient of id {i}")
-        assert not model.features[position].mean or runs.scales[i] == 1 / model.lengths[bag]
+        assert not model.features[feature].mean or runs.scales[i] == 1 / model.lengths[bag]
     first_keys = torch.tensor(model.first_keys)
     assert_same(runs.bounds, torch.searchsorted(keys.unique(), first_keys), "bounds")
 
@@ -176,7 +176,7 @@ def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Mo
 def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
     half, full = _twins(optimizer, weights)
     rows = half.row_range(0)._replace(stochastic_rounding=False)
-    update_rows(half.prepare(), rows, half.window, RULE, half.case.piece_ids)
+    update_rows(half.prepare(), rows, half.window, RULE, half.case.chunk_ids)
     full.update(full.prepare())
     assert_same(half.weights[0], to_wire(full.weights[0], weights), "weights")
     assert_same(half.states[0], full.states[0], "states")
@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_to_a_neighbour_and_fair(weights: torch.dtype, sc
 
 
 @pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
-def test_the_seed_tells_how_to_round(weights: torch.dtype) -> None:
+def test_the_seed_decides_how_to_round(weights: torch.dtype) -> None:
     rows = []
     for seed in (3, 3, 4, 2**31 - 1):
         model, _ = _twins("adagrad", weights)

@@ -18,8 +18,9 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
-from dlrm_overlap.kernels.backward.update_rows import Rule, update_rows
+from dlrm_overlap.kernels.backward.update_rows import update_rows
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 
 _PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates

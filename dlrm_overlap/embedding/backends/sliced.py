@@ -46,7 +46,15 @@ class SlicedForward(ZeroCopyForward):
             options = self.lookup.pooling_options(self._tuning(table, bags))
             slices = Slices(self.options.slice_bags, first_slot, end_wait=i == last)
             state = self._state(i, bags, table, options)
-            put = SlicedPut(bags, table, self.peers[epoch % 2], flags, state, options, slices)
+            put = SlicedPut(
+                bags=bags,
+                features=table,
+                windows=self.peers[epoch % 2],
+                flags=flags,
+                state=state,
+                options=options,
+                slices=slices,
+            )
             put.launch_kernel(epoch, self._grid((i, options.tuning), put))
             first_slot += len(shards) * self.slices(self.options, bags.samples_per_rank)
 

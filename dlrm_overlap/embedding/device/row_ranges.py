@@ -11,8 +11,8 @@ from dlrm_overlap.embedding.protocol.gradients import GradientLayout
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.kernels.backward.row_runs import Positions, PreparedRuns, SortedIds, prepare
-from dlrm_overlap.kernels.backward.update_rows import RowRange
+from dlrm_overlap.kernels.backward.optimizers import RowRange
+from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class InputRows:
             rows = self._row_range(index, shards[members[0]], weight_at, state_at, any_mean)
             self.ranges.append(UpdateRange(part, members[0], members[-1] + 1, rows, lookup))
             boundaries.append(first_keys[members[0]])
-        self.positions = Positions(
+        self.input_features = InputFeatures(
             entries=torch.tensor(entries, dtype=torch.int64, device=device),
             any_mean=any(shard.mean for shard in shards),
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
@@ -117,4 +117,4 @@ class InputRows:
             info_B_num_bits=bits,
             info_B_mask=mask,
         )
-        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.positions)
+        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.input_features)

@@ -1,0 +1,109 @@
+"""The optimizers' arithmetic on whole rows: SGD, Adagrad and row-wise Adagrad, as FBGEMM has them."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.backward.rounding import rounded
+
+
+class RowRange(NamedTuple):
+    """Rows that are updated alike: they have one dim, one type, one optimizer and one allocation."""
+
+    index: int
+    """of the range in `InputFeatures.boundaries`"""
+    weights: torch.Tensor
+    """any shape, float32, float16 or bfloat16: the allocation that holds the rows, updated in place"""
+    states: torch.Tensor
+    """any shape, float32: the allocation that holds the optimizer's state, updated in place; any tensor under SGD"""
+    weight_at: int
+    """in units of 4 elements, may be negative: the row of key k begins at unit weight_at + k * D / 4 of the weights"""
+    state_at: int
+    """the same in the states; under row-wise Adagrad, with one number a row, that of key k is element state_at + k"""
+    dim: int
+    """D, a multiple of 4, at most 1024"""
+    any_mean: bool
+    """whether a feature of the range is a mean"""
+    optimizer: str
+    """sgd | adagrad | rowwise_adagrad"""
+    stochastic_rounding: bool = False
+    """of rows that are not float32"""
+
+
+class Rule(NamedTuple):
+    """The optimizer's numbers at one step: the last parameters of `update_rows`' kernel, in their order."""
+
+    lr: float
+    eps: float = 0.0
+    seed: int = 0
+    """of stochastic rounding, int32"""
+
+
+@triton.jit
+def _elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Return the offsets [N, BLOCK_DIM] of the elements of the rows of `key` [N]; that of key 0 begins at unit `first`.
+
+    Example: DIM 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
+    """
+    return (first + key * (DIM // 4))[:, None] * 4 + tl.arange(0, BLOCK_DIM)[None, :]
+
+
+@triton.jit
+def load_rows(
+    weights, states, weight_at, state_at, key, mask,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of `key` [N] int64 where `mask`, [N, BLOCK_DIM] float32, and the state of their optimizer.
+
+    The state is [N, BLOCK_DIM] float32 under Adagrad and [N] under row-wise Adagrad; under SGD it is the rows again.
+    """
+    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    weight = tl.load(weights + _elements(weight_at, key, DIM, BLOCK_DIM), mask=both, other=0.0).to(tl.float32)
+    state = weight
+    if OPTIMIZER == "adagrad":
+        state = tl.load(states + _elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
+    elif OPTIMIZER == "rowwise_adagrad":
+        state = tl.load(states + state_at + key, mask=mask, other=0.0)
+    return weight, state
+
+
+@triton.jit
+def store_updated_rows(
+    weights, states, weight_at, state_at, key, mask, weight, state, total, lr, eps, seed,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Update what `load_rows` has returned by the gradients `total` [N, BLOCK_DIM], and store it.
+
+    SGD takes lr * total from the row. The others first add the squares of `total` to the state, row-wise Adagrad their
+    mean over the row, and then take lr / (sqrt(state) + eps) * total from the row.
+    """
+    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    if OPTIMIZER == "sgd":
+        step = lr * total
+    elif OPTIMIZER == "adagrad":
+        state += total * total
+        tl.store(states + _elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
+        step = lr * total / (tl.sqrt_rn(state) + eps)
+    else:
+        state += tl.sum(tl.where(both, total * total, 0.0), 1) / DIM
+        tl.store(states + state_at + key, state, mask=mask)
+        step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
+    at = _elements(weight_at, key, DIM, BLOCK_DIM)
+    tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
+
+
+@triton.jit
+def update_row(
+    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Load the row of `run`, update it by the sum `total` [BLOCK_DIM] of its gradients, and store it."""
+    one = tl.arange(0, 1)
+    key = tl.load(run_keys + run + one).to(tl.int64)
+    weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
+    store_updated_rows(
+        weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
+        lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+    )  # fmt: skip

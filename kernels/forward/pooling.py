@@ -1,0 +1,139 @@
+"""What both kernels of the forward share: how to pool a task's bags and store the result, and their constants."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.compiled import TYPES
+from dlrm_overlap.kernels.primitives import BAD_ID, record
+
+# Columns of the feature table [F, 5] int64, which has a row for each feature that a launch pools.
+ADDRESS = tl.constexpr(0)  # of the first row of the feature's table
+ROWS = tl.constexpr(1)  # of its table
+COLUMN = tl.constexpr(2)  # of the window, where its pooled embedding begins
+INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: sample s has bag f * B + s
+MEAN = tl.constexpr(4)  # 1: divide by the number of ids
+FEATURE_COLUMNS = tl.constexpr(5)
+
+_INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
+# Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
+GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets"]}
+
+
+@triton.jit
+def pool(
+    values, offsets, feature, sample, live, batch, status,
+    BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UNROLL: tl.constexpr, WEIGHT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Return the pooled embeddings [BAGS, BLOCK_DIM] float32 of samples `sample` [BAGS] where `live`, else zeros.
+
+    `feature` points to the feature's row of the feature table. The program adds the rows up in the order of the ids, in
+    float32, and loads UNROLL rows of each bag at a time. With CHECK, it takes row 0 for an id outside the table,
+    records the last bag that has one by way of `status`, and stores 0 over those ids in `values`, where the backward
+    reads them. A table has at least one row: lanes that are masked read id 0.
+
+    Example: UNROLL 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first turn adds rows 5 and 0 to the first bag
+    and row 5 to the second, the second turn row 0 to the first. Then the first bag is recorded and becomes [5, 0, 0].
+    """
+    weight = tl.load(feature + ADDRESS).to(tl.pointer_type(WEIGHT))
+    weight = tl.multiple_of(weight, ALIGNMENT)
+    rows = tl.load(feature + ROWS)
+    bag = tl.load(feature + INPUT_FEATURE) * batch + sample
+    start = tl.load(offsets + bag, mask=live, other=0)
+    length = tl.load(offsets + bag + 1, mask=live, other=0) - start
+    ids = values + start
+    column = tl.arange(0, BLOCK_DIM)
+    total = tl.zeros((BAGS, BLOCK_DIM), tl.float32)
+    wrong = tl.zeros((BAGS,), tl.int32)
+    longest = tl.max(length, 0)
+    for first in range(0, longest, UNROLL):
+        for turn in tl.static_range(UNROLL):
+            here = first + turn < length
+            row = tl.load(ids + first + turn, mask=here, other=0).to(tl.int64)
+            if CHECK:
+                outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
+                wrong = wrong | outside.to(tl.int32)
+                row = tl.where(outside, 0, row)
+            at = weight + row[:, None] * DIM + column[None, :]
+            mask = here[:, None] & (column < DIM)[None, :]
+            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if CHECK:
+        worst = tl.max(tl.where(wrong > 0, bag.to(tl.int64), -1), 0)
+        if worst >= 0:
+            record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
+            # Only now: a store in the loop would keep the compiler from loading the ids that follow ahead of it.
+            for each in range(0, longest):
+                row = tl.load(ids + each, mask=each < length, other=0).to(tl.int64)
+                outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
+                tl.store(ids + each, tl.zeros_like(row).to(values.dtype.element_ty), mask=outside)
+    if tl.load(feature + MEAN) != 0:
+        scale = 1.0 / tl.maximum(length, 1).to(tl.float32)
+        total = total * scale[:, None]
+    return total
+
+
+@triton.jit
+def store_rows(
+    rows, window, sample, column, live,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store `rows` [R, BLOCK_DIM] to the rows `sample` [R] of `window`, from `column` on, where `live`.
+
+    The caller states what divides `window` and `column` where it loads them: a hint on an argument does not survive
+    inlining, and without one each lane stores 4 bytes.
+    """
+    at = tl.arange(0, BLOCK_DIM)
+    offset = sample.to(tl.int64)[:, None] * STRIDE + column + at[None, :]
+    tl.store(window + offset, rows.to(window.dtype.element_ty), mask=live[:, None] & (at < DIM)[None, :])
+
+
+class PoolingShape(NamedTuple):
+    """What decides the constants of both kernels: one compiled kernel serves all launches of a shape."""
+
+    options: PoolingOptions
+    dim: int
+    weight_dtype: torch.dtype
+    stride: int
+    """elements of a window's row"""
+    wire_dtype: torch.dtype
+    alignment: int
+    """bytes, of the tables' addresses and rows"""
+    window_alignment: int
+    """bytes, of the windows' addresses"""
+    column_alignment: int
+    """elements, of the columns of a window"""
+
+    @staticmethod
+    def fields_of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> tuple[Any, ...]:
+        """Return the fields of a launch's shape, in their order: a plain tuple, since every launch makes one."""
+        return (
+            options,
+            features.dim,
+            features.weight_dtype,
+            windows.stride,
+            windows.dtype,
+            features.alignment,
+            windows.alignment,
+            features.column_alignment,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constants of `store_pooled`, which are also the last ones of `put_slices`, in their order."""
+        return {
+            "SCHEDULE": self.options.schedule,
+            "BAGS": self.options.tuning.task_bags // self.options.tuning.groups,
+            "UNROLL": self.options.tuning.unroll,
+            "STRIDE": self.stride,
+            "DIM": self.dim,
+            "BLOCK_DIM": power_of_2(self.dim),
+            "WEIGHT": TYPES[self.weight_dtype],
+            "WIRE": TYPES[self.wire_dtype],
+            "ALIGNMENT": self.alignment,
+            "WINDOW_ALIGNMENT": self.window_alignment,
+            "COLUMN_ALIGNMENT": self.column_alignment,
+            "CHECK": self.options.check_ids,
+        }
