@@ -1,12 +1,29 @@
-"""README's config table says what config.py says: every key, its default and its meaning."""
+"""The pages agree with what they speak of: links, names of code, keys, backends, measured rows."""
 
 import ast
+import csv
 import dataclasses
 import json
+import re
+import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
-from dlrm_overlap import config
+import pytest
+import torch.distributed as dist
+
+from dlrm_overlap import backends, config
 from dlrm_overlap.config import Config
+from tests.agreement import assert_same
+from tests.distributed.stage import Stage
+
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
+PAGES += [page for folder in ("launch", "kernels") for page in Path(folder).glob("*.md")]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
+ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page names
+_MADE_BY_RUNS = {"runs", "build", "dist"}
+_FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - _MADE_BY_RUNS)
 
 
 def _meanings() -> dict[tuple[str, str], str]:
@@ -34,8 +51,134 @@ def _rows(section: type, prefix: str = "") -> list[str]:
     return rows
 
 
-def test_readme_has_every_key_and_no_other() -> None:
-    lines = Path("README.md").read_text().splitlines()
+def _table(page: str, header: str) -> list[list[str]]:
+    """Return the cells of the rows of the table that begins with `header`."""
+    lines = Path(page).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
+    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.lstrip().startswith("|"))
+    return [[cell.strip() for cell in line.strip(" |").split(" | ")] for line in lines[start:end]]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"\]\([^)]*\)", "", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+
+
+def test_the_page_of_keys_has_every_key_and_no_other() -> None:
+    lines = Path("docs/configuration.md").read_text().splitlines()
     start = lines.index("| key | default | meaning |") + 2
     rows = _rows(Config)
     assert lines[start : start + len(rows) + 1] == [*rows, ""]
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page} links to {path}"
+        assert not anchor or anchor in _anchors(target), f"{page} links to {link}"
+
+
+@EVERY_PAGE
+def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
+    _check_names(page, page.read_text())
+
+
+def test_what_the_changelog_says_moved_is_there() -> None:
+    page = Path("CHANGELOG.md")
+    moved = _table(str(page), "  | was | is |")
+    assert len(moved) >= 10
+    for _, new in moved:
+        _check_names(page, new)
+
+
+def _check_names(page: Path, text: str) -> None:
+    """Check that the files, modules, classes and functions that `text`, of `page`, names are there."""
+    for path in re.findall(rf"`((?:{_FOLDERS})/[\w/]*(?:\.\w+)?)`", text):
+        assert any((root / path).exists() for root in ROOTS), f"{page} names {path}"
+    for name in re.findall(r"\b(dlrm_overlap(?:\.\w+)+)", text):
+        module, attributes = Path(), []
+        for part in name.split("."):
+            if (module / part).is_dir() or (module / f"{part}.py").exists():
+                module /= part
+            else:
+                attributes.append(part)
+        source = module.with_suffix(".py") if not module.is_dir() else module / "__init__.py"
+        assert len(attributes) <= 1, f"{page} names {name}"
+        assert all(re.search(rf"^(?:class|def) {a}\b|^{a}\b.* =", source.read_text(), re.M) for a in attributes), name
+
+
+@EVERY_PAGE
+def test_what_the_programs_of_a_page_import_is_there(page: Path) -> None:
+    for program in re.findall(r"^```python\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in re.findall(r"^from dlrm_overlap.*", program, re.MULTILINE):
+            exec(line, {})
+
+
+def test_readme_names_the_backends_of_the_registry() -> None:
+    assert [row[0] for row in _table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
+
+
+def test_readme_and_its_plot_show_the_measured_rows() -> None:
+    with Path("docs/results/stage.csv").open(newline="") as file:
+        measured = list(csv.DictReader(file))
+    shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
+    shown = _table("README.md", "| tables/GPU")
+    picture = Path("docs/results/stage.svg").read_text()
+    assert len(shown) == len(shapes) == 5
+    for cells, rows in zip(shown, shapes, strict=True):
+        medians = {row["contender"]: f"{float(row['median_ms']):.2f}" for row in rows}
+        expected = [medians[name] for name in ("baseline", "torchrec", "pgas", "fused")]
+        assert cells[1:] == [*expected, f"{float(rows[0]['limit_ms']):.2f}"]
+        assert all(f">{median}</text>" in picture for median in expected)
+
+
+def test_the_table_of_floors_is_the_one_that_is_checked() -> None:
+    contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer.replace("dlrm_overlap.", "").split(" | ") for layer in contracts[0]["layers"]]
+    rows = _table("docs/architecture.md", "| floor |")
+    assert [sorted(re.findall(r"`([\w.]+)`", row[1])) for row in rows] == [sorted(layer) for layer in layers]
+
+
+def _texts() -> str:
+    """Return every string in the code, with ~ for what an f-string or %s puts in, a line each."""
+    texts = []
+    for path in [*Path("dlrm_overlap").rglob("*.py"), *Path("data").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "~" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[.\d]*\w", "~", node.value))
+    return "\n".join(texts)
+
+
+def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
+    messages = re.findall(r"^\| (`.*?) \|", Path("docs/troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [text for cell in messages for text in re.findall(r"`([^`]*)`", cell) if " " in text]
+    assert len(quoted) >= 25
+    texts = _texts()
+    for text in quoted:
+        # Between what was put in: numbers, names in capitals, and two dots for anything.
+        for part in re.split(r"\.\.|\b\d+\b|\b[A-Z]{4,}(?!\w)", text):
+            assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
+
+
+def test_the_example_of_a_backend_runs(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path("docs/adding_a_backend.md").read_text()
+    source, entry = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    example = ModuleType("gathered")
+    exec(compile(source, "adding_a_backend.md", "exec"), example.__dict__)
+    monkeypatch.setitem(sys.modules, "dlrm_overlap.embedding.backends.gathered", example)
+    for name, backend in eval(f"{{{entry}}}", dict(vars(backends))).items():
+        monkeypatch.setitem(backends.BACKENDS, name, backend)
+    stage = Stage([([8, 4], [4])], rank=0)
+    exchange = stage.exchange(world_of_one, "gathered")
+    inputs, expected = stage.inputs(0, (5,))
+    assert_same(exchange.start(inputs, (5,)).wait().detach(), expected, "the pooled embeddings")
+    exchange.close()

@@ -100,7 +100,8 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
         main(["train", "--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| `.*?` \| (.*) \|$", Path("README.md").read_text(), re.MULTILINE)
+    page = Path("docs/configuration.md").read_text()
+    rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| `.*?` \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) >= 60
     for key, meaning in rows:
         assert f"--{key} " in text

@@ -20,6 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import (
     Config,
@@ -102,7 +103,8 @@ def _run(
     trainer = _trainer(place, _config(place, backend, optimizer, plan, graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" or plan == "row_wise" else [backend]), f"exchanged by {used}"
-    assert all(exchange.options.resolved_backward == "push" for exchange in exchanges(trainer.model))
+    backward = BACKENDS[backend].backwards[:1]
+    assert all((exchange.options.resolved_backward,) == backward for exchange in exchanges(trainer.model))
     before = _rows(trainer)
     losses = _train(place, trainer, 0, _STEPS)
     after = _rows(trainer)
