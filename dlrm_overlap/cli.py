@@ -21,7 +21,7 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
-from dlrm_overlap.launching.ranks import Ranks, run_on_ranks
+from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT, USER_ERROR = 1, 2
 

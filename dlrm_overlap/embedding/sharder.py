@@ -12,9 +12,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
+
+__all__ = ["OverlapEmbeddingBagCollectionSharder", "OverlapShardedEmbeddingBagCollection", "build_sharder", "exchanges"]
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 

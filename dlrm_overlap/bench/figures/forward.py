@@ -22,7 +22,7 @@ from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import Config, EmbeddingConfig
-from dlrm_overlap.launching.ranks import Ranks
+from dlrm_overlap.ranks import Ranks
 
 Row = dict[str, Any]
 MakeContenders = Callable[[EmbeddingConfig, Workload], list[Contender]]

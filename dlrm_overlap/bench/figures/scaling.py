@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.figures.stage import every_backend
 from dlrm_overlap.bench.request import ForwardRequest
-from dlrm_overlap.launching.ranks import Ranks
+from dlrm_overlap.ranks import Ranks
 
 
 def run(request: ForwardRequest, ranks: Ranks) -> int:

@@ -14,7 +14,7 @@ from dlrm_overlap.bench.harness.workload import Workload, exchange_options
 from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.kernels.schedule import SCHEDULES
-from dlrm_overlap.launching.ranks import Ranks
+from dlrm_overlap.ranks import Ranks
 
 
 def run(request: ForwardRequest, ranks: Ranks) -> int:

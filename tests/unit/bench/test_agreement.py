@@ -17,7 +17,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.process_group import init_process_group
-from dlrm_overlap.launching.ranks import Ranks
+from dlrm_overlap.ranks import Ranks
 
 WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
 

@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.launching.ranks import Ranks
+from dlrm_overlap.ranks import Ranks
 from tests.agreement import assert_same
 
 WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")

@@ -15,7 +15,7 @@ import dlrm_overlap
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.launching.ranks import run_on_ranks
+from dlrm_overlap.ranks import run_on_ranks
 
 
 class Ended(BaseException):
@@ -150,7 +150,7 @@ def test_nproc_auto(
     tmp_path: Path,
 ) -> None:
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr("dlrm_overlap.launching.ranks.spawn", lambda *asked: started.append(asked) or 0)
+    monkeypatch.setattr("dlrm_overlap.ranks.spawn", lambda *asked: started.append(asked) or 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
     assert main(["train", "--nproc", "auto", *options]) == 0
