@@ -95,7 +95,7 @@ class Batch(Pipelineable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Have the allocator keep the tensors' memory until `stream` has used it."""
         self.dense.record_stream(stream)
-        self.sparse.record_stream(stream)
+        self.sparse.record_stream(stream)  # type: ignore[arg-type]
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":

@@ -139,7 +139,7 @@ def make_loader(
         distinct_steps: number of steps after which the first batches come again, from memory; 0 is never.
     """
 
-    def read(step: int) -> Batch:
+    def read(step: int, /) -> Batch:
         return dataset.read((step * world_size + rank) * batch_size, batch_size)
 
     if distinct_steps:

@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -135,7 +135,7 @@ class Ring:
         for process in self._workers:
             process.start()
         if pin:
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+            code = _cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             torch.cuda.check_error(code)
 
     def __iter__(self) -> Self:
@@ -175,7 +175,7 @@ class Ring:
             process.join()
         if self._pin and self._workers:
             torch.cuda.synchronize()  # a copy from a slot may still run
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
         self._workers = []
 
     def _reclaim(self) -> None:
@@ -210,3 +210,8 @@ class Ring:
             self._filled[index].release()
             if failed:
                 return
+
+
+def _cudart() -> Any:
+    """Return the CUDA runtime's functions."""
+    return torch.cuda.cudart()
