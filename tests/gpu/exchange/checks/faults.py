@@ -1,6 +1,7 @@
 """What goes wrong and is told: ids outside their table, peers that stall or die."""
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -114,7 +115,9 @@ def flag_told_of(place: Place, exchange: Exchange, what: str, work: Callable[[],
 
 def _told_in_time(place: Place, exchange: Exchange, work: Callable[[], object]) -> str:
     """Return what the user is told of a wait in `work` that expires, about when `exchange` allows it to."""
-    began = time.monotonic()
+    began, timeout_s = time.monotonic(), exchange.options.wait_timeout_s
+    late = threading.Timer(3 * timeout_s, _log_what_is_recorded, [exchange])  # the GPU may not come back
+    late.start()
     try:
         work()
         place.synchronize()
@@ -122,9 +125,20 @@ def _told_in_time(place: Place, exchange: Exchange, work: Callable[[], object]) 
         told = _what_is_told(exchange, error)
     else:
         raise AssertionError("no wait expired")
-    elapsed, timeout_s = time.monotonic() - began, exchange.options.wait_timeout_s
+    finally:
+        late.cancel()
+    elapsed = time.monotonic() - began
     assert 0.9 * timeout_s < elapsed < 3 * timeout_s, f"told after {elapsed:.1f} s: {told}"
     return str(told)
+
+
+def _log_what_is_recorded(exchange: Exchange) -> None:
+    """Write to the rank's log what kernels have recorded; needs no answer of the GPU."""
+    try:
+        exchange.check()
+        print("no kernel has recorded anything", flush=True)
+    except (ExchangeTimeoutError, ValueError) as recorded:
+        print(f"recorded, but the GPU does not come back: {recorded}", flush=True)
 
 
 def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
