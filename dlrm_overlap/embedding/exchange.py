@@ -119,7 +119,7 @@ class Exchange:
             )
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
         if torch.is_grad_enabled():
-            return PooledAwaitable(self, step, _Start.apply(self._anchor, self, step))
+            return PooledAwaitable(self, step, _StartExchange.apply(self._anchor, self, step))
         self.start_forward(step)
         return PooledAwaitable(self, step, None)
 
@@ -223,11 +223,11 @@ class Exchange:
             raise stopped
 
 
-class _Start(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     """The first half of the forward and the last of the backward: what is issued early and needed late.
 
-    Autograd runs later nodes first. So in the backward `_Finish` sends the gradients, then the bottom MLP's nodes,
-    made between the two, run while they travel, and the update comes last.
+    Autograd runs later nodes first. So in the backward `_FinishExchange` sends the gradients; then the bottom MLP's
+    nodes, made between the two, run while gradients travel; and the update comes last.
     """
 
     @staticmethod
@@ -243,7 +243,7 @@ class _Start(torch.autograd.Function):
         return None, None, None
 
 
-class _Finish(torch.autograd.Function):
+class _FinishExchange(torch.autograd.Function):
     """The second half of the forward and the first of the backward."""
 
     @staticmethod
@@ -271,6 +271,6 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
             return self._exchange.finish_forward(self._step).float()
-        return _Finish.apply(self._token, self._exchange, self._step)
+        return _FinishExchange.apply(self._token, self._exchange, self._step)
 
     _wait_impl = wait

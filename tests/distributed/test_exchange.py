@@ -303,10 +303,10 @@ def _rows_and_states(stage: Stage) -> dict[str, torch.Tensor]:
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {
-    name: function
-    for name, function in list(globals().items())
-    if name.startswith("check_") and (INTERPRETED or "interpreter" not in name)
+    name: function for name, function in list(globals().items()) if name.startswith("check_")
 }
+_OF_KERNELS = [name for name in CHECKS if "interpreter" in name] if INTERPRETED else []
+_OF_PROTOCOL = [name for name in CHECKS if "interpreter" not in name]
 
 
 def _run_check(name: str) -> None:
@@ -315,12 +315,23 @@ def _run_check(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run_check, len(OWNERS), tmp_path_factory.mktemp("exchange"), list(CHECKS))
+    return run_cases(_run_check, len(OWNERS), tmp_path_factory.mktemp("exchange"), _OF_PROTOCOL)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", _OF_PROTOCOL)
 def test_three_ranks(ended: Callable[[str], None], name: str) -> None:
     ended(name)
+
+
+@pytest.fixture(scope="module")
+def kernels_ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    return run_cases(_run_check, len(OWNERS), tmp_path_factory.mktemp("kernels"), _OF_KERNELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _OF_KERNELS)
+def test_kernels_of_three_ranks(kernels_ended: Callable[[str], None], name: str) -> None:
+    kernels_ended(name)
 
 
 def _lose_a_rank(folder: Path) -> None:

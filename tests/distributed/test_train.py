@@ -121,6 +121,7 @@ def test_a_second_run_in_the_folder_is_refused(run: Path) -> None:
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
     rates = ["--train.lr", "1e30", "--train.optimizer", "sgd", "--embedding.backend", "pgas"]
     line = _refusal("--log.dir", str(tmp_path), *rates, "--checkpoint.every", "2", "--log.every", "1")
@@ -146,7 +147,7 @@ def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, several: Path)
     for file in files:
         names = [event["name"] for event in read_events(file)]
         assert sum(name.startswith("ProfilerStep#") for name in names) == 2
-        assert names.count("_CollectBackward") == 2
+        assert names.count("_FinishExchangeBackward") == 2
     assert list(read_metrics(several / "traced", "train/loss")) == list(range(1, 9))
     assert not (run / "traces").exists()
 

@@ -85,6 +85,7 @@ def test_runs_can_be_cut_anywhere() -> None:
         model.check_update(model.prepare())
 
 
+@pytest.mark.slow
 def test_more_runs_than_a_program_cuts() -> None:
     counts = torch.ones(2200, dtype=torch.int64)
     counts[[3, 1023, 1024, 2199]] = torch.tensor([7, 20, 5, 300])
