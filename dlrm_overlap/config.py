@@ -201,7 +201,8 @@ class EmbeddingConfig:
     wait_timeout_s: PositiveFloat = 600.0
     """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
-    """sharding types the planner may use; auto is table_wise and column_wise"""
+    """auto balances rows read and columns over the ranks, and cuts by columns the tables of most ids where that takes
+    it. The others leave the plan to TorchRec's planner, with shards of that type alone"""
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
     """optimizer of the tables, fused into the backward"""
     lr: PositiveFloat = 0.05

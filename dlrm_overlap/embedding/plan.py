@@ -1,6 +1,8 @@
-"""The sharding plan: TorchRec's planner, given the bandwidths and the memory of this machine."""
+"""The sharding plan: tables balanced over the ranks, or TorchRec's planner with this machine's figures."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -11,13 +13,18 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import table_keys
+from dlrm_overlap.embedding.balance import TableLoad, balance
+
+log = logging.getLogger("dlrm_overlap")
 
 _SHARDING_TYPES = {
-    "auto": ["table_wise", "column_wise"],
     "table_wise": ["table_wise"],
     "column_wise": ["column_wise"],
     "row_wise": ["row_wise"],
@@ -33,6 +40,7 @@ _GPU_BYTES_PER_S = {
 }
 _PCIE_BYTES_PER_S = 25e9
 _NETWORK_BYTES_PER_S = 50e9  # a 400 Gb/s adapter a GPU
+_RESERVED = 0.2  # of a device's memory: what is not tables
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
@@ -78,13 +86,38 @@ def build_plan(
     batch_size: int,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Plan on rank 0 and give every rank of `group` the same plan.
+    """Return the plan of `config.plan`, the same on every rank of `group`; a collective.
 
     Args:
+        module: which has one `EmbeddingBagCollection`, with tables `table_keys`.
         dim: embedding dimension D.
         pooling: mean number of ids in a bag, per table.
         batch_size: samples a rank.
+
+    Raises:
+        InputError: if the tables do not fit.
     """
+    make = _balanced_plan if config.plan == "auto" else partial(_planners_plan, dim=dim, batch_size=batch_size)
+    plan = make(module, sharder, topology, config, pooling, group)
+    memory, links = fullest_rank(plan, dict(zip(table_keys(len(pooling)), pooling, strict=True)), group.size())
+    if group.rank() == 0:
+        log.info(
+            "plan: the fullest rank reads %.2f times the mean of rows and has %.2f times its columns", memory, links
+        )
+    return plan
+
+
+def _planners_plan(
+    module: nn.Module,
+    sharder: ModuleSharder,
+    topology: Topology,
+    config: EmbeddingConfig,
+    pooling: Sequence[float],
+    group: dist.ProcessGroup,
+    dim: int,
+    batch_size: int,
+) -> ShardingPlan:
+    """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
     # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
     min_partition = max(4, dim // topology.world_size // 4 * 4) if config.plan == "column_wise" else None
     constraints = {
@@ -100,17 +133,78 @@ def build_plan(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.2),
+        storage_reservation=FixedPercentageStorageReservation(percentage=_RESERVED),
         debug=False,
     )
     try:
         return planner.collective_plan(module, [sharder], group)
     except PlannerError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"embedding.plan: no plan of kind {config.plan} fits ({reason:.200}...); cap the tables with "
-            f"--data.tables.max_rows, or use more ranks"
-        ) from None
+        raise _does_not_fit(config.plan, " ".join(str(error).split())) from None
+
+
+def _balanced_plan(
+    module: nn.Module,
+    sharder: ModuleSharder,
+    topology: Topology,
+    config: EmbeddingConfig,
+    pooling: Sequence[float],
+    group: dist.ProcessGroup,
+) -> ShardingPlan:
+    """Return table-wise and column-wise shards placed by `balance`, which all ranks compute alike."""
+    (path, tables), *others = [(p, m) for p, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)]
+    assert not others, "one collection holds all tables"
+    world_size, device_type = group.size(), topology.compute_device
+    storage = topology.devices[group.rank()].storage
+    capacities = [0] * world_size
+    dist.all_gather_object(capacities, storage.hbm if device_type == "cuda" else storage.ddr, group)
+    loads = []
+    for table, ids in zip(tables.embedding_bag_configs(), pooling, strict=True):
+        row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
+        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * table.embedding_dim}[config.optimizer]
+        size = table.num_embeddings * (row_bytes + state_bytes)
+        loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size))
+    capacity = int(min(capacities) * (1 - _RESERVED))
+    placed = balance(loads, world_size, capacity)
+    if placed is None:
+        held = sum(load.bytes for load in loads)
+        raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
+    kernel = EmbeddingComputeKernel.FUSED.value
+    shardings = {
+        table.name: table_wise(rank=ranks[0], compute_kernel=kernel)
+        if len(ranks) == 1
+        else column_wise(ranks=ranks, compute_kernel=kernel)
+        for table, ranks in zip(tables.embedding_bag_configs(), placed.ranks, strict=True)
+    }
+    made = construct_module_sharding_plan(
+        tables, shardings, sharder, topology.local_world_size, world_size, device_type
+    )
+    return ShardingPlan({path: made})
+
+
+def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: int) -> tuple[float, float]:
+    """Return the row elements that the fullest rank reads, and the columns it has, each over the mean of the ranks.
+
+    Args:
+        pooling: mean number of ids in a bag, by table.
+
+    Example: 2 ranks, tables of 16 columns, one of 3 ids a bag on rank 0, one of 1 id on rank 1: (1.5, 1.0).
+    """
+    memory, links = [0.0] * world_size, [0.0] * world_size
+    for tables in plan.plan.values():
+        for table, sharding in tables.items():  # type: ignore[attr-defined]
+            rows = sum(shard.shard_sizes[0] for shard in sharding.sharding_spec.shards if shard.shard_offsets[1] == 0)
+            for shard in sharding.sharding_spec.shards:
+                rank = shard.placement.rank()
+                memory[rank] += pooling[table] * shard.shard_sizes[1] * shard.shard_sizes[0] / rows
+                links[rank] += shard.shard_sizes[1]
+    return max(memory) * world_size / (sum(memory) or 1.0), max(links) * world_size / (sum(links) or 1.0)
+
+
+def _does_not_fit(kind: str, reason: str) -> InputError:
+    return InputError(
+        f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cap the tables with "
+        f"--data.tables.max_rows, or use more ranks"
+    )
 
 
 def describe_plan(plan: ShardingPlan) -> str:

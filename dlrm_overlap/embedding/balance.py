@@ -1,0 +1,171 @@
+"""Which rank holds which table, and which tables are cut by columns, so that all ranks have alike work in a step.
+
+A step waits for its slowest rank twice, in the exchange of pooled embeddings and in that of gradients. A rank's work
+there is memory traffic, which goes with the elements of rows that it reads (ids a bag times columns), and traffic on
+its links, which goes with its columns. Both are balanced.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut
+_LEAST_ROW_BYTES = 64  # of a shard: what memory gives at once
+
+
+class TableLoad(NamedTuple):
+    """What a table costs the rank that holds it."""
+
+    pooling: float
+    """mean number of ids in a bag"""
+    dim: int
+    """columns, D"""
+    row_bytes: int
+    """bytes of a row"""
+    bytes: int
+    """bytes of all rows and their optimizer's state"""
+
+
+class Balance(NamedTuple):
+    """Where the tables are."""
+
+    ranks: list[list[int]]
+    """of each table the ranks that hold its shards: equal ranges of its columns, in their order"""
+    memory: float
+    """row elements that the fullest rank reads, over the mean of the ranks"""
+    links: float
+    """columns of the rank that has most, over the mean"""
+
+    @property
+    def worst(self) -> float:
+        """The greater of both."""
+        return max(self.memory, self.links)
+
+
+def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int) -> Balance | None:
+    """Place all tables on the ranks; None if they do not fit.
+
+    Starts from whole tables. While the fullest rank has more than 1.1 times the mean's work, the table whose shards
+    are the heaviest is cut in twice as many, down to rows of 64 bytes. Of all placements on the way the one with the
+    least `worst` is returned, the least cut of equals. The same arguments give the same placement.
+
+    Args:
+        capacity_bytes: what a rank has room for.
+
+    Example:
+        4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
+        first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
+    """
+    cuts = [1] * len(tables)
+    best: Balance | None = None
+    while True:
+        placed = _place(tables, cuts, world_size, capacity_bytes)
+        if placed is not None and (best is None or placed.worst < best.worst - 1e-9):
+            best = placed
+        if best is not None and best.worst <= _ENOUGH:
+            return best
+        cuttable = [t for t, table in enumerate(tables) if _can_cut(table, 2 * cuts[t], world_size)]
+        if not cuttable:
+            return best
+        heaviest = max(cuttable, key=lambda t: (_share(tables, t, cuts[t]), tables[t].bytes / cuts[t], -t))
+        cuts[heaviest] *= 2
+
+
+def _can_cut(table: TableLoad, shards: int, world_size: int) -> bool:
+    return (
+        shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _LEAST_ROW_BYTES
+    )  # FBGEMM takes columns by fours
+
+
+def _share(tables: Sequence[TableLoad], t: int, shards: int) -> float:
+    """Return how much of all ranks' work a shard of table `t` is: of memory or of links, whichever is more."""
+    memory, links = sum(table.pooling * table.dim for table in tables) or 1.0, sum(table.dim for table in tables)
+    dim = tables[t].dim / shards
+    return max(tables[t].pooling * dim / memory, dim / links)
+
+
+class _Rank:
+    """What has been placed on a rank, as shares of the mean rank's work."""
+
+    def __init__(self, room: float) -> None:
+        self.memory = self.links = 0.0
+        self.room = room
+        self.shards: list[_Shard] = []
+
+    def score(self, plus: "_Shard | None" = None, minus: "_Shard | None" = None) -> tuple[float, float]:
+        """Return the greater share, then their sum, if a shard were added and another taken away."""
+        memory, links = self.memory, self.links
+        if plus is not None:
+            memory, links = memory + plus.memory, links + plus.links
+        if minus is not None:
+            memory, links = memory - minus.memory, links - minus.links
+        return max(memory, links), memory + links
+
+    def takes(self, shard: "_Shard", instead_of: "_Shard | None" = None) -> bool:
+        """Return whether there is room for a shard, and no other shard of its table."""
+        room = self.room + (instead_of.bytes if instead_of is not None else 0.0)
+        return shard.bytes <= room and all(s.table != shard.table or s is instead_of for s in self.shards)
+
+    def add(self, shard: "_Shard", sign: int = 1) -> None:
+        """Place a shard here, or take it away again."""
+        self.memory += sign * shard.memory
+        self.links += sign * shard.links
+        self.room -= sign * shard.bytes
+        if sign > 0:
+            self.shards.append(shard)
+        else:
+            self.shards.remove(shard)
+
+
+class _Shard:
+    """Some columns of a table; two of a table are alike, and yet not the same."""
+
+    def __init__(self, table: int, memory: float, links: float, bytes: float) -> None:
+        self.table, self.memory, self.links, self.bytes = table, memory, links, bytes
+
+
+def _place(tables: Sequence[TableLoad], cuts: Sequence[int], world_size: int, capacity_bytes: int) -> Balance | None:
+    """Place shards, the heaviest first, each where it leaves the least work; then mend the fullest rank."""
+    memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
+    links = sum(table.dim for table in tables) / world_size
+    shards = [
+        _Shard(t, table.pooling * table.dim / n / memory, table.dim / n / links, table.bytes / n)
+        for t, (table, n) in enumerate(zip(tables, cuts, strict=True))
+        for _ in range(n)
+    ]
+    shards.sort(key=lambda shard: (-max(shard.memory, shard.links), -shard.bytes, shard.table))
+    ranks = [_Rank(capacity_bytes) for _ in range(world_size)]
+    for shard in shards:
+        free = [rank for rank in ranks if rank.takes(shard)]
+        if not free:
+            return None
+        min(free, key=lambda rank: rank.score(shard)).add(shard)
+    while max(rank.score() for rank in ranks)[0] > _ENOUGH and _mend(ranks):
+        pass
+    held: list[list[int]] = [[] for _ in tables]
+    for number, rank in enumerate(ranks):
+        for shard in rank.shards:
+            held[shard.table].append(number)
+    return Balance(held, max(rank.memory for rank in ranks), max(rank.links for rank in ranks))
+
+
+def _mend(ranks: Sequence[_Rank]) -> bool:
+    """Move a shard away from the fullest rank, or swap it for another, if that helps; return whether it did."""
+    fullest = max(ranks, key=lambda rank: rank.score())
+    best, change = fullest.score()[0] - 1e-6, None
+    for other in ranks:
+        if other is fullest:
+            continue
+        for shard in fullest.shards:
+            for back in (None, *other.shards):
+                after = max(fullest.score(back, shard)[0], other.score(shard, back)[0])
+                if after < best and other.takes(shard, back) and (back is None or fullest.takes(back, shard)):
+                    best, change = after, (other, shard, back)
+    if change is None:
+        return False
+    other, shard, back = change
+    fullest.add(shard, -1)
+    other.add(shard)
+    if back is not None:
+        other.add(back, -1)
+        fullest.add(back)
+    return True

@@ -1,0 +1,86 @@
+"""Tables are placed so that ranks have alike work, cut no more than that takes, where there is room."""
+
+import pytest
+
+from dlrm_overlap.embedding.balance import Balance, TableLoad, balance
+from dlrm_overlap.launching.parsing import parse_config
+
+_ROOM = 1 << 40
+
+
+def _mlperf() -> list[TableLoad]:
+    argv = ["--config", "configs/mlperf_dcnv2.yaml"]
+    config, _ = parse_config("train", "", argv, lambda parser: None)
+    rows, pooling, dim = config.data.tables.rows, config.data.tables.multi_hot, config.model.dim
+    assert isinstance(rows, list)
+    assert isinstance(pooling, list)
+    row_bytes = 4 * dim
+    return [
+        TableLoad(float(ids), dim, row_bytes, min(n, 4_000_000) * (row_bytes + 4))
+        for n, ids in zip(rows, pooling, strict=True)
+    ]
+
+
+def _placed(tables: list[TableLoad], world_size: int, room: int = _ROOM) -> Balance:
+    placed = balance(tables, world_size, room)
+    assert placed is not None
+    return placed
+
+
+def _work(tables: list[TableLoad], placed: Balance, world_size: int) -> tuple[list[float], list[float], list[float]]:
+    """Return the row elements that each rank reads, its columns and its bytes, by adding up its shards."""
+    memory, links, held = ([0.0] * world_size for _ in range(3))
+    for table, ranks in zip(tables, placed.ranks, strict=True):
+        assert len(set(ranks)) == len(ranks), "one shard of a table a rank"
+        assert table.dim % (4 * len(ranks)) == 0
+        for rank in ranks:
+            memory[rank] += table.pooling * table.dim / len(ranks)
+            links[rank] += table.dim / len(ranks)
+            held[rank] += table.bytes / len(ranks)
+    return memory, links, held
+
+
+@pytest.mark.parametrize(("world_size", "cut"), [(1, []), (2, []), (4, [20]), (8, [20, 21])])
+def test_mlperfs_tables_are_within_10_percent(world_size: int, cut: list[int]) -> None:
+    tables = _mlperf()
+    placed = _placed(tables, world_size)
+    memory, links, _ = _work(tables, placed, world_size)
+    for work, said in ((memory, placed.memory), (links, placed.links)):
+        assert max(work) * world_size / sum(work) == pytest.approx(said)
+        assert said <= 1.1
+    assert [t for t, ranks in enumerate(placed.ranks) if len(ranks) > 1] == cut, "the tables of most ids, and no others"
+    assert placed == balance(tables, world_size, _ROOM), "all ranks compute the same"
+
+
+def test_many_small_tables_stay_whole() -> None:
+    tables = [TableLoad(1.0 + i % 7, 64, 256, 1 << 20) for i in range(256)]
+    placed = _placed(tables, 4)
+    assert placed.worst < 1.05
+    assert all(len(ranks) == 1 for ranks in placed.ranks)
+
+
+def test_rows_are_not_cut_shorter_than_memory_gives() -> None:
+    (ranks,) = _placed([TableLoad(10.0, 64, 256, 1 << 20)], 8).ranks
+    assert len(ranks) == 4, "rows of 64 bytes"
+    (ranks,) = _placed([TableLoad(10.0, 12, 48, 1 << 20)], 8).ranks
+    assert len(ranks) == 1
+
+
+def test_room_comes_before_balance() -> None:
+    large, small = TableLoad(1.0, 16, 64, 8 << 30), TableLoad(50.0, 16, 64, 1 << 20)
+    tables = [large, large, small, small]
+    placed = _placed(tables, 2, room=9 << 30)
+    _, _, held = _work(tables, placed, 2)
+    assert max(held) <= 9 << 30
+    assert balance(tables, 2, 7 << 30) is None
+    assert balance([large] * 3, 2, 9 << 30) is None, "two of them share no rank"
+
+
+def test_a_table_is_cut_to_fit() -> None:
+    (ranks,) = _placed([TableLoad(1.0, 64, 256, 8 << 30)], 4, room=3 << 30).ranks
+    assert len(ranks) == 4
+
+
+def test_bags_that_are_all_empty() -> None:
+    placed = _placed([TableLoad(0.0, 16, 64, 1 << 20)] * 4, 2)
+    assert (placed.memory, placed.links) == (0.0, 1.0)

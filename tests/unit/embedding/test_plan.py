@@ -1,0 +1,69 @@
+"""The plan that a run gets, and what is said of it."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.remote_device import _remote_device
+from torchrec.distributed.types import ShardingPlan
+
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.embedding.plan import build_plan, build_topology, fullest_rank
+from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.model import build_model
+
+_ROWS, _POOLING = [100, 50, 20, 10], [1.0, 2.0, 3.0, 4.0]
+
+
+def _config(*options: str) -> Config:
+    return parse_config("train", "", ["--config", "configs/quickstart.yaml", *options], lambda parser: None)[0]
+
+
+def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = None) -> ShardingPlan:
+    module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
+    topology = build_topology(torch.device("cpu"), 1, 1)
+    return build_plan(
+        module, build_sharder(config.embedding), topology, config.embedding, config.model.dim, _POOLING, 8, group
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", "table_wise", "column_wise"])
+def test_every_plan_says_how_full_the_fullest_rank_is(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    plan = _plan(_config("--embedding.plan", kind), world_of_one)
+    assert sorted(plan.plan["embedding"]) == ["t_00", "t_01", "t_02", "t_03"]  # type: ignore[arg-type]
+    lines = [message for message in caplog.messages if message.startswith("plan: ")]
+    assert lines == ["plan: the fullest rank reads 1.00 times the mean of rows and has 1.00 times its columns"]
+
+
+def test_tables_that_do_not_fit(world_of_one: dist.ProcessGroup) -> None:
+    with pytest.raises(InputError, match=r"embedding.plan: no plan of kind auto fits \(\d+ bytes of tables on 1 ranks"):
+        _plan(_config(), world_of_one, [10**12, 50, 20, 10])
+
+
+def test_the_fullest_rank(world_of_one: dist.ProcessGroup) -> None:
+    plan = _plan(_config(), world_of_one)
+    tables = plan.plan["embedding"]
+    for rank, name in enumerate(["t_00", "t_01", "t_02", "t_03"]):  # by hand: rank 0 has the first two
+        (shard,) = tables[name].sharding_spec.shards  # type: ignore[index]
+        shard.placement = _remote_device(f"rank:{rank // 2}/cpu")
+    pooling = dict(zip(["t_00", "t_01", "t_02", "t_03"], _POOLING, strict=True))
+    assert fullest_rank(plan, pooling, 2) == pytest.approx((1.4, 1.0))
+    assert fullest_rank(plan, dict.fromkeys(pooling, 0.0), 2) == (0.0, 1.0)
+
+
+def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
+    config = _config("--embedding.optimizer", "adagrad")
+    topology = build_topology(torch.device("cpu"), 1, 1)
+    room = topology.devices[0].storage.ddr * 0.8
+    dim = config.model.dim
+    rows = [int(room / (6 * dim)), 50, 20, 10]  # fits as rows, not with Adagrad's state
+    with pytest.raises(InputError, match="no plan of kind auto"):
+        _plan(config, world_of_one, rows)
+    sgd = replace(config, embedding=replace(config.embedding, optimizer="sgd"))
+    _plan(sgd, world_of_one, rows)
