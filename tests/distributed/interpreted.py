@@ -16,7 +16,7 @@ from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.sliced import SlicedForward
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from tests.distributed.stage import CPU, Stage
+from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 
 

@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
-from tests.distributed.stage import CPU, LEARNING_RATE, Stage
+from tests.distributed.tiny_stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import run_cases, run_ranks
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dlrm_overlap import backends, config
 from dlrm_overlap.config import Config
 from tests.agreement import assert_same
-from tests.distributed.stage import Stage
+from tests.distributed.tiny_stage import Stage
 
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
 PAGES += [page for folder in ("launch", "kernels") for page in Path(folder).glob("*.md")]

@@ -15,7 +15,7 @@ from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward
-from tests.distributed.stage import LEARNING_RATE, ROWS, Stage
+from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage
 from tests.kernels.emulation import interpreted
 
 ALONE = [([8, 4], [4])]

@@ -13,7 +13,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.checks.lookups import rows_at_borders
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 _LEARNING_RATE = 0.5

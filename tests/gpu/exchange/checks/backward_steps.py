@@ -19,7 +19,7 @@ from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, fla
 from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.checks.windows import used_bytes
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
 _PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be

@@ -14,7 +14,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 TIMEOUT_S = 3.0
 CULPRIT = 1  # the rank that stalls or dies

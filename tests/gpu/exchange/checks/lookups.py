@@ -8,7 +8,7 @@ import torch
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 BACKENDS = ("nccl", "pgas", "fused")
 _DIMS = (4, 12, 64, 92, 128, 256, 512, 1024)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.observe.trace_summary import Span, Work, gpu_work, length, read_events
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _SAMPLES = 16384  # a rank
 _LEAD_CYCLES = 50_000_000  # some 30 ms

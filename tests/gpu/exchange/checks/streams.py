@@ -10,7 +10,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.usages import LEARNING_RATES, USAGES, compare, evaluate_in_pipeline
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 _DELAY_CYCLES = 2_000_000  # about a millisecond
 _STEPS = 40

@@ -13,7 +13,7 @@ import torch
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _LEARNING_RATE = 2.0
 _POOL = 8  # batches that take turns

@@ -11,7 +11,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage import Batch, Stage, Table, pool_exactly
+from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 _BACKENDS = ("pgas", "fused")
 
