@@ -10,6 +10,8 @@ from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.embedding import plan
+from dlrm_overlap.embedding.balance import Balance, TableLoad
 from dlrm_overlap.embedding.plan import build_plan, build_topology, fullest_rank
 from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.launching.parsing import parse_config
@@ -35,8 +37,8 @@ def test_every_plan_says_how_full_the_fullest_rank_is(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    plan = _plan(_config("--embedding.plan", kind), world_of_one)
-    assert sorted(plan.plan["embedding"]) == ["t_00", "t_01", "t_02", "t_03"]  # type: ignore[arg-type]
+    made = _plan(_config("--embedding.plan", kind), world_of_one)
+    assert sorted(made.plan["embedding"]) == ["t_00", "t_01", "t_02", "t_03"]  # type: ignore[arg-type]
     lines = [message for message in caplog.messages if message.startswith("plan: ")]
     assert lines == ["plan: the fullest rank reads 1.00 times the mean of rows and has 1.00 times its columns"]
 
@@ -47,14 +49,14 @@ def test_tables_that_do_not_fit(world_of_one: dist.ProcessGroup) -> None:
 
 
 def test_the_fullest_rank(world_of_one: dist.ProcessGroup) -> None:
-    plan = _plan(_config(), world_of_one)
-    tables = plan.plan["embedding"]
+    made = _plan(_config(), world_of_one)
+    tables = made.plan["embedding"]
     for rank, name in enumerate(["t_00", "t_01", "t_02", "t_03"]):  # by hand: rank 0 has the first two
         (shard,) = tables[name].sharding_spec.shards  # type: ignore[index]
         shard.placement = _remote_device(f"rank:{rank // 2}/cpu")
     pooling = dict(zip(["t_00", "t_01", "t_02", "t_03"], _POOLING, strict=True))
-    assert fullest_rank(plan, pooling, 2) == pytest.approx((1.4, 1.0))
-    assert fullest_rank(plan, dict.fromkeys(pooling, 0.0), 2) == (0.0, 1.0)
+    assert fullest_rank(made, pooling, 2) == pytest.approx((1.4, 1.0))
+    assert fullest_rank(made, dict.fromkeys(pooling, 0.0), 2) == (0.0, 1.0)
 
 
 def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
@@ -67,3 +69,26 @@ def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
         _plan(config, world_of_one, rows)
     sgd = replace(config, embedding=replace(config.embedding, optimizer="sgd"))
     _plan(sgd, world_of_one, rows)
+
+
+def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = Balance([[1, 0], [0], [1], [0]], memory=1.0, links=1.0)
+    given: list[list[TableLoad]] = []
+    monkeypatch.setattr(plan, "balance", lambda tables, *_: given.append(tables) or placed)
+    monkeypatch.setattr(plan, "fullest_rank", lambda *_: (1.0, 1.0))  # of a plan for more ranks than there are
+    tables = _plan(_config(), world_of_one).plan["embedding"]
+    found = {
+        name: (
+            sharding.sharding_type,
+            [(s.placement.rank(), s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards],
+        )
+        for name, sharding in tables.items()  # type: ignore[attr-defined]
+    }
+    assert found == {
+        "t_00": ("column_wise", [(1, 0, 8), (0, 8, 8)]),
+        "t_01": ("table_wise", [(0, 0, 16)]),
+        "t_02": ("table_wise", [(1, 0, 16)]),
+        "t_03": ("table_wise", [(0, 0, 16)]),
+    }
+    row_bytes = 4 * 16
+    assert given == [[TableLoad(p, 16, row_bytes, n * (row_bytes + 4)) for n, p in zip(_ROWS, _POOLING, strict=True)]]
