@@ -201,8 +201,9 @@ class EmbeddingConfig:
     wait_timeout_s: PositiveFloat = 600.0
     """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
-    """auto balances rows read and columns over the ranks, and cuts by columns the tables of most ids where that takes
-    it. The others leave the plan to TorchRec's planner, with shards of that type alone"""
+    """auto balances rows read and columns over the ranks; where that takes it, it cuts the tables of most ids by
+    columns, but not under rowwise_adagrad. The others leave the plan to TorchRec's planner, with shards of that type
+    alone"""
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
     """optimizer of the tables, fused into the backward"""
     lr: PositiveFloat = 0.05

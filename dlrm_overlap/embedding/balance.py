@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut
+_MOST_TRIES = 400_000  # a second or so
 _LEAST_ROW_BYTES = 64  # of a shard: what memory gives at once
 
 
@@ -41,30 +42,33 @@ class Balance(NamedTuple):
         return max(self.memory, self.links)
 
 
-def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int) -> Balance | None:
+def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int, cut: bool = True) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
 
     Starts from whole tables. While the fullest rank has more than 1.1 times the mean's work, the table whose shards
     are the heaviest is cut in twice as many, down to rows of 64 bytes. Of all placements on the way the one with the
-    least `worst` is returned, the least cut of equals. The same arguments give the same placement.
+    least `worst` is returned, the least cut of equals. The same arguments give the same placement; how long the search
+    goes on is counted, not timed.
 
     Args:
         capacity_bytes: what a rank has room for.
+        cut: whether tables may be cut.
 
     Example:
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
         first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
     """
     cuts = [1] * len(tables)
+    tries = _Tries()
     best: Balance | None = None
     while True:
-        placed = _place(tables, cuts, world_size, capacity_bytes)
+        placed = _place(tables, cuts, world_size, capacity_bytes, tries)
         if placed is not None and (best is None or placed.worst < best.worst - 1e-9):
             best = placed
         if best is not None and best.worst <= _ENOUGH:
             return best
-        cuttable = [t for t, table in enumerate(tables) if _can_cut(table, 2 * cuts[t], world_size)]
-        if not cuttable:
+        cuttable = [t for t, table in enumerate(tables) if cut and _can_cut(table, 2 * cuts[t], world_size)]
+        if not cuttable or (tries.used_up and best is not None):
             return best
         heaviest = max(cuttable, key=lambda t: (_share(tables, t, cuts[t]), tables[t].bytes / cuts[t], -t))
         cuts[heaviest] *= 2
@@ -81,6 +85,18 @@ def _share(tables: Sequence[TableLoad], t: int, shards: int) -> float:
     memory, links = sum(table.pooling * table.dim for table in tables) or 1.0, sum(table.dim for table in tables)
     dim = tables[t].dim / shards
     return max(tables[t].pooling * dim / memory, dim / links)
+
+
+class _Tries:
+    """How many changes of placements have been tried, over all placements."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the search has gone on for long enough."""
+        return self.count > _MOST_TRIES
 
 
 class _Rank:
@@ -123,8 +139,10 @@ class _Shard:
         self.table, self.memory, self.links, self.bytes = table, memory, links, bytes
 
 
-def _place(tables: Sequence[TableLoad], cuts: Sequence[int], world_size: int, capacity_bytes: int) -> Balance | None:
-    """Place shards, the heaviest first, each where it leaves the least work; then mend the fullest rank."""
+def _place(
+    tables: Sequence[TableLoad], cuts: Sequence[int], world_size: int, capacity_bytes: int, tries: _Tries
+) -> Balance | None:
+    """Place all shards, the heaviest first, or the largest first if there is no room so; then mend the fullest rank."""
     memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
     links = sum(table.dim for table in tables) / world_size
     shards = [
@@ -133,13 +151,12 @@ def _place(tables: Sequence[TableLoad], cuts: Sequence[int], world_size: int, ca
         for _ in range(n)
     ]
     shards.sort(key=lambda shard: (-max(shard.memory, shard.links), -shard.bytes, shard.table))
-    ranks = [_Rank(capacity_bytes) for _ in range(world_size)]
-    for shard in shards:
-        free = [rank for rank in ranks if rank.takes(shard)]
-        if not free:
-            return None
-        min(free, key=lambda rank: rank.score(shard)).add(shard)
-    while max(rank.score() for rank in ranks)[0] > _ENOUGH and _mend(ranks):
+    ranks = _fill(shards, world_size, capacity_bytes)
+    if ranks is None:
+        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), world_size, capacity_bytes)
+    if ranks is None:
+        return None
+    while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
         pass
     held: list[list[int]] = [[] for _ in tables]
     for number, rank in enumerate(ranks):
@@ -148,13 +165,25 @@ def _place(tables: Sequence[TableLoad], cuts: Sequence[int], world_size: int, ca
     return Balance(held, max(rank.memory for rank in ranks), max(rank.links for rank in ranks))
 
 
-def _mend(ranks: Sequence[_Rank]) -> bool:
+def _fill(shards: Sequence[_Shard], world_size: int, capacity_bytes: int) -> list[_Rank] | None:
+    """Place each shard, in order, on the rank that then has the least work; None if one finds no room."""
+    ranks = [_Rank(capacity_bytes) for _ in range(world_size)]
+    for shard in shards:
+        free = [rank for rank in ranks if rank.takes(shard)]
+        if not free:
+            return None
+        min(free, key=lambda rank: rank.score(shard)).add(shard)
+    return ranks
+
+
+def _mend(ranks: Sequence[_Rank], tries: _Tries) -> bool:
     """Move a shard away from the fullest rank, or swap it for another, if that helps; return whether it did."""
     fullest = max(ranks, key=lambda rank: rank.score())
     best, change = fullest.score()[0] - 1e-6, None
     for other in ranks:
         if other is fullest:
             continue
+        tries.count += len(fullest.shards) * (1 + len(other.shards))
         for shard in fullest.shards:
             for back in (None, *other.shards):
                 after = max(fullest.score(back, shard)[0], other.score(shard, back)[0])

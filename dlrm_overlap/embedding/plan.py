@@ -164,7 +164,9 @@ def _balanced_plan(
         size = table.num_embeddings * (row_bytes + state_bytes)
         loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size))
     capacity = int(min(capacities) * (1 - _RESERVED))
-    placed = balance(loads, world_size, capacity)
+    # FBGEMM keeps row-wise Adagrad's state for each shard's rows apart: where cuts depend on the number of ranks, so
+    # would what is trained, and a checkpoint would load on no other number.
+    placed = balance(loads, world_size, capacity, cut=config.optimizer != "rowwise_adagrad")
     if placed is None:
         held = sum(load.bytes for load in loads)
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")

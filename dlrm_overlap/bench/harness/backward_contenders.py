@@ -134,7 +134,7 @@ class Push(Contender):
         known = workload.layout, workload.tables, options, workload.group, workload.device
         self._halves = open_halves(ExchangeContext(*known, samples_per_rank=self._batch_sizes.most))
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
-        self.prepares = options.backward == "push"
+        self.prepares = options.resolved_backward == "push"
 
     def _begun(self, batch: GradientBatch) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)

@@ -76,6 +76,20 @@ def test_room_comes_before_balance() -> None:
     assert balance([large] * 3, 2, 9 << 30) is None, "two of them share no rank"
 
 
+def test_large_tables_of_few_ids_find_room() -> None:
+    tables = [TableLoad(1.0, 16, 64, 60), *[TableLoad(20.0, 16, 64, 30)] * 4]  # by work alone, the first comes last
+    placed = _placed(tables, 2, room=112)
+    _, _, held = _work(tables, placed, 2)
+    assert sorted(held) == [90, 90]
+
+
+def test_nothing_is_cut_where_that_is_asked() -> None:
+    placed = balance(_mlperf(), 4, _ROOM, cut=False)
+    assert placed is not None
+    assert all(len(ranks) == 1 for ranks in placed.ranks)
+    assert placed.worst == pytest.approx(100 * 4 / 214), "the rank of the 100-hot table"
+
+
 def test_a_table_is_cut_to_fit() -> None:
     (ranks,) = _placed([TableLoad(1.0, 64, 256, 8 << 30)], 4, room=3 << 30).ranks
     assert len(ranks) == 4

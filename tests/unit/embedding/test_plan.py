@@ -74,7 +74,14 @@ def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
 def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     placed = Balance([[1, 0], [0], [1], [0]], memory=1.0, links=1.0)
     given: list[list[TableLoad]] = []
-    monkeypatch.setattr(plan, "balance", lambda tables, *_: given.append(tables) or placed)
+    may_cut: list[bool] = []
+
+    def balance(tables: list[TableLoad], world_size: int, capacity_bytes: int, cut: bool) -> Balance:
+        given.append(tables)
+        may_cut.append(cut)
+        return placed
+
+    monkeypatch.setattr(plan, "balance", balance)
     monkeypatch.setattr(plan, "fullest_rank", lambda *_: (1.0, 1.0))  # of a plan for more ranks than there are
     tables = _plan(_config(), world_of_one).plan["embedding"]
     found = {
@@ -91,4 +98,8 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
         "t_03": ("table_wise", [(0, 0, 16)]),
     }
     row_bytes = 4 * 16
-    assert given == [[TableLoad(p, 16, row_bytes, n * (row_bytes + 4)) for n, p in zip(_ROWS, _POOLING, strict=True)]]
+    _plan(_config("--embedding.optimizer", "adagrad"), world_of_one)
+    assert may_cut == [False, True], "row-wise state would depend on the cuts"
+    assert given[:1] == [
+        [TableLoad(p, 16, row_bytes, n * (row_bytes + 4)) for n, p in zip(_ROWS, _POOLING, strict=True)]
+    ]
