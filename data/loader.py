@@ -10,13 +10,11 @@ from typing import Self
 
 import torch
 
-from dlrm_overlap.config import DataConfig, InputError
+from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo import open_criteo
 from dlrm_overlap.data.ring import Ring, SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
-
-_HELD_BATCHES = 3  # beyond those read ahead: batches whose copies to the GPU may be under way at once
 
 
 class Slice(Dataset):
@@ -148,7 +146,7 @@ def make_loader(
     if workers == 0:
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
     shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
-    slots_per_worker = prefetch + math.ceil(_HELD_BATCHES / workers)
+    slots_per_worker = prefetch + math.ceil(HELD_BATCHES / workers)
     batches = _read_by_processes(read, steps, shape, workers, slots_per_worker, pin_memory)
     return Loader(batches, workers * slots_per_worker)
 

@@ -35,6 +35,7 @@ else:
     BackwardName = Literal[("auto", *BACKWARDS)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
+HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _GREATEST_SEED = 2**31 - 1
 _WAIT_S = (0.1, 86400.0)

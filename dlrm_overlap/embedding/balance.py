@@ -58,11 +58,16 @@ def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int, c
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
         first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
     """
+    memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
+    links = sum(table.dim for table in tables) / world_size
+    whole = [
+        _Shard(t, table.pooling * table.dim / memory, table.dim / links, table.bytes) for t, table in enumerate(tables)
+    ]
     cuts = [1] * len(tables)
     tries = _Tries()
     best: Balance | None = None
     while True:
-        placed = _place(tables, cuts, world_size, capacity_bytes, tries)
+        placed = _place(whole, cuts, world_size, capacity_bytes, tries)
         if placed is not None and (best is None or placed.worst < best.worst - 1e-9):
             best = placed
         if best is not None and best.worst <= _ENOUGH:
@@ -70,7 +75,7 @@ def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int, c
         cuttable = [t for t, table in enumerate(tables) if cut and _can_cut(table, 2 * cuts[t], world_size)]
         if not cuttable or (tries.used_up and best is not None):
             return best
-        heaviest = max(cuttable, key=lambda t: (_share(tables, t, cuts[t]), tables[t].bytes / cuts[t], -t))
+        heaviest = max(cuttable, key=lambda t: (whole[t].work / cuts[t], whole[t].bytes / cuts[t], -t))
         cuts[heaviest] *= 2
 
 
@@ -78,13 +83,6 @@ def _can_cut(table: TableLoad, shards: int, world_size: int) -> bool:
     return (
         shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _LEAST_ROW_BYTES
     )  # FBGEMM takes columns by fours
-
-
-def _share(tables: Sequence[TableLoad], t: int, shards: int) -> float:
-    """Return how much of all ranks' work a shard of table `t` is: of memory or of links, whichever is more."""
-    memory, links = sum(table.pooling * table.dim for table in tables) or 1.0, sum(table.dim for table in tables)
-    dim = tables[t].dim / shards
-    return max(tables[t].pooling * dim / memory, dim / links)
 
 
 class _Tries:
@@ -133,24 +131,23 @@ class _Rank:
 
 
 class _Shard:
-    """Some columns of a table; two of a table are alike, and yet not the same."""
+    """Columns of a table, all or some, as shares of the mean rank's work; two of a table are not the same."""
 
     def __init__(self, table: int, memory: float, links: float, bytes: float) -> None:
         self.table, self.memory, self.links, self.bytes = table, memory, links, bytes
+        self.work = max(memory, links)
 
 
 def _place(
-    tables: Sequence[TableLoad], cuts: Sequence[int], world_size: int, capacity_bytes: int, tries: _Tries
+    whole: Sequence[_Shard], cuts: Sequence[int], world_size: int, capacity_bytes: int, tries: _Tries
 ) -> Balance | None:
     """Place all shards, the heaviest first, or the largest first if there is no room so; then mend the fullest rank."""
-    memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
-    links = sum(table.dim for table in tables) / world_size
     shards = [
-        _Shard(t, table.pooling * table.dim / n / memory, table.dim / n / links, table.bytes / n)
-        for t, (table, n) in enumerate(zip(tables, cuts, strict=True))
+        _Shard(table.table, table.memory / n, table.links / n, table.bytes / n)
+        for table, n in zip(whole, cuts, strict=True)
         for _ in range(n)
     ]
-    shards.sort(key=lambda shard: (-max(shard.memory, shard.links), -shard.bytes, shard.table))
+    shards.sort(key=lambda shard: (-shard.work, -shard.bytes, shard.table))
     ranks = _fill(shards, world_size, capacity_bytes)
     if ranks is None:
         ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), world_size, capacity_bytes)
@@ -158,7 +155,7 @@ def _place(
         return None
     while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
         pass
-    held: list[list[int]] = [[] for _ in tables]
+    held: list[list[int]] = [[] for _ in whole]
     for number, rank in enumerate(ranks):
         for shard in rank.shards:
             held[shard.table].append(number)

@@ -9,6 +9,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.kernels.schedule import resolve_schedule
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,6 +43,11 @@ class ExchangeOptions:
         """The backward that is taken: what `backward` names if the backend takes it, else the backend's first."""
         known = BACKENDS[self.backend].backwards
         return self.backward if self.backward in known else known[0]
+
+    @property
+    def resolved_schedule(self) -> str:
+        """The order of the tasks that is taken: `schedule`, or what auto stands for."""
+        return resolve_schedule(self.schedule, load_store_peers=True)
 
 
 @dataclass(frozen=True, eq=False)

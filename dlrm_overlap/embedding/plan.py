@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import psutil
@@ -24,11 +23,6 @@ from dlrm_overlap.embedding.balance import TableLoad, balance
 
 log = logging.getLogger("dlrm_overlap")
 
-_SHARDING_TYPES = {
-    "table_wise": ["table_wise"],
-    "column_wise": ["column_wise"],
-    "row_wise": ["row_wise"],
-}
 # Datasheet figures, bytes/s: (memory, links out of one GPU to its peers). Looked up rather than measured at start,
 # so that two runs of one configuration get one plan.
 _GPU_BYTES_PER_S = {
@@ -97,8 +91,10 @@ def build_plan(
     Raises:
         InputError: if the tables do not fit.
     """
-    make = _balanced_plan if config.plan == "auto" else partial(_planners_plan, dim=dim, batch_size=batch_size)
-    plan = make(module, sharder, topology, config, pooling, group)
+    if config.plan == "auto":
+        plan = _balanced_plan(module, sharder, topology, config, pooling, group)
+    else:
+        plan = _planners_plan(module, sharder, topology, config, dim, pooling, batch_size, group)
     memory, links = fullest_rank(plan, dict(zip(table_keys(len(pooling)), pooling, strict=True)), group.size())
     if group.rank() == 0:
         log.info(
@@ -112,17 +108,17 @@ def _planners_plan(
     sharder: ModuleSharder,
     topology: Topology,
     config: EmbeddingConfig,
-    pooling: Sequence[float],
-    group: dist.ProcessGroup,
     dim: int,
+    pooling: Sequence[float],
     batch_size: int,
+    group: dist.ProcessGroup,
 ) -> ShardingPlan:
     """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
     # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
     min_partition = max(4, dim // topology.world_size // 4 * 4) if config.plan == "column_wise" else None
     constraints = {
         key: ParameterConstraints(
-            sharding_types=_SHARDING_TYPES[config.plan],
+            sharding_types=[config.plan],
             compute_kernels=[EmbeddingComputeKernel.FUSED.value],
             pooling_factors=[factor],
             min_partition=min_partition,

@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, parse_multi_hot
+from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, Config, InputError, parse_multi_hot
 
 if TYPE_CHECKING:
     import torch
 
     from dlrm_overlap.data.batch import Dataset
 
-_HELD_BATCHES = 3  # batches that the loader keeps beyond those it reads ahead
 _MOST_PROCESSES = 64  # no host has more GPUs, and each process takes some 0.5 GB before it has read a sample
 
 
@@ -62,7 +61,7 @@ def check_memory(config: Config, world_size: int, local_ranks: int) -> None:
         )
     batches = data.prefetch
     if data.workers:
-        batches = data.workers * (data.prefetch + math.ceil(_HELD_BATCHES / data.workers))
+        batches = data.workers * (data.prefetch + math.ceil(HELD_BATCHES / data.workers))
     if (needed := local_ranks * batches * read_bytes) > memory_bytes:
         raise InputError(
             f"data.prefetch: {data.prefetch}, with data.workers {data.workers}, reads {batches} batches ahead, "

@@ -14,11 +14,9 @@ from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack
-from dlrm_overlap.embedding.halves import open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate
-from dlrm_overlap.kernels.schedule import resolve_schedule
 
 
 class GradientBatch(NamedTuple):
@@ -130,9 +128,8 @@ class Push(Contender):
     ) -> None:
         super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
-        self._schedule = resolve_schedule(options.schedule, load_store_peers=True)
-        known = workload.layout, workload.tables, options, workload.group, workload.device
-        self._halves = open_halves(ExchangeContext(*known, samples_per_rank=self._batch_sizes.most))
+        self._schedule = options.resolved_schedule
+        self._halves = workload.open_halves(options)
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
         self.prepares = options.resolved_backward == "push"
 

@@ -12,7 +12,6 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.kernels.schedule import resolve_schedule
 
 
 class Contender(ABC):
@@ -93,7 +92,7 @@ class Overlap(Contender):
         """Return the schedule, and for a backend that has slices their size and the programs."""
         has_slices = BACKENDS[self.options.backend].has_slices
         return {
-            "schedule": resolve_schedule(self.options.schedule, load_store_peers=True),
+            "schedule": self.options.resolved_schedule,
             "slice_bags": self.options.slice_bags if has_slices else None,
             "programs_per_sm": self.options.programs_per_sm if has_slices else None,
         }

@@ -13,8 +13,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.timing import gather, greatest
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.embedding.backends.base import Forward
-from dlrm_overlap.embedding.halves import open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
@@ -49,8 +48,7 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
     device, group = workload.device, workload.group
     traced = BACKENDS[options.backend].has_slices and device.type == "cuda"
     options = replace(options, trace=traced, backward="collective")
-    known = workload.layout, workload.tables, options, group, device
-    halves = open_halves(ExchangeContext(*known, samples_per_rank=max(workload.batch_sizes)))
+    halves = workload.open_halves(options)
     forward = halves.forward
     own_ms: list[float] = []
     programs_us: list[tuple[float, float]] = []

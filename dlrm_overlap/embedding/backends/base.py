@@ -16,7 +16,6 @@ from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair, WindowSpec
 from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
-from dlrm_overlap.kernels.schedule import resolve_schedule
 
 
 class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
@@ -27,7 +26,7 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
-        self.schedule = resolve_schedule(context.options.schedule, load_store_peers=True)
+        self.schedule = context.options.resolved_schedule
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec | None:

@@ -13,11 +13,11 @@ import torch
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
+from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
 from dlrm_overlap.kernels.backward.update_rows import update_rows
@@ -39,11 +39,10 @@ class Push(WindowBackward):
         self._issued = torch.cuda.Event()
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
-        arena = windows.arena
-        self._peers = [Windows(arena.addresses(name), 0, self.options.wire_dtype, 16) for name in windows.names]
+        self._peers = peer_windows(windows, 0, self.options)  # gradients have no rows of one stride
         self._flags = [self._flags_of(part) for part in range(self.gradients.parts)]
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
-        self._part_flags = PartFlags(arena.addresses(windows.flags), done)
+        self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done)
         dims = {shard.dim for shards in self.layout.by_owner for shard in shards}
         self._pushed = [self._shard_table(dim) for dim in sorted(dims)]
         self._storage: tuple[int, ...] | None = None
@@ -52,14 +51,8 @@ class Push(WindowBackward):
 
     def _flags_of(self, part: int) -> Flags:
         """Return the flags of the parts up to `part`, of all ranks, this one included."""
-        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device=self.device)
-        return Flags(
-            addresses=self.windows.arena.addresses(self.windows.flags),
-            local=self.windows.arena.local(self.windows.flags),
-            counts=counts,
-            timeout=int(self.options.wait_timeout_s * 1e9),
-            status=self._record.status,
-        )
+        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32)
+        return ready_flags(self.windows, counts, self._record.status, self.options)
 
     def _shard_table(self, dim: int) -> ShardTable:
         """Return what of the gradient goes where, for all shards of one dim."""
@@ -83,8 +76,7 @@ class Push(WindowBackward):
         """Return the rows of each of this rank's inputs, made anew when the rows have moved."""
         if (storage := self.tables.storage()) != self._storage:
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
-            places = self.tables, self.gradients, self.layout.tables(self.rank)
-            self._inputs = [InputRows(list(shards), *places) for _, shards in by_input]
+            self._inputs = [InputRows(list(shards), self.tables, self.gradients) for _, shards in by_input]
             self._storage = storage
         return self._inputs
 

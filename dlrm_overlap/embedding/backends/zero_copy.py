@@ -7,10 +7,10 @@ import torch
 
 from dlrm_overlap.embedding.backends.base import WindowForward
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 
 
@@ -21,8 +21,7 @@ class ZeroCopyForward(WindowForward):
         super().__init__(context, windows)
         columns = {shard: self.layout.column(shard) for shard in self.layout.by_owner[self.rank]}
         self.lookup = DeviceLookup(context, columns, self.bad_ids)
-        stride, wire = self.layout.total_dim, self.options.wire_dtype
-        self.peers = [Windows(windows.arena.addresses(name), stride, wire) for name in windows.names]
+        self.peers = peer_windows(windows, self.layout.total_dim, self.options)
         """the windows of all ranks: of even epochs, of odd ones"""
         self._flags: dict[int, Flags] = {}
 
@@ -30,14 +29,8 @@ class ZeroCopyForward(WindowForward):
         """Return the flags that this rank awaits in `step`."""
         slices = self.slices(self.options, step.batch.most)
         if slices not in self._flags:
-            arena = self.windows.arena
-            self._flags[slices] = Flags(
-                addresses=arena.addresses(self.windows.flags),
-                local=arena.local(self.windows.flags),
-                counts=self.awaited_flags(step).to(self.device),
-                timeout=int(self.options.wait_timeout_s * 1e9),
-                status=self.lookup.record.status,
-            )
+            status = self.lookup.record.status
+            self._flags[slices] = ready_flags(self.windows, self.awaited_flags(step), status, self.options)
         return self._flags[slices]
 
     def start(self, step: Step) -> None:

@@ -13,7 +13,6 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
-from dlrm_overlap.kernels.schedule import resolve_schedule
 
 _MOST_SIZES = 64  # batch sizes whose first samples stay in memory
 
@@ -25,7 +24,7 @@ class DeviceLookup:
         """Take, for each shard of this rank, the first column of a destination's row that it fills."""
         self._context, self._columns, self._bad_ids = context, columns, bad_ids
         self._rank, self._device = context.group.rank(), context.device
-        self._schedule = resolve_schedule(context.options.schedule, load_store_peers=True)
+        self._schedule = context.options.resolved_schedule
         self.pooled_together = list(context.layout.pooled_together(self._rank).values())
         """the shards of each kernel"""
         self.record = Record(self._device)

@@ -34,22 +34,16 @@ class InputRows:
     the second has key 13. Sorted by key, the ids of a table, and so of a range, are together.
     """
 
-    def __init__(
-        self, shards: Sequence[FeatureShard], tables: LocalTables, gradients: GradientLayout, table_shards: Any
-    ) -> None:
-        """Take the shards of one input in the order of their features.
-
-        Args:
-            table_shards: all shards of this rank, those of one table together: `Layout.tables`.
-        """
+    def __init__(self, shards: Sequence[FeatureShard], tables: LocalTables, gradients: GradientLayout) -> None:
+        """Take the shards of one input in the order of their features, in which those of a table are together."""
         self.input, self.features = shards[0].input, len(shards)
         self._tables, self._gradients = tables, gradients
         first_keys: list[int] = []
         key = 0
-        for table in table_shards:
-            if table[0].input == self.input:
-                first_keys += [key] * len(table)
-                key += tables.weight(table[0]).shape[0]
+        for _, same in groupby(shards, key=lambda shard: (shard.lookup, shard.table)):
+            table = list(same)
+            first_keys += [key] * len(table)
+            key += tables.weight(table[0]).shape[0]
         device = tables.weight(shards[0]).device
         self._first_keys = torch.tensor([*first_keys, key], dtype=torch.int64, device=device)
         self._key_bits = key.bit_length()

@@ -95,7 +95,7 @@ def tables_of_all_kinds(owners: Sequence[int]) -> list[Table]:
         tables.append(Table(5 + i, dim, owners[i % len(owners)], mean=True, longest=9))  # rows twice in a bag
     first, second, third = owners[0], owners[1 % len(owners)], owners[2 % len(owners)]
     tables.append(Table(500, 128, first, hot=True))
-    tables.append(Table(1, 64, second, longest=150))  # a run of more than 2^14 ids: cut into shards, which grow
+    tables.append(Table(1, 64, second, longest=150))  # a run of more than 2^14 ids: cut into chunks, which grow
     tables.append(Table(40, 12, third, mean=True, longest=3000))
     tables += [Table(60, 64, first), Table(60, 64, first, rows_of=len(tables))]
     tables += [Table(80, 64, second), Table(80, 12, third, ids_of=len(tables))]
