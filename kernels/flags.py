@@ -23,6 +23,8 @@ class Flags:
 
     addresses: torch.Tensor
     """[W] int64: of each rank's flags, [W, slots] int64, whose row w rank w raises"""
+    clock: torch.Tensor
+    """[1] int64 on the device: kernels add it to the epoch that they are given, see `comm/counters.py`"""
     local: torch.Tensor
     """[W, slots] int64: this rank's flags"""
     counts: torch.Tensor
@@ -34,40 +36,43 @@ class Flags:
 
 
 @triton.jit(**_GENERAL)
-def _raise_flags(peers_ready, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
-    """Raise this rank's flag `first_slot` to `epoch` at every rank; the grid is one program.
+def _raise_flags(peers_ready, clock, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
+    """Raise this rank's flag `first_slot` to `epoch` + `clock` at every rank; the grid is one program.
 
     Memory: `peers_ready` [W] int64 holds the addresses of the ranks' flags [W, slots]; one element of each is stored.
+    `clock` [1] int64 is read.
 
     Order: each flag is stored by a lane of its own, as a release at system scope. It covers what earlier kernels of the
     stream have stored into any rank's memory, since they end before this one begins.
 
     Example: rank 2 of 3 raises slot 1 of 4 to epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
-    primitives.raise_flags(peers_ready, rank * slots + first_slot, world_size, epoch, PEERS)
+    primitives.raise_flags(peers_ready, rank * slots + first_slot, world_size, epoch + tl.load(clock), PEERS)
 
 
 @triton.jit(**_GENERAL)
 def _await_flags(
-    ready, counts, status, rank, world_size, slots, epoch: tl.int64, timeout: tl.int64,
+    ready, counts, clock, status, rank, world_size, slots, epoch: tl.int64, timeout: tl.int64,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Await, as program p, the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots]; see `primitives.await_flags`.
 
-    Memory: the program reads this rank's flags, and of row w awaits the first counts[w]. When `timeout` has passed, it
-    writes a record of the missing flag by way of `status`, and the kernel stops the GPU's work.
+    Memory: the program reads this rank's flags, and of row w awaits the first counts[w], until they have reached
+    `epoch` + `clock` [1] int64. When `timeout` has passed, it writes a record of the missing flag by way of `status`,
+    and the kernel stops the GPU's work.
 
-    Order: the flags are read at system scope until all in use have reached `epoch`, and are then acquired. What the
+    Order: the flags are read at system scope until all in use have reached the epoch, and are then acquired. What the
     peers stored before they raised them is seen by the kernels that follow on the stream.
 
     Example: rank 0 of 2, 3 slots, counts [0, 2], BLOCK 8: one program awaits elements 3 and 4, slots 0 and 1 of rank 1.
     """
     first = tl.program_id(0) * BLOCK
+    epoch = epoch + tl.load(clock)
     primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
-_RAISE_ARGUMENTS = ("peers_ready", "rank", "world_size", "slots", "first_slot", "epoch")
-_AWAIT_ARGUMENTS = ("ready", "counts", "status", "rank", "world_size", "slots", "epoch", "timeout")
+_RAISE_ARGUMENTS = ("peers_ready", "clock", "rank", "world_size", "slots", "first_slot", "epoch")
+_AWAIT_ARGUMENTS = ("ready", "counts", "clock", "status", "rank", "world_size", "slots", "epoch", "timeout")
 
 
 @lru_cache
@@ -82,18 +87,21 @@ def _awaiting(block: int) -> CompiledKernel:
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
-    """Raise slot `slot` of `rank` to `epoch` at every rank, after everything before it on the stream."""
+    """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank, after everything before it on the stream."""
     world_size, slots = flags.local.shape
-    _raising(world_size)(1, (), flags.addresses, rank, world_size, slots, slot, epoch)
+    _raising(world_size)(1, (), flags.addresses, flags.clock, rank, world_size, slots, slot, epoch)
 
 
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
-    """Make the current stream wait until all flags in use at `rank` have reached `epoch`, `flags.timeout` at most."""
+    """Make the current stream wait until all flags in use at `rank` have reached `epoch` + `flags.clock`.
+
+    A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work.
+    """
     world_size, slots = flags.local.shape
     block = min(1024, power_of_2(world_size * slots))
     programs = -(-world_size * slots // block)
     kernel = _awaiting(block)
     kernel(
         programs, (),
-        flags.local, flags.counts, flags.status, rank, world_size, slots, epoch, flags.timeout,
+        flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.halves import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
@@ -85,8 +85,7 @@ class Exchange:
         device = self._anchor.device  # with its index
         self.layout, self.options = layout, options
         self.device = device
-        self.steps = 0
-        """steps that had a backward; a run that resumes sets it, so that stochastic rounding does not repeat itself"""
+        self.counters = StepCounters(device)
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
         self._capacity = 0
@@ -94,6 +93,15 @@ class Exchange:
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._pending: Step | None = None
         self._failure: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps that had a backward; a run that resumes sets it, so that stochastic rounding does not repeat itself."""
+        return self.counters.steps.value
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.counters.steps.value = steps
 
     @_uncompiled
     def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
@@ -132,7 +140,7 @@ class Exchange:
             self.close()
             self._capacity = max(1, step.batch.most)
             known = self.layout, self._tables, self.options, self._group, self.device
-            self._halves = open_halves(ExchangeContext(*known, samples_per_rank=self._capacity))
+            self._halves = open_halves(ExchangeContext(*known, self._capacity, self.counters))
         self._halves.forward.start(step)
         self._pending = step
 

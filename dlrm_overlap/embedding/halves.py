@@ -45,6 +45,10 @@ def open_halves(context: ExchangeContext) -> Halves:
     for spec in specs:
         regions |= spec.regions(context.group.size()) if spec else {}
     arena = open_arena(regions, context.group, context.device) if regions else None
-    pairs = [WindowPair(spec, arena) if spec and arena else None for spec in specs]
+    counters = context.counters.forward, context.counters.backward
+    pairs = [
+        WindowPair(spec, arena, counter) if spec and arena else None
+        for spec, counter in zip(specs, counters, strict=True)
+    ]
     forward_half, backward_half = (half(context, windows) for half, windows in zip(classes, pairs, strict=True))
     return Halves(forward_half, backward_half, arena)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.tables import LocalTables
@@ -50,6 +51,14 @@ class ExchangeOptions:
         return resolve_schedule(self.schedule, load_store_peers=True)
 
 
+class StepCounters(Counters):
+    """What an exchange counts: the epochs of its windows, and its steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, 4)
+        self.forward, self.backward, self.ids, self.steps = self.each
+
+
 @dataclass(frozen=True, eq=False)
 class ExchangeContext:
     """What an exchange and its halves know, the same in every step."""
@@ -63,3 +72,4 @@ class ExchangeContext:
     device: torch.device
     samples_per_rank: int
     """the most samples that a rank may bring to a step"""
+    counters: StepCounters

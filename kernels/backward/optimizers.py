@@ -9,6 +9,9 @@ import triton.language as tl
 from dlrm_overlap.kernels.backward.rounding import rounded
 
 
+SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
+
+
 class RowRange(NamedTuple):
     """Rows that are updated alike: they have one dim, one type, one optimizer and one allocation."""
 
@@ -33,12 +36,26 @@ class RowRange(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step: the last parameters of `update_rows`' kernel, in their order."""
+    """The optimizer's numbers at one step: the last parameters of `update_rows`' kernel, in their order.
 
-    lr: float
-    eps: float = 0.0
+    They lie on the device, where a captured step finds those of the step in which it is replayed.
+    """
+
+    numbers: torch.Tensor
+    """[2] float32: learning rate and epsilon"""
+    clock: torch.Tensor
+    """[1] int64: steps to add to those that `seed` has counted, see `comm/counters.py`"""
     seed: int = 0
-    """of stochastic rounding, int32"""
+    """of stochastic rounding, from 0 to 2^31 - 1"""
+
+
+@triton.jit
+def seed_at(seed, clock):
+    """Return the seed [] int32 of the step that is `clock` [1] int64 steps after that of `seed`.
+
+    Example: SEED_STEP 24301, seed 2^31 - 1, clock 1: 24300.
+    """
+    return ((seed + SEED_STEP * tl.load(clock)) & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit

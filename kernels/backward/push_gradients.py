@@ -63,11 +63,13 @@ class PartFlags:
     """[W] int64: of each rank's flags, [W, parts] int64, whose row w rank w raises"""
     done: torch.Tensor
     """[parts] int32: programs that have done their share of the part; 0 before and after each exchange"""
+    clock: torch.Tensor
+    """[1] int64: added to the epoch, as in `Flags`"""
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"])
 def _push_gradients(
-    gradient, shards, counts, windows, peers_ready, done,
+    gradient, shards, counts, windows, peers_ready, done, clock,
     rank, world_size, parts, most, blocks, samples, batch: tl.int64, first_sample: tl.int64, scale, programs,
     epoch: tl.int64,
     SCHEDULE: tl.constexpr, PEERS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -84,8 +86,8 @@ def _push_gradients(
 
     Order: the program stores its share of a part, passes a barrier, and counts itself in `done` (acquire and release,
     GPU scope). The one of `programs` that counts last has so acquired what the others have released. It sets the count
-    back to 0 for the next exchange, and raises the part's flag at every rank (release, system scope). The other
-    programs go on with the next part meanwhile.
+    back to 0 for the next exchange, and raises the part's flag at every rank to `epoch` + `clock` (release, system
+    scope). The other programs go on with the next part meanwhile.
 
     Example: 4 owners with up to 5 shards each in the part, 2 tasks a shard: 40 tasks, of which program 3 of 11 does 3,
     14, 25 and 36. On rank 0, in balanced order, these are for ranks 0, 3, 2 and 1.
@@ -113,11 +115,11 @@ def _push_gradients(
         # scope; its release of the flags at system scope then covers the stores of all, see `primitives`.
         if tl.atomic_add(done + part, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(done + part, 0)  # ready for the next exchange
-            raise_flags(peers_ready, rank * parts + part, world_size, epoch, PEERS)
+            raise_flags(peers_ready, rank * parts + part, world_size, epoch + tl.load(clock), PEERS)
 
 
 _ARGUMENTS = (
-    "gradient", "shards", "counts", "windows", "peers_ready", "done",
+    "gradient", "shards", "counts", "windows", "peers_ready", "done", "clock",
     "rank", "world_size", "parts", "most", "blocks", "samples", "batch", "first_sample", "scale", "programs",
     "epoch",
 )  # fmt: skip
@@ -172,7 +174,7 @@ def push_gradients(
         tables: one for each dim, each with all parts.
         windows: each rank's gradient window, [D_local * B]; their stride is not used.
         rank: of the caller.
-        epoch: of this exchange, to which the flags are raised.
+        epoch: of this exchange; the flags are raised to `epoch` + `flags.clock`.
         schedule: order of the tasks, see `schedule`.
         first_sample: index of this rank's first sample in the global batch.
         batch: samples of all ranks, B.
@@ -192,7 +194,7 @@ def push_gradients(
         kernel(
             programs,
             (gradient.dtype,),
-            gradient, table.entries, table.counts, windows.addresses, flags.addresses, flags.done,
+            gradient, table.entries, table.counts, windows.addresses, flags.addresses, flags.done, flags.clock,
             rank, world_size, parts, most, blocks, gradient.shape[0], batch, first_sample, scale, counted,
             epoch,
         )  # fmt: skip

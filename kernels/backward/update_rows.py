@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule, load_rows, store_updated_rows, update_row
+from dlrm_overlap.kernels.backward.optimizers import (
+    RowRange,
+    Rule,
+    load_rows,
+    seed_at,
+    store_updated_rows,
+    update_row,
+)
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
@@ -155,12 +162,12 @@ def _update_run(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "lr", "eps", "seed"])
+@triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed"])
 def _update_rows(
     run_keys, run_starts, places, scales, shared, chunk_run, chunk_first, bounds,
     gradient, weights, states, chunk_sums,
     range_index, weight_at: tl.int64, state_at: tl.int64,
-    lr, eps, seed,
+    numbers, clock, seed: tl.int64,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -168,8 +175,8 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or RUNS consecutive runs, whose rows are updated.
 
-    Memory: the program reads the keys, starts, places and factors that `prepare` has left, and the gradients in this
-    rank's `gradient` window. It rewrites the rows in `weights` and `states` of the runs that it completes, each row by
+    Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, places and
+    factors that `prepare` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in `weights` and `states` of the runs that it completes, each row by
     one program alone, and stores the sums of chunks to `chunk_sums` [chunks, DIM].
 
     Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
@@ -182,6 +189,9 @@ def _update_rows(
 
     Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """
+    lr = tl.load(numbers)
+    eps = tl.load(numbers + 1)
+    seed = seed_at(seed, clock)
     begin = tl.load(bounds + range_index)
     end = tl.load(bounds + range_index + 1)
     chunks = tl.load(shared + CHUNKS)

@@ -48,7 +48,7 @@ def _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED: tl.cons
 @triton.jit(**GENERAL)
 def _put_slices(
     values, offsets, first_sample, features, windows,
-    status, peers_ready, ready, counts,
+    status, peers_ready, ready, counts, clock_word,
     staging, done, ticket, trace,
     rank, world_size, features_here, blocks, batch,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
@@ -65,7 +65,8 @@ def _put_slices(
     Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. Pooled embeddings
     of this rank's samples it stores into this rank's window, others into `staging` [W, F, b, DIM], or straight into the
     peer's window where PUT is None. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds the
-    next task and the number of programs that are through; the last of them sets both back to 0.
+    next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
+    `epoch` + `clock_word` [1].
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
     count completes the slice sets the count back to 0 (acquire, GPU scope), passes a barrier, and so sees what all
@@ -82,6 +83,7 @@ def _put_slices(
 
     Source: arXiv 2305.06942, section 3.
     """
+    epoch = epoch + tl.load(clock_word)
     tasks = world_size * features_here * blocks
     slices = tl.cdiv(blocks, SLICE_TASKS)
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
@@ -182,7 +184,7 @@ class Slices:
 
 _ARGUMENTS = (
     "values", "offsets", "first_sample", "features", "windows",
-    "status", "peers_ready", "ready", "counts",
+    "status", "peers_ready", "ready", "counts", "clock_word",
     "staging", "done", "ticket", "trace",
     "rank", "world_size", "features_here", "blocks", "batch",
     "slots", "first_slot", "epoch", "timeout",
@@ -254,7 +256,7 @@ class SlicedPut(NamedTuple):
         blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]
         return (
             bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses,
-            flags.status, flags.addresses, flags.local, flags.counts,
+            flags.status, flags.addresses, flags.local, flags.counts, flags.clock,
             state.staging, state.done, state.ticket, trace,
             options.rank, world_size, features_here, blocks, bags.samples,
             slots, slices.first_slot, epoch, flags.timeout,

@@ -15,7 +15,7 @@ from dlrm_overlap.backends import Implementation
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.sliced import SlicedForward
 from dlrm_overlap.embedding.halves import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 
@@ -26,7 +26,8 @@ def interpreted_halves(stage: Stage, group: dist.ProcessGroup, options: Exchange
         lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
     load = Implementation.load
     with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
-        halves = open_halves(ExchangeContext(stage.layout, stage.tables, options, group, CPU, samples))
+        context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
+        halves = open_halves(ExchangeContext(*context))
     if isinstance(halves.forward, SlicedForward):
         halves.forward._grid = lambda *_: 2  # type: ignore[method-assign]
     return halves

@@ -27,6 +27,8 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITO
 GUARD = -7.0  # around the elements that a kernel may write; those are poisoned with NaN
 _GUARDS = 8  # at each end of what must begin at a multiple of 16 bytes
 CPU = torch.device("cpu")
+CLOCK = torch.zeros(1, dtype=torch.int64)
+"""of eager steps: nothing is counted on the device"""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ class SlicedWorld(World):
         """Return a rank's flags; it waits for the first counts[w] of rank w, `timeout` turns at most."""
         return Flags(
             addresses=torch.tensor([ready.data_ptr() for ready in self.ready]),
+            clock=CLOCK,
             local=self.ready[rank],
             counts=torch.tensor(counts or [0] * self.case.world_size).int(),
             timeout=timeout,

@@ -15,7 +15,23 @@ from tests.kernels.emulation import GUARD
 # Float32 against float64, relative and absolute: weights and states are near 1, a step rounds some ten times.
 TOLERANCE = 1e-6
 # A gradient, an accumulated square and eps of like size: a step that takes any of them wrongly is far off.
-RULE = Rule(lr=0.5, eps=0.25, seed=3)
+
+
+class Numbers(NamedTuple):
+    """The optimizer's numbers, as the host knows them."""
+
+    lr: float
+    eps: float
+    seed: int
+
+    def rule(self) -> Rule:
+        """Return them as kernels take them, some steps of the seed on the device."""
+        steps = 5
+        seed = (self.seed - 0x5EED * steps) % 2**31
+        return Rule(torch.tensor([self.lr, self.eps]), torch.tensor([steps]), seed)
+
+
+RULE = Numbers(lr=0.5, eps=0.25, seed=3)
 
 
 @dataclass(frozen=True)
@@ -202,16 +218,16 @@ class Model:
             stochastic_rounding=rows.stochastic,
         )
 
-    def update(self, runs: PreparedRuns, index: int = 0, rule: Rule = RULE) -> None:
+    def update(self, runs: PreparedRuns, index: int = 0, rule: Numbers = RULE) -> None:
         """Run the kernel that updates the rows of a range."""
-        update_rows(runs, self.row_range(index), self.window, rule, self.case.chunk_ids)
+        update_rows(runs, self.row_range(index), self.window, rule.rule(), self.case.chunk_ids)
 
-    def add(self, index: int = 0, rule: Rule = RULE) -> None:
+    def add(self, index: int = 0, rule: Numbers = RULE) -> None:
         """Run the kernel of atomic additions for a range."""
         here = [i for i, feature in enumerate(self.features) if feature.range == index]
         add_to_rows(
             self.values, self.offsets, self.case.samples, self.input_features(), here[0], here[-1] + 1,
-            self.row_range(index), self.window, rule,
+            self.row_range(index), self.window, rule.rule(),
         )  # fmt: skip
 
     def totals(self, index: int) -> torch.Tensor:
@@ -226,7 +242,7 @@ class Model:
                 totals.index_add_(0, self.keys[here] - self.first_keys[index], gradient)
         return totals
 
-    def expected(self, index: int = 0, rule: Rule = RULE) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, index: int = 0, rule: Numbers = RULE) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights and the states of a range as an update of those at hand is to leave them, float64."""
         dim, optimizer, total = self.case.ranges[index].dim, self.case.ranges[index].optimizer, self.totals(index)
         weights, states = self.weights[index].double(), self.states[index].double()
@@ -240,7 +256,7 @@ class Model:
         weights[4:-4] -= step.flatten()
         return weights, states
 
-    def check_update(self, runs: PreparedRuns, index: int = 0, rule: Rule = RULE) -> None:
+    def check_update(self, runs: PreparedRuns, index: int = 0, rule: Numbers = RULE) -> None:
         """Update a range, and check it, guards and untouched rows included, and that `runs` serve another update.
 
         SGD on sums is exact but for the last rounding, so that it must be right to the last bit.

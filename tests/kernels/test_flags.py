@@ -9,14 +9,14 @@ from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
-from tests.kernels.emulation import CPU, interpreted
+from tests.kernels.emulation import CLOCK, CPU, interpreted
 
 pytestmark = interpreted
 
 
 def _flags(ready: list[torch.Tensor], rank: int, counts: list[int], record: Record) -> Flags:
     addresses = torch.tensor([each.data_ptr() for each in ready])
-    return Flags(addresses, ready[rank], torch.tensor(counts).int(), timeout=3, status=record.status)
+    return Flags(addresses, CLOCK, ready[rank], torch.tensor(counts).int(), timeout=3, status=record.status)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

@@ -11,7 +11,7 @@ from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
-from tests.kernels.emulation import GUARD, interpreted, to_wire
+from tests.kernels.emulation import CLOCK, GUARD, interpreted, to_wire
 
 pytestmark = interpreted
 
@@ -87,7 +87,7 @@ class World:
             self.gradients[rank],
             [self.shard_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
             Windows(torch.tensor(addresses), stride=0, dtype=case.wire, alignment=gcd(16, *addresses)),
-            PartFlags(torch.tensor([ready.data_ptr() for ready in self.ready]), self.done),
+            PartFlags(torch.tensor([ready.data_ptr() for ready in self.ready]), self.done, CLOCK),
             rank,
             epoch,
             case.schedule,

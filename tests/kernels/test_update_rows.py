@@ -138,7 +138,7 @@ def test_a_window_whose_places_do_not_fit_is_refused() -> None:
     model = Model(Case())
     window = model.window[:1].expand(2**33 + 4)  # takes no memory
     with pytest.raises(AssertionError, match="window of 8589934596 elements"):
-        update_rows(model.prepare(), model.row_range(0), window, RULE, model.case.chunk_ids)
+        update_rows(model.prepare(), model.row_range(0), window, RULE.rule(), model.case.chunk_ids)
 
 
 def test_no_ids() -> None:
@@ -177,7 +177,7 @@ def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Mo
 def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
     half, full = _twins(optimizer, weights)
     rows = half.row_range(0)._replace(stochastic_rounding=False)
-    update_rows(half.prepare(), rows, half.window, RULE, half.case.chunk_ids)
+    update_rows(half.prepare(), rows, half.window, RULE.rule(), half.case.chunk_ids)
     full.update(full.prepare())
     assert_same(half.weights[0], to_wire(full.weights[0], weights), "weights")
     assert_same(half.states[0], full.states[0], "states")

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.halves import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.sharded_module import build_layout, model_order
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharder
@@ -59,7 +59,8 @@ class Workload:
     def open_halves(self, options: ExchangeOptions) -> Halves:
         """Return the halves of an exchange of these tables, apart from autograd. All ranks call this."""
         most = max(self.batch_sizes)
-        return open_halves(ExchangeContext(self.layout, self.tables, options, self.group, self.device, most))
+        context = self.layout, self.tables, options, self.group, self.device, most, StepCounters(self.device)
+        return open_halves(ExchangeContext(*context))
 
 
 def read_ids(config: Config, group: dist.ProcessGroup) -> list[KeyedJaggedTensor]:

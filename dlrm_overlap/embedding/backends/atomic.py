@@ -9,7 +9,6 @@ from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
-from dlrm_overlap.kernels.backward.optimizers import Rule
 
 
 class AtomicPush(Push):
@@ -22,6 +21,6 @@ class AtomicPush(Push):
         self, step: Step, number: int, rows: InputRows, updated: UpdateRange, window: torch.Tensor
     ) -> None:
         """Add the gradients in this rank's `window` to the rows of one range."""
-        ids, rule = step.inputs[rows.input], Rule(step.rules[updated.lookup].lr)
-        features = rows.input_features, updated.first, updated.end
+        ids = step.inputs[rows.input]
+        features, rule = (rows.input_features, updated.first, updated.end), self.rule(step, updated)
         add_to_rows(ids.values(), ids.offsets(), step.batch.total, *features, updated.rows, window, rule)

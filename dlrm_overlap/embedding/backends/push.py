@@ -15,16 +15,16 @@ from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange
+from dlrm_overlap.embedding.device.rules import DeviceRules
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.backward.optimizers import Rule
+from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
 from dlrm_overlap.kernels.backward.update_rows import update_rows
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 
 _PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates
-_SEED = 0x5EED
 
 
 class Push(WindowBackward):
@@ -42,12 +42,14 @@ class Push(WindowBackward):
         self._peers = peer_windows(windows, 0, self.options)  # gradients have no rows of one stride
         self._flags = [self._flags_of(part) for part in range(self.gradients.parts)]
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
-        self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done)
+        self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         dims = {shard.dim for shards in self.layout.by_owner for shard in shards}
         self._pushed = [self._shard_table(dim) for dim in sorted(dims)]
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
         self._seed = torch.initial_seed()
+        self._steps = context.counters.steps
+        self._rules = DeviceRules(self.device)
 
     def _flags_of(self, part: int) -> Flags:
         """Return the flags of the parts up to `part`, of all ranks, this one included."""
@@ -79,6 +81,10 @@ class Push(WindowBackward):
             self._inputs = [InputRows(list(shards), self.tables, self.gradients) for _, shards in by_input]
             self._storage = storage
         return self._inputs
+
+    def keep_rules_in_place(self) -> None:
+        """Overwrite the numbers of the rows' optimizers where they have changed."""
+        self._rules.keep_in_place(self.tables.rules())
 
     def note_forward(self, step: Step) -> None:
         """Mark where on the stream the forward has looked the ids up, and so has replaced those outside their table."""
@@ -114,7 +120,7 @@ class Push(WindowBackward):
                 self._peers[epoch % 2],
                 self._part_flags,
                 rank=self.rank,
-                epoch=epoch,
+                epoch=self.windows.counter.argument,
                 schedule=self.schedule,
                 first_sample=step.batch.first_sample[self.rank],
                 batch=step.batch.total,
@@ -128,7 +134,7 @@ class Push(WindowBackward):
         self._update_stream.wait_event(self._issued)
         with torch.cuda.stream(self._update_stream):
             for part, flags in enumerate(self._flags):
-                wait_flags(flags, self.rank, epoch)
+                wait_flags(flags, self.rank, self.windows.counter.argument)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
                         if not step.rules[updated.lookup].only_fbgemm:
@@ -144,8 +150,12 @@ class Push(WindowBackward):
             number: of the input whose ids name the rows.
         """
         if (runs := step.runs[number]) is not None:
-            rule, seed = step.rules[updated.lookup], (self._seed + _SEED * step.number) % 2**31
-            update_rows(runs, updated.rows, window, Rule(rule.lr, rule.arguments.eps, seed))
+            update_rows(runs, updated.rows, window, self.rule(step, updated))
+
+    def rule(self, step: Step, updated: UpdateRange) -> Rule:
+        """Return by which numbers the rows of a range are updated in `step`."""
+        seed = (self._seed + SEED_STEP.value * (step.number - self._steps.on_device)) % 2**31
+        return Rule(self._rules.numbers(step.rules, updated.lookup), self._steps.word, seed)
 
     def finish(self, step: Step) -> None:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""

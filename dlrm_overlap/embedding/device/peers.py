@@ -22,6 +22,7 @@ def ready_flags(pair: WindowPair, counts: torch.Tensor, status: torch.Tensor, op
     """
     return Flags(
         addresses=pair.arena.addresses(pair.flags),
+        clock=pair.counter.word,
         local=pair.arena.local(pair.flags),
         counts=counts.to(pair.arena.device),
         timeout=int(options.wait_timeout_s * 1e9),

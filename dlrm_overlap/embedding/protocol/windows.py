@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dlrm_overlap.comm.arena import Arena, Loan, Region
+from dlrm_overlap.comm.counters import Counter
 
 
 class WindowHeldError(RuntimeError):
@@ -41,11 +42,20 @@ class WindowPair:
     Example: in step 3 rank 1 stores into NAME1 of rank 0, then raises slot 0 of row 1 of rank 0's NAME_ready to 3.
     """
 
-    def __init__(self, spec: WindowSpec, arena: Arena) -> None:
-        """Take the windows of `spec` in an arena that has its regions; the arena's owner closes it."""
-        self.arena, self.epoch = arena, 0
+    def __init__(self, spec: WindowSpec, arena: Arena, counter: Counter) -> None:
+        """Take the windows of `spec` in an arena that has its regions; the arena's owner closes it.
+
+        Args:
+            counter: of the epochs, which goes on from where an earlier pair has left it.
+        """
+        self.arena, self.counter = arena, counter
         self.names, self.flags = (f"{spec.name}0", f"{spec.name}1"), f"{spec.name}_ready"
         self._loans: list[Loan] = []
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the current step, 0 before the first."""
+        return self.counter.value
 
     @property
     def name(self) -> str:
@@ -70,7 +80,7 @@ class WindowPair:
                     "pooled embeddings: a forward began while the output of the one before is in use, and peers would "
                     "overwrite it; give the sharder copy_output=True, or run its backward or drop it first"
                 )
-        self.epoch += 1
+        self.counter.value += 1
         return self.epoch
 
     def _held(self) -> bool:

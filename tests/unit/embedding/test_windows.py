@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError, WindowPair, WindowSpec
 
 
@@ -14,7 +15,7 @@ from dlrm_overlap.embedding.protocol.windows import WindowHeldError, WindowPair,
 def windows(world_of_one: dist.ProcessGroup) -> Iterator[WindowPair]:
     spec = WindowSpec("window", Region((4, 6), torch.float32), slots=3)
     arena = open_arena(spec.regions(1), world_of_one, torch.device("cpu"))
-    windows = WindowPair(spec, arena)
+    windows = WindowPair(spec, arena, Counters(torch.device("cpu"), 1).each[0])
     yield windows
     windows.close()
     arena.close()
