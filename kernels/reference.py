@@ -43,6 +43,33 @@ def pooled_lookup(weights: Sequence[torch.Tensor], lengths: torch.Tensor, values
     return torch.cat([pool(*table) for table in zip(weights, by_table, ids, strict=True)], dim=1)
 
 
+def pull_ids(
+    published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of the features `requested`, each with the bags of the first rank's samples first.
+
+    Args:
+        published: of each rank, the ids of all features, bag after bag, and the offsets [features * samples + 1] of the
+            bags, both int.
+        requested: index of each feature that is asked for.
+        samples: of a rank, b.
+
+    Returns:
+        values [n] and offsets [len(requested) * W * b + 1], of the types in which they are published.
+
+    Example:
+        Two ranks of 1 sample publish f: [5], g: [7, 7] and f: [], g: [2]. Of g arrive the values 7 7 2, offsets 0 2 3.
+    """
+    values, lengths = [published[0][0][:0]], [published[0][1][:0]]
+    for feature in requested:
+        for ids, offsets in published:
+            bags = offsets[feature * samples : (feature + 1) * samples + 1]
+            values.append(ids[int(bags[0]) : int(bags[-1])])
+            lengths.append(bags.diff())
+    ends = torch.cat(lengths).cumsum(0, dtype=lengths[0].dtype)
+    return torch.cat(values), torch.cat([ends.new_zeros(1), ends])
+
+
 def update_rows(
     weight: torch.Tensor,
     state: torch.Tensor | None,

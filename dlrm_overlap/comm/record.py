@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-_KINDS, _RECORD_WORDS = 2, 8
-_EXPIRED, _BAD_ID = 1, 2  # the kinds of `primitives.record`
+_KINDS, _RECORD_WORDS = 4, 8
+_EXPIRED, _BAD_ID, _OVERFLOW, _BAD_ARRIVAL = 1, 2, 3, 4  # the kinds of `primitives.record`
 
 
 class ExchangeTimeoutError(RuntimeError):
@@ -22,7 +22,7 @@ class ExchangeTimeoutError(RuntimeError):
 
 
 class Record:
-    """One record of each kind that kernels write: of a wait that expired, and of an id outside its table.
+    """One record of each kind that kernels write, such as of a wait that expired, or of an id outside its table.
 
     A kernel writes a kind's record once, the first time, see `primitives.record`.
     """
@@ -30,13 +30,15 @@ class Record:
     def __init__(self, device: torch.device) -> None:
         words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words = words.numpy()  # a read costs nothing, and the array keeps the memory alive
+        self._first = memoryview(self._words).cast("B").cast("q")
         self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
         """[1 + kinds] int64 on the device: what kernels are given, the records' address and a lock for each kind"""
 
     @property
     def empty(self) -> bool:
         """Whether no kernel has recorded anything."""
-        return self._words[_EXPIRED - 1, 0] == 0 and self._words[_BAD_ID - 1, 0] == 0  # each step: .any() takes longer
+        first = self._first  # asked each step: this takes a tenth of what numpy's any() does
+        return first[0] == first[8] == first[16] == first[24] == 0
 
     def expired(self) -> list[int] | None:
         """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
@@ -45,6 +47,14 @@ class Record:
     def bad_id(self) -> list[int] | None:
         """Return [feature of its input, sample, rows of its table] of an id outside its table, or None."""
         return self._read(_BAD_ID, 3)
+
+    def overflow(self) -> list[int] | None:
+        """Return [rank, feature, its ids, how many there may be] of a batch that is not as it must be, or None."""
+        return self._read(_OVERFLOW, 4)
+
+    def bad_arrival(self) -> list[int] | None:
+        """Return [shard, rank it came from, place there, id, rows of the table] of an id outside its table, or None."""
+        return self._read(_BAD_ARRIVAL, 5)
 
     def _read(self, kind: int, count: int) -> list[int] | None:
         words = self._words[kind - 1]

@@ -4,6 +4,7 @@ In a training step `Exchange.start` starts the forward's half and returns what w
 `start_backward`, when the gradient of the pooled embeddings is there, and `finish_backward`, at the end.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -14,8 +15,10 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
@@ -93,6 +96,10 @@ class Exchange:
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._pending: Step | None = None
         self._failure: str | None = None
+        self._ids: IdLayout | None = None
+        self._sent: deque[ArrivedIds] = deque()
+        self.captured = False
+        """whether steps may be captured in a CUDA graph: their counters are then advanced on the device"""
 
     @property
     def steps(self) -> int:
@@ -120,7 +127,7 @@ class Exchange:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
-        if self._counts_epochs and torch.cuda.is_current_stream_capturing():
+        if self._counts_epochs and not self.captured and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
                 f"step's epoch for ever; leave the embedding stage out of the graph"
@@ -136,13 +143,63 @@ class Exchange:
         """Start to pool and to send."""
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
-        if self._halves is None or step.batch.most > self._capacity:
-            self.close()
-            self._capacity = max(1, step.batch.most)
-            known = self.layout, self._tables, self.options, self._group, self.device
-            self._halves = open_halves(ExchangeContext(*known, self._capacity, self.counters))
-        self._halves.forward.start(step)
+        self._require(step.batch.most).forward.start(step)
         self._pending = step
+
+    def _require(self, samples: int) -> Halves:
+        """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
+        if self._halves is None or samples > self._capacity:
+            self.close()
+            self._capacity = max(1, samples)
+            known = self.layout, self._tables, self.options, self._group, self.device
+            self._halves = open_halves(ExchangeContext(*known, self._capacity, self.counters, self._ids))
+        return self._halves
+
+    def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
+        """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
+
+        Args:
+            keys: the features in the order in which every batch has them, alike on all ranks.
+            bound: the most that a rank brings to a step.
+
+        Raises:
+            InputError: if a feature has no bound, or there is no room for the windows.
+        """
+        self.close()
+        self.layout = joined(self.layout)
+        self._ids = IdLayout(self.layout, list(keys), bound)
+        self._require(bound.samples)
+
+    @_uncompiled
+    def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
+        """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
+
+        The ids of a step may be sent when its forward begins at the latest, those of the step after it until then.
+        """
+        self._sent.append(self._send(features, count))
+
+    @_fails_for_good
+    def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
+        assert self._ids is not None, "an exchange that does not take ids"
+        ids = self._require(self._ids.bound.samples).ids
+        assert ids is not None
+        return ids.send(features, count)
+
+    def forget_sent_ids(self) -> None:
+        """Forget ids that were sent for steps that will not be taken."""
+        self._sent.clear()
+
+    @_uncompiled
+    def start_sent(self, features: KeyedJaggedTensor) -> "PooledAwaitable":
+        """Start a step whose ids have been sent first among those that wait; where none wait, send `features`.
+
+        Returns:
+            As `start`.
+        """
+        if not self._sent:
+            self.send_ids(features)
+        arrived = self._sent.popleft()
+        return self.start([arrived.ids], arrived.batch.per_rank)
 
     def _set_aside(self, step: Step) -> None:
         """Keep the pooled embeddings of a step that may still be asked for when the next has begun."""
@@ -212,6 +269,7 @@ class Exchange:
     def close(self) -> None:
         """Give the windows back, and raise what kernels have recorded. Every rank must be through with its steps."""
         self._pending = None
+        self._sent.clear()
         if self._halves is None:
             return
         halves, self._halves, self._capacity = self._halves, None, 0

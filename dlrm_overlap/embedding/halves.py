@@ -1,10 +1,11 @@
-"""The two halves of an exchange, forward and backward, and the memory that both use."""
+"""The parts of an exchange, forward, backward and that of the ids, and the memory that they use."""
 
 from typing import NamedTuple
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.embedding.backends.base import Backward, Forward
+from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 
@@ -14,11 +15,15 @@ class Halves(NamedTuple):
 
     forward: Forward
     backward: Backward
+    ids: IdExchange | None
+    """brings ids to the owners of their rows, where that is not left to TorchRec"""
     arena: Arena | None
-    """memory of every rank's windows and flags; None where neither half has windows"""
+    """memory of every rank's windows and flags; None where no part has windows"""
 
     def check(self) -> None:
         """Raise what a kernel has recorded; never waits for the device."""
+        if self.ids is not None:
+            self.ids.check()
         self.forward.check()
         self.backward.check()
 
@@ -26,12 +31,16 @@ class Halves(NamedTuple):
         """Give the memory back. Every rank must be through with its steps."""
         self.backward.close()
         self.forward.close()
+        if self.ids is not None:
+            self.ids.close()
         if self.arena is not None:
             self.arena.close()
 
 
 def open_halves(context: ExchangeContext) -> Halves:
-    """Make the halves of the backend and the backward that the options name, and their windows; a collective.
+    """Make the halves of the backend and the backward that the options name, the ids' exchange, and their windows.
+
+    A collective.
 
     Raises:
         InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
@@ -41,14 +50,19 @@ def open_halves(context: ExchangeContext) -> Halves:
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
     classes = forward.load(device_type), BACKWARDS[options.resolved_backward].load(device_type)
     specs = [half.window_spec(context) for half in classes]
+    specs.append(context.ids.windows if context.ids is not None else None)
     regions: dict[str, Region] = {}
     for spec in specs:
         regions |= spec.regions(context.group.size()) if spec else {}
     arena = open_arena(regions, context.group, context.device) if regions else None
-    counters = context.counters.forward, context.counters.backward
+    counters = context.counters.forward, context.counters.backward, context.counters.ids
     pairs = [
         WindowPair(spec, arena, counter) if spec and arena else None
         for spec, counter in zip(specs, counters, strict=True)
     ]
-    forward_half, backward_half = (half(context, windows) for half, windows in zip(classes, pairs, strict=True))
-    return Halves(forward_half, backward_half, arena)
+    forward_windows, backward_windows, id_windows = pairs
+    ids: IdExchange | None = None
+    if context.ids is not None:
+        assert id_windows is not None
+        ids = (DeviceIdExchange if device_type == "cuda" else HostIdExchange)(context, context.ids, id_windows)
+    return Halves(classes[0](context, forward_windows), classes[1](context, backward_windows), ids, arena)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
@@ -73,3 +74,5 @@ class ExchangeContext:
     samples_per_rank: int
     """the most samples that a rank may bring to a step"""
     counters: StepCounters
+    ids: IdLayout | None = None
+    """where ids are, if this exchange sends them to the owners of their rows; None leaves that to TorchRec"""

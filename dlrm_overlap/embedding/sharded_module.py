@@ -22,8 +22,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, 
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm, unsupported
 
@@ -46,6 +48,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._options, self._output_order = options, output_order
         self._reasons_told: set[str] = set()
         self.exchange: Exchange | None = None
+        self._takes_ids = False
         self._set_up_exchange()
 
     def _set_up_exchange(self) -> None:
@@ -117,6 +120,32 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 return reason
         return None
 
+    def why_ids_are_not_taken(self) -> str | None:
+        """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
+        if self.exchange is None:
+            return "it exchanges nothing"
+        if len(self._exchanged) < len(self._embedding_shardings):
+            return "some of its tables stay with TorchRec"
+        options = self.exchange.options
+        if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
+            return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
+        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
+            return "a tracker is registered"
+        return None
+
+    def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
+        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
+        assert self.exchange is not None
+        self.exchange.take_ids(keys, bound)
+        self._takes_ids = True
+
+    def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
+        """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
+        if not self._takes_ids:
+            return super().forward(*input, **kwargs)
+        assert self.exchange is not None
+        return self._awaitable([self.exchange.start_sent(*input, **kwargs)])
+
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or self._falls_back(ctx, input):
@@ -128,16 +157,19 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
-        awaitable = EmbeddingBagCollectionAwaitable(
-            awaitables=self._in_order(exchanged, others),
-            embedding_dims=self._output_dims,
-            embedding_names=self._output_names,
-            module_fqn=self._module_fqn,
-        )
+        awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
+
+    def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
+        return EmbeddingBagCollectionAwaitable(
+            awaitables=parts,
+            embedding_dims=self._output_dims,
+            embedding_names=self._output_names,
+            module_fqn=self._module_fqn,
+        )
 
     def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
         """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
@@ -223,7 +255,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
             feature = 0
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
-                    for name in table.embedding_names:
+                    for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
                         shard = FeatureShard(
                             name=name,
                             owner=owner,
@@ -235,6 +267,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                             dim=table.local_cols,
                             mean=config.pooling == PoolingType.MEAN,
                             dtype=data_type_to_dtype(config.data_type),
+                            feature_name=feature_name,
                         )
                         shards.append(shard)
                         feature += 1

@@ -45,7 +45,7 @@ class Stage:
                 for table, dim in enumerate(dims):
                     name = f"rank{owner}_{feature}"
                     place = (owner, 0, feature, lookup, table, 0)
-                    self.shards.append(FeatureShard(name, *place, dim, mean=bool(mean), dtype=torch.float32))
+                    self.shards.append(FeatureShard(name, *place, dim, bool(mean), torch.float32, name))
                     feature += 1
                 if dims and owner == rank:
                     pooling = PoolingMode.MEAN if mean else PoolingMode.SUM

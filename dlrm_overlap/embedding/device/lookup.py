@@ -77,7 +77,9 @@ class DeviceLookup:
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
         """Return what a kernel takes beside its tensors."""
-        return PoolingOptions(self._rank, self._schedule, tuning, self._bad_ids.mode != BoundsCheckMode.NONE)
+        # Ids that our own exchange has brought have been checked when they arrived.
+        check = self._bad_ids.mode != BoundsCheckMode.NONE and self._context.ids is None
+        return PoolingOptions(self._rank, self._schedule, tuning, check)
 
     def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
         """Return the rows [b_w, D_local] of each rank w in a send buffer [B, D_local], as windows to store into."""

@@ -36,7 +36,7 @@ class InputRows:
 
     def __init__(self, shards: Sequence[FeatureShard], tables: LocalTables, gradients: GradientLayout) -> None:
         """Take the shards of one input in the order of their features, in which those of a table are together."""
-        self.input, self.features = shards[0].input, len(shards)
+        self.input = shards[0].input
         self._tables, self._gradients = tables, gradients
         first_keys: list[int] = []
         key = 0
@@ -44,9 +44,11 @@ class InputRows:
             table = list(same)
             first_keys += [key] * len(table)
             key += tables.weight(table[0]).shape[0]
-        device = tables.weight(shards[0]).device
-        self._first_keys = torch.tensor([*first_keys, key], dtype=torch.int64, device=device)
+        self._device = device = tables.weight(shards[0]).device
+        # The ids of one feature more may pad their number, see `ArrivedIds`; their key is beyond those of all rows.
+        self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
+        self._device_keys: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         starts = gradients.starts
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
@@ -96,18 +98,27 @@ class InputRows:
         state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
         return part, shard.lookup, weight_at, state_at
 
+    def _keys(self, features: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [features + 1] on the device: the first key of each feature's table, and the end."""
+        if (features, dtype) not in self._device_keys:
+            keys = torch.tensor(self._first_keys[: features + 1], dtype=dtype, device=self._device)
+            self._device_keys[features, dtype] = keys
+        return self._device_keys[features, dtype]
+
     def sort(self, step: Step) -> PreparedRuns | None:
         """Sort the ids by key, by FBGEMM's radix sort, and prepare the update of their rows; None if there are none."""
         ids = step.inputs[self.input]
         values, offsets, samples = ids.values(), ids.offsets(), step.batch.total
         if values.numel() == 0:
             return None
-        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, self.features)
+        features = (offsets.numel() - 1) // samples
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
+        index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
-            self._first_keys,
+            self._keys(features, index_type),
             self._key_bits,
-            values.long(),
-            offsets.long(),
+            values.to(index_type),
+            offsets.to(index_type),
             info_B_num_bits=bits,
             info_B_mask=mask,
         )

@@ -35,6 +35,8 @@ class FeatureShard:
     """whether a bag is pooled into the mean of its rows, rather than their sum"""
     dtype: torch.dtype
     """type of the rows"""
+    feature_name: str
+    """name of the feature in the ids: `name` unless several tables pool the feature"""
 
 
 @dataclass(frozen=True)

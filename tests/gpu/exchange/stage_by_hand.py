@@ -150,6 +150,7 @@ class Stage:
                     dim=table.dim,
                     mean=table.mean,
                     dtype=table.dtype,
+                    feature_name=f"t{first}",
                 )
 
     def _first_of(self, t: int) -> int:

@@ -11,7 +11,8 @@ from tests.agreement import assert_same
 
 
 def _shard(owner: int, dim: int, feature: int = 0) -> FeatureShard:
-    return FeatureShard(f"t_{owner}_{feature}", owner, 0, feature, 0, feature, 0, dim, False, torch.float32)
+    name = f"t_{owner}_{feature}"
+    return FeatureShard(name, owner, 0, feature, 0, feature, 0, dim, False, torch.float32, name)
 
 
 def test_bytes_of_a_hand_computed_step() -> None:

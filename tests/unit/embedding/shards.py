@@ -8,4 +8,4 @@ from dlrm_overlap.embedding.protocol.layout import FeatureShard
 def make_shard(name: str, owner: int, dim: int, **where: int) -> FeatureShard:
     """Return a shard of float32 rows, at the first of every place but for those named."""
     where = {"input": 0, "feature": 0, "lookup": 0, "table": 0, "first_column": 0} | where
-    return FeatureShard(name=name, owner=owner, dim=dim, mean=False, dtype=torch.float32, **where)
+    return FeatureShard(name, owner, dim=dim, mean=False, dtype=torch.float32, feature_name=name, **where)

@@ -60,6 +60,6 @@ def test_groups_are_the_lookups(layout: Layout) -> None:
 def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
     assert list(layout.pooled_together(0).values()) == [SHARDS[:2], SHARDS[2:4]]
     assert layout.pooled_together(1) == {}
-    half = [make_shard("a", 0, 4), FeatureShard("b", 0, 0, 1, 0, 1, 0, 4, mean=True, dtype=torch.float16)]
+    half = [make_shard("a", 0, 4), FeatureShard("b", 0, 0, 1, 0, 1, 0, 4, True, torch.float16, "b")]
     both = Layout(half, ["a", "b"], world_size=1).pooled_together(0)
     assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}

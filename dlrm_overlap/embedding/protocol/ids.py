@@ -1,0 +1,130 @@
+"""What both ends agree on when ids go to the owners of their rows: how many there may be, and where each is stored.
+
+Every rank publishes the ids of its samples in a window of its own, and raises a flag; the owners of the rows read what
+they need from there. The ids arrive as one input: those of an owner's shards, feature after feature, each with the bags
+of rank 0's samples first. Nothing that depends on the batch is known to the host, so all places are found on the device
+or, where every bag of a feature has the same number of ids, beforehand.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from dlrm_overlap.comm.arena import Region
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.protocol.windows import WindowSpec
+
+_ALIGNMENT = 4  # int32 words, of what begins in a window
+
+
+@dataclass(frozen=True)
+class BatchBound:
+    """The most that a rank brings to a step; memory and launches are sized by it.
+
+    Example: BatchBound(512, {"user": (1, 1), "clicks": (0, 50)}) is of batches of 512 samples, each with one user and
+    up to 50 clicks.
+    """
+
+    samples: int
+    """samples of a rank, b: every training batch has as many, a batch to evaluate may have fewer, alike on all ranks"""
+    bag_sizes: Mapping[str, tuple[int, int]]
+    """the least and the most ids of a bag, by feature. Where the two agree for every feature, lengths are never read"""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise InputError(f"BatchBound: {self.samples} samples must be at least 1; give the samples of a rank's batch")
+        for name, (least, most) in self.bag_sizes.items():
+            if not 0 <= least <= most:
+                raise InputError(f"BatchBound: {least} .. {most} ids a bag of {name} is no range; give (least, most)")
+
+    @property
+    def known_lengths(self) -> bool:
+        """Whether every bag of a feature has the same number of ids."""
+        return all(least == most for least, most in self.bag_sizes.values())
+
+    def capacity(self, keys: Sequence[str]) -> list[int]:
+        """Return the most ids of a rank's batch, by feature.
+
+        Raises:
+            InputError: if a feature has no bound.
+        """
+        for key in keys:
+            if key not in self.bag_sizes:
+                raise InputError(f"BatchBound: no bound for the ids of feature {key}; name it in bag_sizes")
+        return [self.samples * self.bag_sizes[key][1] for key in keys]
+
+
+@dataclass(frozen=True)
+class IdLayout:
+    """Where ids are in a rank's window, and where they arrive.
+
+    Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
+    the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
+    """
+
+    layout: Layout
+    """the shards of all ranks, with one input a rank: see `joined`"""
+    keys: Sequence[str]
+    """the features in the order in which every batch has them"""
+    bound: BatchBound
+
+    @cached_property
+    def capacity(self) -> list[int]:
+        """The most ids of a rank's batch, by feature in order of `keys`."""
+        return self.bound.capacity(self.keys)
+
+    @cached_property
+    def values(self) -> int:
+        """The most ids of a rank's batch."""
+        return sum(self.capacity)
+
+    @property
+    def offsets_at(self) -> int:
+        """First word of a window's offsets."""
+        return -(-self.values // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def windows(self) -> WindowSpec:
+        """What the ids need in every rank's arena: int32 ids, then the int32 offsets of all bags; one flag a rank.
+
+        Where lengths are known, the number of ids is there in place of the offsets.
+        """
+        offsets = 0 if self.bound.known_lengths else len(self.keys) * self.bound.samples
+        return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
+
+    def features(self, rank: int) -> list[int]:
+        """Return the index in `keys` of each feature shard of `rank`."""
+        places = {key: index for index, key in enumerate(self.keys)}
+        return [places[shard.feature_name] for shard in self.layout.by_owner[rank]]
+
+    def arriving(self, rank: int) -> int:
+        """Return the most ids that arrive at `rank`."""
+        return self.layout.world_size * sum(self.capacity[feature] for feature in self.features(rank))
+
+    def known_places(self, rank: int, samples: int) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return where ids are that have known lengths, for batches of `samples`.
+
+        Returns:
+            For each of the rank's F feature shards and each source, [F * W]: the first id in the source's window, the
+            number of ids, and where they arrive; then the offsets at which the F features' bags begin, and the end,
+            [F + 1].
+        """
+        sizes = [self.bound.bag_sizes[key][1] * samples for key in self.keys]
+        starts = [0, *accumulate(sizes)]
+        world_size, features = self.layout.world_size, self.features(rank)
+        counts = [sizes[feature] for feature in features for _ in range(world_size)]
+        sources = [starts[feature] for feature in features for _ in range(world_size)]
+        arrivals = [0, *accumulate(counts)]
+        return sources, counts, arrivals[:-1], arrivals[::world_size]
+
+
+def joined(layout: Layout) -> Layout:
+    """Return the layout of the same shards whose ids are all in one input of their owner, in the same order."""
+    shards: list[FeatureShard] = []
+    for owned in layout.by_owner:
+        shards += [replace(shard, input=0, feature=index) for index, shard in enumerate(owned)]
+    return Layout(shards, layout.names, layout.world_size)

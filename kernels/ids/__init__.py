@@ -1,0 +1,1 @@
+"""Ids to the owners of their rows."""

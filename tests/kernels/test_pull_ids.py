@@ -1,0 +1,162 @@
+"""Ids to their owners under Triton's interpreter, all ranks' windows in one process."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.record import Record
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.ids.pull_ids import Places, Published, place_ids, pull_ids, pull_tasks
+from tests.agreement import assert_same
+from tests.kernels.emulation import CPU, interpreted
+
+pytestmark = interpreted
+
+GUARD = -7
+_BLOCK = 4
+
+
+class Ranks:
+    """The windows of W ranks of b samples, and what a rank that asks for some features is to receive."""
+
+    def __init__(self, bag_sizes: Sequence[tuple[int, int]], world_size: int = 3, samples: int = 5) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.world_size, self.samples = world_size, samples
+        self.capacities = [samples * most for _, most in bag_sizes]
+        self.offsets_at = sum(self.capacities) + 3
+        self.record = Record(CPU)
+        self.published: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.windows: list[torch.Tensor] = []
+        for _ in range(world_size):
+            sizes = [torch.randint(low, high + 1, (samples,), generator=generator) for low, high in bag_sizes]
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(sizes).cumsum(0)]).int()
+            ids = torch.randint(0, 100, (int(offsets[-1]),), generator=generator).int()
+            window = torch.full((self.offsets_at + offsets.numel(),), GUARD, dtype=torch.int32)
+            window[: ids.numel()] = ids
+            window[self.offsets_at :] = offsets
+            self.published.append((ids, offsets))
+            self.windows.append(window)
+
+    def ask(self, requested: Sequence[int], rows: int = 100) -> Published:
+        return Published(
+            windows=torch.tensor([window.data_ptr() for window in self.windows]),
+            offsets_at=self.offsets_at,
+            requested=torch.tensor(requested).int(),
+            rows=torch.full((len(requested),), rows).int(),
+            capacities=torch.tensor(self.capacities).int(),
+        )
+
+    def pull(
+        self, requested: Sequence[int], rows: int = 100, known: Places | None = None, check: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return values and offsets as they arrive, each with a guard behind it, and the padding among them."""
+        pairs, batch = len(requested) * self.world_size, self.world_size * self.samples
+        capacity = self.world_size * sum(self.capacities[feature] for feature in requested)
+        values = torch.full((capacity + 1,), GUARD, dtype=torch.int32)
+        offsets = torch.full(((len(requested) + 1) * batch + 2,), GUARD, dtype=torch.int32)
+        places = known or Places(*(torch.full((pairs + (i == 2),), GUARD, dtype=torch.int32) for i in range(3)))
+        published, lengths = self.ask(requested, rows), known is None
+        total = self.published[0][0].numel()
+        place_ids(published, places, self.record.status, self.samples, lengths, total)
+        here = [self.capacities[feature] for feature in requested]
+        tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
+        pull_ids(
+            published,
+            places,
+            torch.tensor(tasks).int().view(-1, 3),
+            values[:-1],
+            offsets,
+            self.record.status,
+            self.samples,
+            lengths=lengths,
+            check=check,
+            block=_BLOCK,
+        )
+        assert values[-1] == GUARD
+        assert offsets[-1] == GUARD
+        return values[:-1], offsets[:-1]
+
+
+@pytest.mark.parametrize("requested", [[0], [1, 0], [2, 1], [2, 2, 0]])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ids_arrive_with_their_offsets_and_are_padded(requested: list[int], world_size: int) -> None:
+    ranks = Ranks([(0, 3), (1, 1), (0, 7)], world_size)
+    values, offsets = ranks.pull(requested)
+    expected_values, expected_offsets = reference.pull_ids(ranks.published, requested, ranks.samples)
+    arrived, bags = expected_values.numel(), expected_offsets.numel()
+    assert_same(values[:arrived], expected_values, "values")
+    assert_same(offsets[:bags], expected_offsets, "offsets")
+    assert_same(values[arrived:], torch.zeros_like(values[arrived:]), "padding")
+    padding = offsets[bags - 1 :]
+    assert padding[0] == arrived
+    assert padding[-1] == values.numel()
+    assert padding.numel() == world_size * ranks.samples + 1
+    assert 0 <= int(padding.diff().min()) <= int(padding.diff().max()) <= int(padding.diff().min()) + 1
+    assert ranks.record.empty
+
+
+def test_nothing_is_asked_for() -> None:
+    ranks = Ranks([(1, 2)])
+    values, offsets = ranks.pull([])
+    assert values.numel() == 0
+    assert_same(offsets, torch.full_like(offsets, GUARD), "offsets")
+
+
+def _known(ranks: Ranks, hots: Sequence[int], requested: Sequence[int]) -> Places:
+    starts = torch.tensor([0, *hots]).cumsum(0) * ranks.samples
+    counts = torch.tensor([hots[f] * ranks.samples for f in requested for _ in range(ranks.world_size)])
+    sources = torch.tensor([int(starts[f]) for f in requested for _ in range(ranks.world_size)])
+    arrivals = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return Places(sources.int(), counts.int(), arrivals.int())
+
+
+def test_known_lengths_need_no_offsets() -> None:
+    hots, requested = [3, 1, 2], [2, 0]
+    ranks = Ranks([(hot, hot) for hot in hots])
+    expected, _ = reference.pull_ids(ranks.published, requested, ranks.samples)
+    known = _known(ranks, hots, requested)
+    for window, (ids, _) in zip(ranks.windows, ranks.published, strict=True):
+        window[ranks.offsets_at :] = GUARD
+        window[ranks.offsets_at] = ids.numel()
+    values, offsets = ranks.pull(requested, known=known)
+    assert_same(values, expected, "values")
+    assert_same(offsets, torch.full_like(offsets, GUARD), "offsets, which are known already")
+    assert ranks.record.empty
+
+
+def test_another_number_of_ids_than_is_known_is_recorded() -> None:
+    ranks = Ranks([(2, 2), (1, 1)])
+    known = _known(ranks, [2, 1], [1])
+    for rank, window in enumerate(ranks.windows):
+        window[ranks.offsets_at] = 15 - (rank == 1)
+    ranks.pull([1], known=known)
+    record = ranks.record.overflow()
+    assert record is not None
+    assert (record[0], record[2], record[3]) == (1, 14, 15)
+
+
+@pytest.mark.parametrize("requested", [[0], [1], []])  # every rank finds it, whatever it asks for
+def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
+    ranks = Ranks([(1, 2), (3, 3)])
+    ranks.capacities[1] = 14
+    for rank in (0, 1):
+        window, (_, offsets) = ranks.windows[rank], ranks.published[rank]
+        window[ranks.offsets_at + 10 : ranks.offsets_at + offsets.numel()] -= 1  # 14 ids of feature 1, the last 9 bags
+        assert rank < 2
+    places = Places(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
+    place_ids(ranks.ask(requested), places, ranks.record.status, ranks.samples, lengths=True, total=0)
+    assert ranks.record.overflow() == [2, 1, 15, 14]
+
+
+@pytest.mark.parametrize("wrong", [-1, 100, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("check", [True, False])
+def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: bool) -> None:
+    ranks = Ranks([(2, 2), (1, 3)])
+    expected, _ = reference.pull_ids(ranks.published, [1, 0], ranks.samples)
+    ranks.windows[1][3] = wrong  # of feature 0, the 4th id of rank 1
+    values, _ = ranks.pull([1, 0], check=check)
+    place = expected.numel() - 2 * 10 + 3
+    expected[place] = 0 if check else wrong
+    assert_same(values[: expected.numel()], expected, "values")
+    assert ranks.record.bad_arrival() == ([1, 1, 3, wrong, 100] if check else None)
