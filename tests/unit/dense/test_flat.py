@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -107,14 +106,14 @@ def test_gradients_of_others_are_adopted() -> None:
     flat = _flat(model)
     flat.gradients.tensor.fill_(7)
     given = torch.full((5, 3), 2.0)
-    model[0].weight.grad, model[0].bias.grad = given, None
+    flat.parameters["0.weight"].grad, flat.parameters["0.bias"].grad = given, None
     flat.adopt_gradients(["0.weight"])
-    assert model[0].bias.grad is None
+    assert flat.parameters["0.bias"].grad is None
     flat.adopt_gradients()
     assert_same(flat.gradients.views["0.weight"], given, "a gradient that was set")
     assert not flat.gradients.views["0.bias"].any(), "None is zero"
     assert (flat.gradients.views["2.weight"] == 7).all(), "the flat tensor's own is left alone"
-    assert model[0].weight.grad is flat.gradients.views["0.weight"]
+    assert flat.parameters["0.weight"].grad is flat.gradients.views["0.weight"]
     model.zero_grad(set_to_none=True)
     flat.zero()
     assert not flat.gradients.tensor.any()
@@ -162,9 +161,7 @@ def test_under_distributed_model_parallel(world_of_one: dist.ProcessGroup, ddp: 
     model, twin = _model(), _model()
     twin.load_state_dict(model.state_dict())
     env, plan = ShardingEnv.from_process_group(world_of_one), ShardingPlan({})
-    sharded = DistributedModelParallel(
-        model, env, torch.device("cpu"), plan, [EmbeddingBagCollectionSharder()], init_data_parallel=ddp
-    )
+    sharded = DistributedModelParallel(model, env, torch.device("cpu"), plan, init_data_parallel=ddp)
     flat = _flat(sharded)
     for seed in range(3):
         flat.zero()
