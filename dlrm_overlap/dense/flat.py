@@ -1,0 +1,156 @@
+"""Dense parameters as views of one flat tensor, with gradients and optimizer state in flat tensors of one layout."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.dense.arguments import BLOCK
+
+_ALIGNED = 64  # elements: 256 bytes of float32, what cuBLAS and NCCL like best
+
+
+class Place(NamedTuple):
+    """Where a parameter is in the flat tensors, in elements."""
+
+    begin: int
+    end: int
+    """where the next parameter begins: zeros fill what lies between"""
+    shape: torch.Size
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's view of a flat tensor."""
+        return flat[self.begin : self.begin + self.shape.numel()].view(self.shape)
+
+
+class FlatTensor:
+    """A flat tensor with a view for each parameter.
+
+    The views are objects that stay: who keeps one, as `p.grad` or in an optimizer's state, finds it at its parameter's
+    new place once `FlatParameters.lay_out` has moved the parameters.
+    """
+
+    def __init__(self, tensor: torch.Tensor, places: Mapping[str, Place]) -> None:
+        self.tensor = tensor
+        """[n], zero wherever no parameter is"""
+        self.views = {name: place.of(tensor) for name, place in places.items()}
+        """parameter -> its part of the tensor, in its shape"""
+
+    def move(self, places: Mapping[str, Place]) -> None:
+        """Move each view with its content to another place."""
+        contents = {name: view.clone() for name, view in self.views.items()}
+        self.tensor.zero_()
+        for name, view in self.views.items():
+            view.data = places[name].of(self.tensor)
+            view.copy_(contents[name])
+
+
+class FlatParameters:
+    """Moves parameters into one flat tensor, and gives them gradients that are views of another.
+
+    The parameters stay the objects that they were: modules, DDP and optimizers that hold them see the same values.
+    Their gradients stay where they are as well, and backwards accumulate into them. A gradient that somebody else has
+    put in a view's stead, as DDP and TorchRec's `init_state` do, is taken into the view by `adopt_gradients`.
+
+    Example: parameters of 3 and 100 elements have the places 0 .. 2 and 64 .. 163 of 1024 elements, the rest is zero.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Move `parameters`, which are float32 and on one device, by name, as `named_parameters` gives them.
+
+        Raises:
+            InputError: if one cannot be moved.
+        """
+        _check(parameters)
+        self.parameters = dict(parameters)
+        self.device = next(iter(self.parameters.values())).device
+        self.places = self._place(self.parameters)
+        """by name, in the order of the layout"""
+        self._flat: list[FlatTensor] = []
+        self.weights = self.like(torch.float32)
+        self.gradients = self.like(torch.float32)
+        for name, view in self.weights.views.items():
+            view.copy_(self.parameters[name].data)
+        self._bind()
+        self.adopt_gradients()
+
+    def like(self, dtype: torch.dtype) -> FlatTensor:
+        """Return a flat tensor of zeros that has the parameters' layout, also when that changes."""
+        elements = next(reversed(self.places.values())).end
+        zeros = torch.zeros(-(-elements // BLOCK) * BLOCK, dtype=dtype, device=self.device)
+        self._flat.append(FlatTensor(zeros, self.places))
+        return self._flat[-1]
+
+    @torch.no_grad()
+    def lay_out(self, order: Sequence[str]) -> None:
+        """Place the parameters in another order; their values, gradients and what is `like` them move along.
+
+        Not once a CUDA graph has been captured: it would go on with the old places.
+        """
+        assert sorted(order) == sorted(self.places), "the order has every parameter once"
+        self.places = self._place(order)
+        for flat in self._flat:
+            flat.move(self.places)
+        self._bind()
+
+    def zero(self) -> None:
+        """Set all gradients to zero by one operation, and put the views back where others are."""
+        for name, view in self.gradients.views.items():
+            if self.parameters[name].grad is not view:
+                self.parameters[name].grad = view
+        self.gradients.tensor.zero_()
+
+    @torch.no_grad()
+    def adopt_gradients(self, names: Iterable[str] | None = None) -> None:
+        """Copy gradients that are not the flat tensor's own into it, and put the views back; None counts as zero.
+
+        Args:
+            names: of the parameters to look at; all if None.
+        """
+        for name in self.parameters if names is None else names:
+            parameter, view = self.parameters[name], self.gradients.views[name]
+            if parameter.grad is view:
+                continue
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def _place(self, order: Iterable[str]) -> dict[str, Place]:
+        places, begin = {}, 0
+        for name in order:
+            shape = self.parameters[name].shape
+            end = begin + -(-shape.numel() // _ALIGNED) * _ALIGNED
+            places[name] = Place(begin, end, shape)
+            begin = end
+        return places
+
+    def _bind(self) -> None:
+        for name, view in self.weights.views.items():
+            self.parameters[name].data = view
+
+
+def _check(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise an `InputError` for the first parameter that cannot be moved."""
+    if not parameters:
+        raise InputError("flat parameters: there are none; leave out the flat optimizer of a model without dense part")
+    first, device = next((name, parameter.device) for name, parameter in parameters.items())
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter:
+            what = f"is a {type(parameter).__name__} and must be a plain nn.Parameter, whose memory is its own"
+        elif parameter.dtype != torch.float32:
+            what = f"is {parameter.dtype} and must be torch.float32"
+        elif parameter.device != device:
+            what = f"is on {parameter.device} and must be on {device}, as {first} is"
+        elif not parameter.requires_grad:
+            what = "takes no gradient, and must take one"
+        elif id(parameter) in names:
+            what = f"is {names[id(parameter)]} again, and must be given once"
+        else:
+            names[id(parameter)] = name
+            continue
+        raise InputError(f"flat parameters: {name} {what}; leave it to another optimizer")

@@ -1,0 +1,192 @@
+"""The mean over the ranks of the flat gradient, in buckets that travel while the backward goes on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.dense.flat import FlatParameters
+
+
+@dataclass
+class _Bucket:
+    """A contiguous part of the flat gradient that is reduced at once."""
+
+    names: tuple[str, ...]
+    begin: int
+    end: int
+    waiting: set[str] = field(default_factory=set)
+    """parameters whose gradient this backward has not completed yet"""
+
+
+class GradientBuckets:
+    """Replaces the flat gradient by its mean over the ranks, bucket by bucket, each as soon as it is complete.
+
+    A bucket is reduced on a stream of its own, once a hook of autograd has seen the last of its gradients. All ranks
+    reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and what
+    is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only if the layout has the
+    order in which gradients are completed, about the reverse of the forward's, which `learn` finds out.
+
+    Backward and `finish` may be captured in a CUDA graph, as long as both are in it: the hooks run at the capture, and
+    the streams meet in `finish`. With one rank nothing is sent.
+
+    Example of a step:
+        optimizer.zero_grad()
+        loss.backward()     # under `with buckets.learn():` in the first step
+        buckets.finish()
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 16 << 20,
+    ) -> None:
+        """Hook into the backward of the parameters of `flat`, until `close`.
+
+        Args:
+            flat: the same parameters on all ranks.
+            group: its backend reduces tensors on the parameters' device.
+            dtype: in which gradients are sent and added up, float32 or bfloat16.
+            bucket_bytes: least size of what is sent at once, but for the last bucket.
+        """
+        assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
+        self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
+        self._least = -(-bucket_bytes // dtype.itemsize)
+        self._sent = None if dtype == torch.float32 else torch.empty_like(flat.gradients.tensor, dtype=dtype)
+        on_gpu = flat.device.type == "cuda"
+        # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
+        self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
+        self._filled_on: set[torch.cuda.Stream] = set()
+        self._completed: list[str] | None = None  # in the order of `learn`'s backward
+        self._cut(list(flat.places), len(flat.places))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
+            for name, parameter in flat.parameters.items()
+        ]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """First element of each bucket in the flat gradient, and the one behind its last, in the order of reduction."""
+        return [(bucket.begin, bucket.end) for bucket in self._buckets]
+
+    @contextmanager
+    def learn(self) -> Iterator[None]:
+        """Note in which order a backward within completes the gradients, and lay the parameters out in this order.
+
+        Ends with a collective: all ranks take rank 0's order. Parameters without a gradient come last, and join the
+        last bucket. Nothing has been reduced yet when it ends; `finish` then reduces all of it.
+        """
+        self._completed = []
+        try:
+            yield
+            completed = list(dict.fromkeys(self._completed))
+        finally:
+            self._completed = None
+        order, live = self._agree(completed)
+        self._flat.lay_out(order)
+        self._cut(order, live)
+
+    def finish(self) -> None:
+        """Reduce what the backward left, then make the current stream wait until the flat gradient is reduced.
+
+        Comes once after each backward, on all ranks; a second backward before it is an error.
+        """
+        self._note_stream()
+        for bucket in self._buckets[self._next :]:
+            self._flat.adopt_gradients(bucket.waiting)
+            self._reduce(bucket)
+        self._begin()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Let go of the parameters: backwards are as they were before."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _complete(self, name: str, parameter: nn.Parameter) -> None:
+        """Take note that the gradient of a parameter is complete; autograd calls it, on the stream that wrote it."""
+        if self._completed is not None:
+            self._completed.append(name)
+            return
+        bucket = self._bucket_of[name]
+        if name not in bucket.waiting:
+            raise RuntimeError(
+                f"gradient of {name}: a second one came before the first was reduced with its bucket; call finish() "
+                f"after each backward"
+            )
+        self._flat.adopt_gradients([name])
+        self._note_stream()
+        bucket.waiting.remove(name)
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._reduce(self._buckets[self._next])
+            self._next += 1
+
+    def _note_stream(self) -> None:
+        """Remember the current stream: autograd may run the nodes that fill a bucket on several."""
+        if self._stream is not None:
+            self._filled_on.add(torch.cuda.current_stream(self._flat.device))
+
+    @torch.no_grad()
+    def _reduce(self, bucket: _Bucket) -> None:
+        if self._ranks == 1:
+            return
+        gradient = self._flat.gradients.tensor[bucket.begin : bucket.end]
+        with self._behind_gradients():
+            if self._sent is None:
+                gradient.div_(self._ranks)
+                dist.all_reduce(gradient, group=self._group)
+            else:
+                sent = self._sent[bucket.begin : bucket.end]
+                torch.mul(gradient, 1 / self._ranks, out=sent)  # one kernel, which divides in float32
+                dist.all_reduce(sent, group=self._group)
+                gradient.copy_(sent)
+
+    def _behind_gradients(self) -> AbstractContextManager[object]:
+        """Return a context whose stream comes behind the gradients that are complete by now."""
+        if self._stream is None:
+            return nullcontext()
+        for stream in self._filled_on:
+            self._stream.wait_stream(stream)
+        return torch.cuda.stream(self._stream)
+
+    def _begin(self) -> None:
+        """Await all gradients anew."""
+        self._next = 0
+        """index of the first bucket that is not reduced"""
+        self._filled_on.clear()
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.names)
+
+    def _agree(self, completed: Sequence[str]) -> tuple[list[str], int]:
+        """Return rank 0's order of all parameters, and how many of them got a gradient."""
+        names = list(self._flat.parameters)
+        number = {name: index for index, name in enumerate(names)}
+        idle = [name for name in names if name not in set(completed)]
+        order = torch.tensor(
+            [len(completed), *(number[name] for name in (*completed, *idle))], device=self._flat.device
+        )
+        if self._ranks > 1:
+            dist.broadcast(order, group=self._group, group_src=0)
+        live, *numbers = order.tolist()
+        return [names[index] for index in numbers], live
+
+    def _cut(self, order: Sequence[str], live: int) -> None:
+        """Cut the layout into buckets; none begins with a parameter behind the first `live` ones."""
+        places, self._buckets = self._flat.places, list[_Bucket]()
+        first = 0
+        for index, name in enumerate(order):
+            size, last = places[name].end - places[order[first]].begin, index == len(order) - 1
+            if last or (size >= self._least and index + 1 < live):
+                names = tuple(order[first : index + 1])
+                self._buckets.append(_Bucket(names, places[names[0]].begin, places[name].end))
+                first = index + 1
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._begin()

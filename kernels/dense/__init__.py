@@ -1,0 +1,1 @@
+"""The kernel that updates the dense parameters, and its twin."""

@@ -1,0 +1,134 @@
+"""Two ranks with samples of their own get the mean of their gradients, and train as one under DDP."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from tests.agreement import assert_near, assert_same
+from tests.distributed.models import world
+from tests.distributed.workers import run_cases
+
+STEPS = 4
+
+
+class Branches(nn.Module):
+    """A network whose second branch is used where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(8, 70), nn.Linear(8, 70), nn.Linear(70, 1)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden + self.second(x).tanh() if both else hidden).square().mean()
+
+
+def _samples(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + rank))
+
+
+def _gradients(model: nn.Module, step: int, rank: int, both: bool = True) -> dict[str, torch.Tensor]:
+    """Return what a rank's backward gives for the weights of `model`."""
+    twin = Branches()
+    twin.load_state_dict(model.state_dict())
+    twin(_samples(step, rank), both).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
+
+
+def _check_mean(dtype: torch.dtype, learns: bool) -> None:
+    rank = dist.get_rank()
+    model = Branches()
+    flat = FlatParameters(dict(model.named_parameters()))
+    buckets = GradientBuckets(flat, world(), dtype, bucket_bytes=500)
+    for step in range(STEPS):
+        flat.zero()
+        each = [_gradients(model, step, other) for other in range(2)]
+        if learns and step == 0:
+            with buckets.learn():
+                model(_samples(step, rank)).backward()
+            assert next(iter(flat.places)).startswith("last")
+        else:
+            model(_samples(step, rank)).backward()
+        buckets.finish()
+        assert len(buckets.ranges) > 1
+        for key, view in flat.gradients.views.items():
+            halves = [(gradients[key] / 2).to(dtype) for gradients in each]
+            assert_same(view, (halves[0] + halves[1]).float(), f"{key} in step {step}")
+        flat.weights.tensor.sub_(flat.gradients.tensor)
+
+
+def _check_parts() -> None:
+    """Each rank learns another order, and leaves out the branch in other steps."""
+    rank = dist.get_rank()
+    model = Branches()
+    flat = FlatParameters(dict(model.named_parameters()))
+    buckets = GradientBuckets(flat, world(), bucket_bytes=1)
+    for step in range(STEPS):
+        flat.zero()
+        both = [(step + other) % 2 == 0 or step == STEPS - 1 for other in range(2)]
+        each = [_gradients(model, step, other, both[other]) for other in range(2)]
+        if step == 0:
+            with buckets.learn():
+                model(_samples(step, rank), both[rank]).backward()
+        else:
+            model(_samples(step, rank), both[rank]).backward()
+        buckets.finish()
+        for key, view in flat.gradients.views.items():
+            assert_same(view, (each[0][key] + each[1][key]) / 2, f"{key} in step {step}")
+    orders: list = [None, None]
+    dist.all_gather_object(orders, list(flat.places))
+    assert orders[0] == orders[1]
+
+
+def _check_ddp() -> None:
+    rank = dist.get_rank()
+    ours, theirs = Branches(), Branches()
+    flat = FlatParameters(dict(ours.named_parameters()))
+    optimizer, buckets = FlatOptimizer(flat, "adagrad", 0.1), GradientBuckets(flat, world(), bucket_bytes=500)
+    wrapped = nn.parallel.DistributedDataParallel(theirs)
+    reference = torch.optim.Adagrad(theirs.parameters(), lr=0.1, eps=1e-8)
+    for step in range(10):
+        for model, each in ((ours, optimizer), (wrapped, reference)):
+            each.zero_grad()
+            if model is ours and step == 0:
+                with buckets.learn():
+                    model(_samples(step, rank)).backward()
+            else:
+                model(_samples(step, rank)).backward()
+            if model is ours:
+                buckets.finish()
+            each.step()
+    for (name, weight), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert_near(weight.data, expected.data, 1e-6, name)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "float32": partial(_check_mean, torch.float32, learns=False),
+    "float32 learnt": partial(_check_mean, torch.float32, learns=True),
+    "bfloat16": partial(_check_mean, torch.bfloat16, learns=False),
+    "bfloat16 learnt": partial(_check_mean, torch.bfloat16, learns=True),
+    "other parts on each rank": _check_parts,
+    "as under DDP": _check_ddp,
+}
+
+
+def _run(case: str) -> None:
+    CASES[case]()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    return run_cases(_run, 2, tmp_path_factory.mktemp("gradients"), list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_mean_of_both_ranks(ended: Callable[[str], None], case: str) -> None:
+    ended(case)

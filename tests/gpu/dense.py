@@ -1,0 +1,218 @@
+"""The command: `python -m tests.gpu.dense`, on one GPU.
+
+Checks the dense parameters' optimizer against torch.optim, eagerly and in CUDA graphs, and a captured step with its
+gradients' buckets, then prints how long an update takes. Needs no pytest.
+"""
+
+import statistics
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.kernels.dense.arguments import STATES
+from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+
+SHAPES = {"wide": (1000, 130), "narrow": (3, 7), "bias": (1000,), "scale": ()}
+LR, EPS, STEPS = 0.05, 1e-8, 50
+TIMED_ELEMENTS = 16 << 20
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": partial(torch.optim.Adagrad, eps=EPS),
+    "adam": partial(torch.optim.Adam, eps=EPS),
+}
+
+
+def _parameters(device: torch.device) -> dict[str, nn.Parameter]:
+    generator = torch.Generator(device).manual_seed(0)
+    return {n: nn.Parameter(torch.randn(s, generator=generator, device=device)) for n, s in SHAPES.items()}
+
+
+def _rate(step: int) -> float:
+    """Return the learning rate of a step, which changes in most."""
+    return LR * (1 + step % 5) / (1 + step % 3)
+
+
+def _randomise(gradients: dict[str, torch.Tensor], step: int) -> None:
+    for index, gradient in enumerate(gradients.values()):
+        generator = torch.Generator(gradient.device).manual_seed(100 * step + index)
+        gradient.normal_(generator=generator)
+
+
+def _expected(kind: str, device: torch.device) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Return what torch.optim makes of `STEPS` steps."""
+    parameters = _parameters(device)
+    optimizer = _MAKERS[kind](parameters.values(), lr=LR)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for step in range(STEPS):
+        _randomise({name: p.grad for name, p in parameters.items() if p.grad is not None}, step)
+        optimizer.param_groups[0]["lr"] = _rate(step)
+        optimizer.step()
+    return parameters, optimizer
+
+
+def check_optimizer(kind: str, captured: bool, device: torch.device) -> None:
+    """Hold weights, state and shadows after `STEPS` steps against torch.optim; `captured`, a graph is replayed."""
+    flat = FlatParameters(_parameters(device))
+    optimizer = FlatOptimizer(flat, kind, LR, EPS, shadow_dtype=torch.bfloat16)
+    update: Callable[[], Any] = optimizer.step
+    first = 0
+    if captured:
+        optimizer.param_groups[0]["lr"] = _rate(0)
+        _randomise(flat.gradients.views, 0)
+        optimizer.step()  # Triton compiles before the capture
+        first, graph = 1, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        update = graph.replay
+    for step in range(first, STEPS):
+        _randomise(flat.gradients.views, step)
+        optimizer.param_groups[0]["lr"] = _rate(step)
+        optimizer.refresh()
+        update()
+    parameters, reference = _expected(kind, device)
+    for name, parameter in flat.parameters.items():
+        assert_near(parameter.data, parameters[name].data, WEIGHT_TOLERANCE["fp32"], name)
+        assert_same(optimizer.shadow(name), parameter.data.bfloat16(), f"shadow of {name}")
+        for key, value in reference.state[parameters[name]].items():
+            ours = optimizer.state[parameter][key]
+            assert_near(ours, value.to(device), WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
+    for tensor in (flat.weights.tensor, *(state.tensor for state in optimizer._states.values())):
+        used = sum(parameter.numel() for parameter in flat.parameters.values())
+        assert int(tensor.count_nonzero()) <= used, "padding is zero"
+
+
+class _Network(nn.Module):
+    """A few layers, of which the last ones' gradients are there first."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def check_captured_step(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Hold a captured step against the eager one, bit by bit: zeros, forward, backward, buckets, optimizer.
+
+    The group is of one rank, but divides by two, so that buckets are reduced on their stream, by NCCL.
+    """
+    models = [_Network(device), _Network(device)]
+    flats = [FlatParameters(dict(model.named_parameters())) for model in models]
+    optimizers = [FlatOptimizer(flat, "adagrad", LR, EPS) for flat in flats]
+    buckets = [GradientBuckets(flat, group, dtype, bucket_bytes=1 << 18) for flat in flats]
+    x = torch.empty(64, 256, device=device)
+
+    def step(index: int) -> None:
+        flats[index].zero()
+        models[index](x).backward()
+        buckets[index].finish()
+        optimizers[index].step()
+
+    for each in buckets:
+        each._ranks = 2
+    for index, each in enumerate(buckets):
+        x.normal_(generator=torch.Generator(device).manual_seed(0))
+        with each.learn():
+            models[index](x).backward()
+        each.finish()
+        assert len(each.ranges) > 2
+        step(index)
+    own = torch.autograd.grad(models[0](x), [*models[0].parameters()])
+    flats[0].zero()
+    models[0](x).backward()
+    buckets[0].finish()
+    for (name, view), gradient in zip(flats[0].gradients.views.items(), own, strict=True):
+        assert_near(view, (gradient / 2).to(dtype).float(), 1e-2 if dtype == torch.bfloat16 else 1e-6, name)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        step(1)
+    for seed in range(1, 20):
+        x.normal_(generator=torch.Generator(device).manual_seed(seed))
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = _rate(seed)
+            optimizer.refresh()
+        step(0)
+        graph.replay()
+        assert_same(flats[1].gradients.tensor, flats[0].gradients.tensor, f"gradients of step {seed}")
+        assert_same(flats[1].weights.tensor, flats[0].weights.tensor, f"weights of step {seed}")
+    for each in buckets:
+        each.close()
+
+
+def time_update(kind: str, shadow: torch.dtype | None, device: torch.device) -> str:
+    """Return a line that says how long an update of `TIMED_ELEMENTS` parameters takes, captured and replayed."""
+    flat = FlatParameters({"weight": nn.Parameter(torch.randn(TIMED_ELEMENTS, device=device))})
+    optimizer = FlatOptimizer(flat, kind, LR, EPS, shadow_dtype=shadow)
+    flat.gradients.tensor.normal_()
+    optimizer.step()
+    graph, updates = torch.cuda.CUDAGraph(), 10
+    with torch.cuda.graph(graph):
+        for _ in range(updates):
+            optimizer.step()
+    graph.replay()
+    times_ms = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times_ms.append(start.elapsed_time(end) / updates)
+    moved = TIMED_ELEMENTS * (12 + 8 * len(STATES[kind]) + (shadow.itemsize if shadow else 0))
+    ms = statistics.median(times_ms)
+    rate = f"{moved / 1e6:6.1f} MB, {moved / ms / 1e6:6.0f} GB/s"
+    return f"{kind:8} {'bfloat16 shadow' if shadow else 'no shadow':16} {ms:7.4f} ms  {rate}"
+
+
+def main() -> int:
+    """Run the checks, then the timings; return 1 if a check failed, 2 without a GPU."""
+    if not torch.cuda.is_available():
+        print("tests.gpu.dense: no GPU is there, and one must be; run it where nvidia-smi shows one", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    checks: dict[str, Callable[[], None]] = {
+        f"{kind} {'captured' if captured else 'eager'}": partial(check_optimizer, kind, captured, device)
+        for kind in STATES
+        for captured in (False, True)
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        checks[f"captured step, {dtype}"] = partial(check_captured_step, dtype, device, group)
+    failed = 0
+    for name, check in checks.items():
+        try:
+            check()
+            print(f"ok      {name}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+    if not failed:
+        print(f"{TIMED_ELEMENTS} parameters on {torch.cuda.get_device_name(device)}:")
+        for kind in STATES:
+            for shadow in (None, torch.bfloat16):
+                print(time_update(kind, shadow, device), flush=True)
+    dist.destroy_process_group()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The kernel that updates the dense parameters against its twin, and the twin against torch.optim."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dlrm_overlap.kernels.dense import reference, update
+from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES, FlatUpdate
+from tests.agreement import assert_near, assert_same
+from tests.kernels.emulation import interpreted, to_wire
+
+LR, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
+OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=LR),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=LR, eps=EPS),
+    "adam": lambda weights: torch.optim.Adam(weights, lr=LR, eps=EPS, betas=BETAS),
+}
+every_kind = pytest.mark.parametrize("kind", STATES)
+
+
+def _random(seed: int, elements: int) -> torch.Tensor:
+    """Return numbers of many magnitudes, with zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(elements, generator=generator)
+    return numbers.pow(3) * (torch.rand(elements, generator=generator) > 0.1)
+
+
+def _make(kind: str, shadow: torch.dtype | None = None, elements: int = 3 * BLOCK) -> FlatUpdate:
+    return FlatUpdate(
+        kind=kind,
+        weights=_random(0, elements),
+        gradients=torch.empty(elements),
+        states=tuple(torch.zeros(elements) for _ in STATES[kind]),
+        shadow=torch.full((elements,), torch.nan, dtype=shadow) if shadow else None,
+        step=torch.zeros(1),
+        numbers=torch.tensor([LR, EPS, *BETAS], dtype=torch.float64),
+        factors=torch.full((6,), torch.nan),
+    )
+
+
+@every_kind
+def test_the_twin_has_the_bits_of_torch_optim(kind: str) -> None:
+    ours = _make(kind)
+    theirs = torch.nn.Parameter(ours.weights.clone())
+    optimizer = OPTIMIZERS[kind]([theirs])
+    for seed in range(1, 51):
+        theirs.grad = _random(seed, theirs.numel())
+        ours.gradients.copy_(theirs.grad)
+        optimizer.step()
+        reference.update_parameters(ours)
+    assert_same(ours.weights, theirs.data, "weights")
+    for name, state in zip(STATES[kind], ours.states, strict=True):
+        assert_same(state, optimizer.state[theirs][name], name)
+
+
+@interpreted
+@every_kind
+@pytest.mark.parametrize("shadow", [None, torch.bfloat16, torch.float16])
+def test_the_kernel_agrees_with_its_twin(kind: str, shadow: torch.dtype | None) -> None:
+    ours, theirs = _make(kind, shadow), _make(kind, shadow)
+    for seed in range(1, 6):
+        for each in (ours, theirs):
+            each.gradients.copy_(_random(seed, each.gradients.numel()))
+            each.numbers[0] = LR / seed
+        update.update_parameters(ours)
+        reference.update_parameters(theirs)
+        assert ours.step.item() == theirs.step.item() == seed
+        assert_near(ours.weights, theirs.weights, 1e-6, f"weights after {seed} updates")
+        for name, state, expected in zip(STATES[kind], ours.states, theirs.states, strict=True):
+            assert_near(state, expected, 1e-6, f"{name} after {seed} updates")
+        if ours.shadow is not None:
+            assert_same(ours.shadow, to_wire(ours.weights, ours.shadow.dtype), "shadow")
+
+
+@interpreted
+@pytest.mark.parametrize("steps", [1, 2, 1000, 10**6])
+def test_bias_corrections_have_all_their_digits(steps: int) -> None:
+    adam = _make("adam")
+    adam.numbers[2:].copy_(torch.tensor([0.9, 0.999]))
+    adam.step.fill_(steps - 1)
+    adam.gradients.zero_()
+    update.update_parameters(adam)
+    beta1, beta2 = adam.numbers[2:].tolist()
+    assert adam.factors[update.RATE].item() == pytest.approx(LR / (1 - beta1**steps), rel=1e-7)
+    assert adam.factors[update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
+
+
+def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
+    with pytest.raises(AssertionError, match=rf"1000 elements; pad to a multiple of {BLOCK}"):
+        update.update_parameters(_make("sgd", elements=1000))
+
+
+@every_kind
+def test_the_compiled_kernel_moves_16_bytes_a_lane(kind: str) -> None:
+    """What Triton makes of the kernel for an H200, which a CPU can compile for but not run."""
+    kernel = triton.runtime.JITFunction(update._update_parameters.fn)
+    tensors = ("weights", "gradients", "state", "square", "shadow", "factors")
+    signature = {name: "*bf16" if name == "shadow" else "*fp32" for name in tensors}
+    constants = {"KIND": kind, "SHADOW": triton.language.bfloat16, "BLOCK": BLOCK}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in range(len(tensors))},
+    )
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    lanes, states = 128, len(STATES[kind])
+    turns = BLOCK // (lanes * 4)
+    assert text.count("ld.global.v4.b32") == turns * (2 + states), text
+    assert text.count("st.global.v4.b32") == turns * (1 + states) + BLOCK // (lanes * 8), text
+    assert text.count("st.global") == text.count("st.global.v4.b32"), text

@@ -1,0 +1,176 @@
+"""Parameters in one flat tensor: where they are, that they stay what they were, and whose their gradients are."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.kernels.dense.arguments import BLOCK
+from tests.agreement import assert_same
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 1))
+
+
+def _flat(model: nn.Module) -> FlatParameters:
+    return FlatParameters(dict(model.named_parameters()))
+
+
+def _backward(model: nn.Module, seed: int = 0) -> None:
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+
+
+def _assert_consistent(flat: FlatParameters) -> None:
+    """Check that parameters and gradients are views, each at an aligned place of its own, with zeros between them."""
+    for tensor in (flat.weights, flat.gradients):
+        assert tensor.tensor.numel() % BLOCK == 0
+        taken = torch.zeros(tensor.tensor.numel(), dtype=torch.bool)
+        for name, view in tensor.views.items():
+            begin = view.storage_offset()
+            assert view.untyped_storage().data_ptr() == tensor.tensor.data_ptr()
+            assert begin % 64 == 0
+            assert begin == flat.places[name].begin
+            assert not taken[begin : begin + view.numel()].any(), "no two overlap"
+            taken[begin : begin + view.numel()] = True
+        assert not tensor.tensor[~taken].any(), "padding is zero"
+    for name, parameter in flat.parameters.items():
+        assert parameter.grad is flat.gradients.views[name]
+        assert parameter.untyped_storage().data_ptr() == flat.weights.tensor.data_ptr()
+        assert parameter.storage_offset() == flat.places[name].begin
+        assert parameter.shape == flat.weights.views[name].shape
+
+
+def test_values_and_gradients_stay() -> None:
+    model, twin = _model(), _model()
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        _backward(each)
+    flat = _flat(model)
+    _assert_consistent(flat)
+    for seed in (1, 2):  # gradients accumulate where they are
+        for each in (model, twin):
+            _backward(each, seed)
+    _assert_consistent(flat)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert_same(ours.data, theirs.data, name)
+        assert_same(ours.grad, theirs.grad, name)
+    flat.zero()
+    assert not flat.gradients.tensor.any()
+    _assert_consistent(flat)
+
+
+def test_a_state_dict_is_loaded_into_the_flat_tensor() -> None:
+    model, other = _model(), _model()
+    flat = _flat(model)
+    model.load_state_dict(other.state_dict())
+    _assert_consistent(flat)
+    for name, expected in other.state_dict().items():
+        assert_same(flat.weights.views[name], expected, name)
+
+
+def test_another_order_moves_all_that_is_laid_out_alike() -> None:
+    model = _model()
+    flat = _flat(model)
+    _backward(model)
+    state = flat.like(torch.bfloat16)
+    kept = state.views["0.weight"]
+    kept.fill_(3)
+    before = {name: (parameter.data.clone(), parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = flat.gradients.tensor.clone()
+    order = ["2.bias", "0.weight", "2.weight", "0.bias"]
+    flat.lay_out(order)
+    _assert_consistent(flat)
+    assert list(flat.places) == order
+    for name, parameter in model.named_parameters():
+        assert_same(parameter.data, before[name][0], name)
+        assert parameter.grad is before[name][1]
+    assert_same(flat.gradients.tensor.sort().values, gradients.sort().values, "gradients, in some order")
+    assert kept.storage_offset() == flat.places["0.weight"].begin == 64
+    assert (state.tensor == 3).sum() == kept.numel()
+    flat.zero()
+    _backward(model)
+    assert_same(flat.gradients.tensor.sort().values, gradients.sort().values, "gradients of another backward")
+
+
+def test_gradients_of_others_are_adopted() -> None:
+    model = _model()
+    flat = _flat(model)
+    flat.gradients.tensor.fill_(7)
+    given = torch.full((5, 3), 2.0)
+    flat.parameters["0.weight"].grad, flat.parameters["0.bias"].grad = given, None
+    flat.adopt_gradients(["0.weight"])
+    assert flat.parameters["0.bias"].grad is None
+    flat.adopt_gradients()
+    assert_same(flat.gradients.views["0.weight"], given, "a gradient that was set")
+    assert not flat.gradients.views["0.bias"].any(), "None is zero"
+    assert (flat.gradients.views["2.weight"] == 7).all(), "the flat tensor's own is left alone"
+    assert flat.parameters["0.weight"].grad is flat.gradients.views["0.weight"]
+    model.zero_grad(set_to_none=True)
+    flat.zero()
+    assert not flat.gradients.tensor.any()
+    assert all(parameter.grad is flat.gradients.views[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (64,), (65, 1)])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    parameters = {"first": nn.Parameter(torch.full(shape, 2.0)), "second": nn.Parameter(torch.ones(3))}
+    flat = FlatParameters(parameters)
+    flat.gradients.tensor.zero_()
+    _assert_consistent(flat)
+    flat.lay_out(["second", "first"])
+    _assert_consistent(flat)
+    assert_same(parameters["first"].data, torch.full(shape, 2.0), "first")
+
+
+class _Owned(nn.Parameter):
+    """A parameter whose memory is another's, as FBGEMM's slices of tables are."""
+
+
+_SHARED = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "there are none"),
+        ({"a": nn.Parameter(torch.ones(1).half())}, "a is torch.float16 and must be torch.float32"),
+        ({"a": _SHARED, "b": nn.Parameter(torch.ones(1, device="meta"))}, "b is on meta and must be on cpu, as a is"),
+        ({"a": nn.Parameter(torch.ones(1), requires_grad=False)}, "a takes no gradient"),
+        ({"a": _SHARED, "b": _SHARED}, "b is a again"),
+        ({"a": _Owned(torch.ones(1))}, "a is a _Owned and must be a plain nn.Parameter"),
+    ],
+)
+def test_parameters_that_cannot_be_moved_are_refused(parameters: Mapping[str, nn.Parameter], message: str) -> None:
+    with pytest.raises(InputError, match=rf"^flat parameters: .*{message}.*; leave") as error:
+        FlatParameters(parameters)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ddp", [True, False])
+def test_under_distributed_model_parallel(world_of_one: dist.ProcessGroup, ddp: bool) -> None:
+    """DDP, where it wraps the dense part, puts views of its buckets in the gradients' stead in each backward."""
+    model, twin = _model(), _model()
+    twin.load_state_dict(model.state_dict())
+    env, plan = ShardingEnv.from_process_group(world_of_one), ShardingPlan({})
+    sharded = DistributedModelParallel(model, env, torch.device("cpu"), plan, init_data_parallel=ddp)
+    flat = _flat(sharded)
+    for seed in range(3):
+        flat.zero()
+        twin.zero_grad()
+        _backward(sharded, seed)
+        _backward(twin, seed)
+        assert all(view is flat.parameters[name].grad for name, view in flat.gradients.views.items()) != ddp
+        flat.adopt_gradients()
+        _assert_consistent(flat)
+        for name, parameter in twin.named_parameters():
+            assert parameter.grad is not None
+            assert_same(flat.gradients.views[name], parameter.grad, name)

@@ -1,0 +1,204 @@
+"""When buckets of the flat gradient are reduced, and in which order; `tests/distributed` has the sums of two ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.dense import gradients
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from tests.agreement import assert_same
+
+KILOBYTE = 1 << 10
+LAYERS = 4
+
+
+class Chain(nn.Module):
+    """Four layers of 4 KiB of weights and one that is used on demand, in an order that is not the forward's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(32, 32, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.spare(x) if spare else x
+
+
+class Reductions:
+    """Stands in for a group of two ranks with equal gradients, and tells what was reduced when."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        """a text where something happened, or the number of elements that were reduced"""
+        self.dtypes: set[torch.dtype] = set()
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
+        self.log.append(tensor.numel())
+        self.dtypes.add(tensor.dtype)
+        tensor.mul_(2)
+
+    def taken(self) -> list[Any]:
+        log, self.log = self.log, []
+        return log
+
+
+@pytest.fixture
+def reductions(monkeypatch: pytest.MonkeyPatch) -> Reductions:
+    reductions = Reductions()
+    monkeypatch.setattr(gradients.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(gradients.dist, "broadcast", lambda tensor, group, group_src: None)
+    monkeypatch.setattr(gradients.dist, "all_reduce", reductions.all_reduce)
+    return reductions
+
+
+GROUP: Any = None
+SAMPLES = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _make(bucket_kilobytes: int, **options: Any) -> tuple[Chain, FlatParameters, GradientBuckets]:
+    model = Chain()
+    flat = FlatParameters(dict(model.named_parameters()))
+    return model, flat, GradientBuckets(flat, GROUP, bucket_bytes=bucket_kilobytes * KILOBYTE, **options)
+
+
+def _backward(model: Chain, spare: bool = False) -> dict[str, torch.Tensor]:
+    """Run a backward, and return the gradients that this rank alone has."""
+    twin = Chain()
+    twin.load_state_dict(model.state_dict())
+    twin(SAMPLES, spare).square().mean().backward()
+    model(SAMPLES, spare).square().mean().backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
+
+
+def _assert_gradients(flat: FlatParameters, expected: dict[str, torch.Tensor]) -> None:
+    for name, gradient in expected.items():
+        assert_same(flat.gradients.views[name], gradient, name)
+
+
+def test_the_learnt_order_is_the_layouts(reductions: Reductions) -> None:
+    model, flat, buckets = _make(8)
+    with buckets.learn():
+        expected = _backward(model)
+    assert list(flat.places) == [*(f"layers.{layer}.weight" for layer in (3, 2, 1, 0)), "spare.weight"]
+    assert reductions.taken() == []
+    buckets.finish()
+    _assert_gradients(flat, expected)
+    assert reductions.taken() == [2048, 3072], "the parameter without a gradient joins the last bucket"
+    assert buckets.ranges == [(0, 2048), (2048, 5120)]
+
+
+def test_a_bucket_is_reduced_as_soon_as_it_is_complete(reductions: Reductions) -> None:
+    model, flat, buckets = _make(4)
+    with buckets.learn():
+        _backward(model, spare=True)
+    buckets.finish()
+    for layer in range(LAYERS):
+        flat.parameters[f"layers.{layer}.weight"].register_post_accumulate_grad_hook(
+            lambda _, n=layer: reductions.log.append(f"{n}")
+        )
+    reductions.taken()
+    for _ in range(2):
+        flat.zero()
+        expected = _backward(model, spare=True)
+        # The spare layer's first; then, before the test's own hook, each layer's.
+        assert reductions.taken() == [1024, 1024, "3", 1024, "2", 1024, "1", 1024, "0"]
+        buckets.finish()
+        assert reductions.taken() == []
+        _assert_gradients(flat, expected)
+
+
+def test_without_learning_all_is_reduced_in_the_layouts_order(reductions: Reductions) -> None:
+    model, flat, buckets = _make(4)
+    expected = _backward(model)  # of the layers alone, while the spare one comes first
+    assert reductions.taken() == []
+    buckets.finish()
+    assert reductions.taken() == [1024] * 5
+    _assert_gradients(flat, expected)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_what_gets_a_gradient_may_change(reductions: Reductions, spare: bool) -> None:
+    model, flat, buckets = _make(4)
+    with buckets.learn():
+        _backward(model, spare)
+    buckets.finish()
+    flat.zero()
+    expected = _backward(model, not spare)
+    buckets.finish()
+    _assert_gradients(flat, expected)
+
+
+def test_gradients_that_are_not_the_flat_tensors_are_reduced(reductions: Reductions) -> None:
+    model, flat, buckets = _make(4)
+    with buckets.learn():
+        _backward(model)
+    buckets.finish()
+    flat.zero()
+    model.zero_grad(set_to_none=True)
+    _assert_gradients_after(lambda: _backward(model), flat, buckets)
+
+
+def _assert_gradients_after(
+    backward: Callable[[], dict[str, torch.Tensor]], flat: FlatParameters, buckets: GradientBuckets
+) -> None:
+    expected = backward()
+    buckets.finish()
+    _assert_gradients(flat, expected)
+    assert all(flat.parameters[name].grad is view for name, view in flat.gradients.views.items())
+
+
+def test_bfloat16_is_what_is_sent(reductions: Reductions) -> None:
+    model, flat, buckets = _make(4, dtype=torch.bfloat16)
+    expected = _backward(model)
+    buckets.finish()
+    assert reductions.dtypes == {torch.bfloat16}
+    assert reductions.taken() == [2048, 2048, 1024], "4 KiB are 2048 elements"
+    _assert_gradients(flat, {name: gradient.bfloat16().float() for name, gradient in expected.items()})
+
+
+def test_a_second_backward_without_finish_is_refused(reductions: Reductions) -> None:
+    model, _, buckets = _make(4)
+    _backward(model)
+    with pytest.raises(RuntimeError, match=r"gradient of layers\.\d\.weight: a second one .* call finish\(\) after"):
+        _backward(model)
+    buckets.finish()
+    _backward(model)
+
+
+def test_closed_buckets_reduce_nothing(reductions: Reductions) -> None:
+    model, _, buckets = _make(4)
+    buckets.close()
+    _backward(model, spare=True)
+    _backward(model, spare=True)
+    assert reductions.taken() == []
+
+
+def test_an_error_while_learning_leaves_the_layout(reductions: Reductions) -> None:
+    model, flat, buckets = _make(4)
+    before = list(flat.places)
+    with pytest.raises(RuntimeError, match="shape"), buckets.learn():
+        model(SAMPLES[:, 1:])
+    assert list(flat.places) == before
+    flat.zero()
+    _assert_gradients_after(lambda: _backward(model), flat, buckets)
+
+
+def test_one_rank_sends_nothing(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain()
+    flat = FlatParameters(dict(model.named_parameters()))
+    buckets = GradientBuckets(flat, world_of_one, torch.bfloat16, bucket_bytes=KILOBYTE)
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(gradients.dist, name, None)
+    with buckets.learn():
+        _backward(model)
+    for _ in range(2):
+        buckets.finish()
+        flat.zero()
+        _assert_gradients_after(lambda: _backward(model), flat, buckets)
