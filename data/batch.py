@@ -119,6 +119,9 @@ class Dataset(Protocol):
     dense_features: int
     """dense features of a sample, F"""
 
+    bag_sizes: Sequence[tuple[int, int]]
+    """least and most ids of a bag, per table"""
+
     max_ids: int
     """most ids of one sample, over all tables"""
 

@@ -51,6 +51,7 @@ class _Criteo(Dataset):
         self._pooling = [ids.shape[1] for ids in days[0].ids]
         self.pooling: list[float] = [float(factor) for factor in self._pooling]
         """ids a bag, of each table"""
+        self.bag_sizes: list[tuple[int, int]] = [(factor, factor) for factor in self._pooling]
         self.max_ids, self.dense_features = sum(self._pooling), CRITEO_DENSE
 
     def read(self, first: int, count: int) -> Batch:

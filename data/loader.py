@@ -23,7 +23,7 @@ class Slice(Dataset):
     def __init__(self, dataset: Dataset, start: int, num_samples: int):
         """Take the view's place, which must be within `dataset`; `num_samples` is at least 1."""
         assert num_samples >= 1
-        self.rows, self.pooling = dataset.rows, dataset.pooling
+        self.rows, self.pooling, self.bag_sizes = dataset.rows, dataset.pooling, dataset.bag_sizes
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
         self._dataset, self._start = dataset, start

@@ -193,17 +193,17 @@ class Synthetic(Dataset):
         if max(self.rows) >= 2**31:
             raise InputError(f"data.tables.rows: {max(self.rows)} overflows int32 ids; stay below {2**31}")
         self.num_samples: int | None = None if split == "train" else config.eval_samples
-        self._bag_sizes = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
-        self.pooling: list[float] = [(low + high) / 2 for low, high in self._bag_sizes]
+        self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
+        self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
         """mean ids a bag, of each table"""
-        self.max_ids = sum(high for _, high in self._bag_sizes)
+        self.max_ids = sum(high for _, high in self.bag_sizes)
 
         rng = np.random.default_rng((config.seed, 2))
         alphas = _per_table(tables.zipf_alpha, number)
         self._tables = [
             ZipfTable(rows, alpha, int(rng.integers(rows))) for rows, alpha in zip(self.rows, alphas, strict=True)
         ]
-        self._teacher = Teacher(self._tables, self._bag_sizes, config.dense_features, rng)
+        self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng)
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
         self.dense_features = config.dense_features
         # A sample's draws: its dense features, its label, the bag size of each table, then each table's ids.
@@ -223,13 +223,13 @@ class Synthetic(Dataset):
         column += 1
 
         lengths = np.empty((len(self.rows), count), dtype=np.int32)
-        for t, (low, high) in enumerate(self._bag_sizes):
+        for t, (low, high) in enumerate(self.bag_sizes):
             lengths[t] = low if low == high else low + _uniform(draws[:, column + t]) * (high - low + 1)
         column += len(self.rows)
 
         values = np.empty(int(lengths.sum()), dtype=np.int32)
         start = 0
-        for table, bags, (low, high) in zip(self._tables, lengths, self._bag_sizes, strict=True):
+        for table, bags, (low, high) in zip(self._tables, lengths, self.bag_sizes, strict=True):
             kept = draws[:, column : column + high]
             if low < high:
                 kept = kept[np.arange(high) < bags[:, None]]

@@ -270,8 +270,10 @@ class TrainConfig:
     """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
     """run the dense part's forward and backward as CUDA graphs (GPU)"""
-    pipeline: Literal["sparse_dist", "none"] = "sparse_dist"
-    """sparse_dist overlaps the next batches' copy and id exchange with the step"""
+    pipeline: Literal["auto", "torchrec", "graph"] = "auto"
+    """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
+    steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs
+    where it can, else torchrec"""
     eval_every: NonNegativeInt = 0
     """steps between evaluations; 0 evaluates at the end only"""
     target_auroc: NonNegativeFloat = 0.0

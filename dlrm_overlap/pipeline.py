@@ -1,20 +1,26 @@
 """Turns a model and a plan into what takes steps: the sharded model, optimizers, learning rates, train pipeline."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_overlap.config import TrainConfig
+from dlrm_overlap.config import Config, TrainConfig
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.graphs.train_pipeline import why_not_captured
 from dlrm_overlap.model import TrainTask
+
+log = logging.getLogger("dlrm_overlap")
 
 
 def shard_model(
@@ -23,13 +29,8 @@ def shard_model(
     sharder: ModuleSharder,
     group: dist.ProcessGroup,
     device: torch.device,
-    graph_samples: int | None = None,
 ) -> DistributedModelParallel:
-    """Shard the tables over the ranks as `plan` says, and put the dense part on every rank under data parallelism.
-
-    Where `graph_samples` gives the samples of a training batch, b, the dense part is captured in CUDA graphs before
-    DDP wraps it, in the order that DDP requires.
-    """
+    """Shard the tables over the ranks as `plan` says, and put the dense part on every rank, where it stands alone."""
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(group),
@@ -40,10 +41,20 @@ def shard_model(
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
     )
     task.to(device)
+    return model
+
+
+def join_dense(
+    model: DistributedModelParallel, task: TrainTask, device: torch.device, graph_samples: int | None = None
+) -> None:
+    """Put the dense part under data parallelism by DDP; `GraphTrainPipeline` does without.
+
+    Where `graph_samples` gives the samples of a training batch, b, the dense part is captured in CUDA graphs before
+    DDP wraps it, in the order that DDP requires.
+    """
     nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
     model.init_data_parallel()
     del nodes  # DDP holds them from here on
-    return model
 
 
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
@@ -71,20 +82,26 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     return nodes
 
 
-def build_dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> KeyedOptimizer:
-    """Return the optimizer of the dense part. That of the tables is fused into their backward."""
+def build_dense_optimizer(
+    model: DistributedModelParallel, config: TrainConfig, flat: FlatParameters | None = None
+) -> KeyedOptimizer:
+    """Return the optimizer of the dense part, over `flat` if it is given. The tables' is fused into their backward."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),
         "adam": partial(torch.optim.Adam, eps=config.eps),
     }
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    if flat is not None:
+        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, config.optimizer, config.lr, config.eps))
     return KeyedOptimizerWrapper(parameters, lambda params: makers[config.optimizer](params, lr=config.lr))
 
 
-def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
-    """Return one optimizer over the tables and the dense part."""
-    return CombinedOptimizer([model.fused_optimizer, ("dense", build_dense_optimizer(model, config))])
+def build_optimizer(
+    model: DistributedModelParallel, config: TrainConfig, flat: FlatParameters | None = None
+) -> CombinedOptimizer:
+    """Return one optimizer over the tables and the dense part, which is `flat` if that is given."""
+    return CombinedOptimizer([model.fused_optimizer, ("dense", build_dense_optimizer(model, config, flat))])
 
 
 class LearningRate:
@@ -115,14 +132,26 @@ class LearningRate:
             self.current = factor
 
 
+def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether the steps of a sharded model are taken by `GraphTrainPipeline`, alike on all ranks.
+
+    Where the configuration asks for it and it cannot be, the log says why.
+    """
+    kind = config.train.pipeline
+    if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
+        return False
+    reason = why_not_captured(model)
+    if reason is not None and kind == "graph":
+        log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
+    return reason is None
+
+
 def build_pipeline(
-    kind: str, model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device
-) -> TrainPipeline:
+    model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device
+) -> TrainPipelineSparseDist[Any, Any]:
     """Return TorchRec's train pipeline.
 
-    `sparse_dist` works ahead: during a step it sends the ids of the next batch to their owners and copies the one after
-    that to the device. `none` sends the ids of a batch in its own step.
+    It works ahead: during a step it sends the ids of the next batch to their owners and copies the one after that to
+    the device.
     """
-    if kind == "sparse_dist":
-        return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
-    return TrainPipelineBase(model, optimizer, device)
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)

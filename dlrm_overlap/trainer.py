@@ -27,21 +27,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with, weights_are_finite
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.embedding.plan import build_plan, build_topology
+from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
-from dlrm_overlap.pipeline import LearningRate, build_optimizer, build_pipeline, shard_model
+from dlrm_overlap.pipeline import (
+    LearningRate,
+    build_optimizer,
+    build_pipeline,
+    join_dense,
+    shard_model,
+    takes_graph,
+)
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -81,12 +93,21 @@ class Trainer:
         self.plan = build_plan(
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
-        graph_samples = self.samples_per_rank if config.train.graph_dense else None
-        self.model = shard_model(task, self.plan, sharder, group, device, graph_samples)
+        self.model = shard_model(task, self.plan, sharder, group, device)
+        flat: FlatParameters | None = None
+        if graph := takes_graph(config, self.model, device):
+            flat = FlatParameters(dict(in_backward_optimizer_filter(self.model.named_parameters())))
+        else:
+            join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
         initialise_tables(self.model, config.train.seed)
-        self.optimizer = build_optimizer(self.model, config.train)
+        self.optimizer = build_optimizer(self.model, config.train, flat)
         self.learning_rate = LearningRate(self.optimizer, config.train)
-        self.pipeline = build_pipeline(config.train.pipeline, self.model, self.optimizer, device)
+        self.pipeline: TrainPipeline[Any, Any]
+        if graph:
+            bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
+            self.pipeline = GraphTrainPipeline(self.model, self.optimizer, device, bound, group, flat)
+        else:
+            self.pipeline = build_pipeline(self.model, self.optimizer, device)
 
     def fit(self, replace: bool = False) -> dict[str, Any]:
         """Train from where the folder's run left off to the last step or the target, evaluate, return the summary.
@@ -262,6 +283,8 @@ class Trainer:
 
     def close(self) -> None:
         """Release the exchanges' windows, which outlive Python references. No rank may be in a step."""
+        if isinstance(self.pipeline, GraphTrainPipeline):
+            self.pipeline.close()
         for exchange in exchanges(self.model):
             exchange.close()
 

@@ -41,11 +41,13 @@ class Counters:
     def advance(self) -> None:
         """Raise every word by one on the current stream, at the beginning of a step that is captured or replayed."""
         self._words.add_(1)
-        self.note_advanced()
-
-    def note_advanced(self) -> None:
-        """Count that a replayed graph has raised every word by one."""
         for counter in self.each:
+            counter.on_device += 1
+
+    def count_step(self) -> None:
+        """Count a step that is replayed, in which every number and every word rises by one."""
+        for counter in self.each:
+            counter.value += 1
             counter.on_device += 1
 
     def set_arguments(self, arguments: list[int]) -> None:

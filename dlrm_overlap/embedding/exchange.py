@@ -185,6 +185,11 @@ class Exchange:
         assert ids is not None
         return ids.send(features, count)
 
+    def keep_rules_in_place(self) -> None:
+        """Hand the optimizers' numbers on to captured steps, where they have changed; on the current stream."""
+        if self._halves is not None:
+            self._halves.backward.keep_rules_in_place()
+
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for steps that will not be taken."""
         self._sent.clear()

@@ -159,7 +159,9 @@ class Push(WindowBackward):
 
     def finish(self, step: Step) -> None:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""
-        torch.cuda.current_stream(self.device).wait_stream(self._update_stream)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._update_stream)
+        current.wait_stream(self._push_stream)  # which is done by then, but a capture asks for it
         self._updating = False
         step.runs = ()
 

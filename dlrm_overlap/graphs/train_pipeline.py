@@ -1,0 +1,352 @@
+"""A train pipeline whose steps are CUDA graphs: the host only copies the batches in and launches a graph a step.
+
+TorchRec's pipelines issue a step's kernels one by one and wait for numbers of ids; that takes the host longer than the
+GPU needs for the step. Here nothing is read back. A step is captured twice, once for each of the two windows that steps
+take in turn, and the two graphs are replayed alternately:
+
+    copy stream   copy batch i + 2 from the host ------------------------------------
+    ids' stream   send the ids of batch i + 1 ----
+    main stream   lookup i | bottom MLP | wait | head, loss | backward | optimizers
+
+What changes from step to step is in device memory: epochs, the number of the step and learning rates, see
+`comm.counters`. On CPUs, and before the capture, the same steps are taken one by one.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.graphs.captured import CapturedStep, Streams
+from dlrm_overlap.graphs.static_batch import StaticBatch
+
+log = logging.getLogger("dlrm_overlap")
+
+_WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and learn the order of the gradients
+
+
+class GraphTrainPipeline(TrainPipeline[Any, Any]):
+    """Trains a TorchRec model as TorchRec's own pipelines do, by CUDA graphs.
+
+    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output). It is trained
+    without DDP: this pipeline sums the dense gradients itself, and starts all ranks from rank 0's dense weights. Every
+    training batch has the bound's number of samples and tensors of the same shapes.
+
+    What cannot be captured is left to `TrainPipelineSparseDist`, which the log says once, with the reason.
+
+    Example:
+        bound = BatchBound(samples=512, bag_sizes={"user": (1, 1), "clicks": (0, 50)})
+        pipeline = GraphTrainPipeline(model, optimizer, device, bound)
+        for _ in range(steps):
+            output = pipeline.progress(batches)
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: torch.optim.Optimizer | KeyedOptimizer,
+        device: torch.device,
+        bound: BatchBound,
+        group: dist.ProcessGroup | None = None,
+        flat: FlatParameters | None = None,
+        capture: bool | None = None,
+    ) -> None:
+        """Take what TorchRec's pipelines take, and the bound of the batches.
+
+        Args:
+            group: of the model's ranks; None is the default group.
+            flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
+            capture: None captures on GPUs.
+        """
+        self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
+        if (reason := why_not_captured(model)) is not None:
+            log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
+            self._fallback = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+            return
+        self._model, self._optimizer, self._device, self._bound = model, optimizer, device, bound
+        self._group = group or dist.group.WORLD
+        self._captures = device.type == "cuda" if capture is None else capture
+        self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
+        self._dense, self._fused = _split(optimizer)
+        # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
+        self._captures_update = all(isinstance(_innermost(each), FlatOptimizer) for each in self._dense)
+        if self._captures and not self._captures_update:
+            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
+        self._flat = flat or FlatParameters(dict(in_backward_optimizer_filter(model.named_parameters())))
+        if self._group.size() > 1:  # all ranks start alike, as under DDP
+            dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
+        self._buckets = GradientBuckets(self._flat, self._group)
+        self._streams = Streams(device)
+        self._landing: list[StaticBatch] = []
+        self._working: list[StaticBatch] = []
+        self._ahead: list[tuple[Exchange, int]] = []
+        """the exchanges whose ids are sent a step ahead, and which leaf of the batch those are"""
+        self._graphs: list[CapturedStep | None] = [None, None]
+        self._steps = 0
+        self._learning_rates: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
+        if self._fallback is not None:
+            self._fallback.reset()
+            return
+        self._landed = [False, False]
+        self._exhausted = False
+        self._forget_sent_ids()
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
+
+        In training it is valid until the next but one call.
+
+        Raises:
+            StopIteration: if there is no batch left.
+            InputError: if a batch is not like the first one.
+            RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
+        """
+        if self._fallback is not None:
+            return self._fallback.progress(dataloader_iter)
+        try:
+            self.check()
+            with self._streams.main():
+                return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
+        except RuntimeError:
+            self.check()  # where a kernel has stopped the GPU, its record says why
+            raise
+
+    def check(self) -> None:
+        """Raise what kernels have recorded; never waits for the device."""
+        for module in self._modules:
+            _exchange(module).check()
+
+    def close(self) -> None:
+        """Release the graphs, which must be gone before the process group."""
+        if self._fallback is None:
+            self._graphs = [None, None]
+            self._buckets.close()
+
+    def _evaluate(self, batches: Iterator[Any]) -> Any:
+        if self._sent:
+            self._forget_sent_ids()  # of the training batch that comes next; they are sent again
+        batch = next(batches).to(self._device, non_blocking=True)
+        return self._model.module(batch)[1]
+
+    def _train(self, batches: Iterator[Any]) -> Any:
+        parity = self._steps % 2
+        if not self._landed[parity]:
+            self._exhausted = False
+            self._land(batches, parity)
+            if not self._landed[parity]:
+                raise StopIteration
+            self._land(batches, 1 - parity)
+            self._working[parity].copy_from(self._landing[parity])
+            self._streams.step_is_issued(1 - parity)
+        if not self._sent:
+            self._align(parity)
+        self._follow_learning_rates()
+        following = self._landed[1 - parity]
+        output = self._take_step(parity, following)
+        if not self._captures_update:
+            for optimizer in self._dense:
+                optimizer.step()
+        self._streams.step_is_issued(parity)
+        self._landed[parity] = False
+        self._steps += 1
+        if following:
+            self._land(batches, parity)
+        else:
+            self._forget_sent_ids()
+        return output
+
+    def _land(self, batches: Iterator[Any], parity: int) -> None:
+        """Copy the next batch, if there is one, to the landing place of `parity`."""
+        with self._streams.copies(parity):
+            batch = None if self._exhausted else next(batches, None)
+            self._exhausted = batch is None
+            if batch is None:
+                return
+            if not self._landing:
+                static = [StaticBatch(batch, self._device, self._bound) for _ in range(4)]
+                self._landing, self._working = static[:2], static[2:]
+            self._landing[parity].fill(batch)
+        self._landed[parity] = True
+
+    def _take_step(self, parity: int, following: bool) -> Any:
+        if (captured := self._graphs[parity]) is not None:
+            return captured.replay()
+        if self._captures and self._steps >= _WARMUP_STEPS and following:
+            return self._capture(parity).launch()
+        if self._steps:
+            return self._step(parity, following)
+        with self._finding_ids(), self._buckets.learn():
+            loss, output = self._forward(parity)
+            loss.backward()
+        self._update()
+        if following:
+            self._bring_in(1 - parity)
+            self._sent = True
+        return output
+
+    def _step(self, parity: int, following: bool) -> Any:
+        """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it."""
+        if following:
+            with self._streams.ids():
+                self._bring_in(1 - parity)
+        loss, output = self._forward(parity)
+        loss.backward()
+        self._update()
+        self._streams.join_ids()
+        return output
+
+    def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
+        self._flat.zero()
+        losses, output = self._model.module(self._working[parity].batch)
+        return losses.sum(dim=0), output
+
+    def _update(self) -> None:
+        self._buckets.finish()
+        if self._captures_update:
+            for optimizer in self._dense:
+                optimizer.step()
+
+    def _bring_in(self, parity: int) -> None:
+        """Copy a batch that has landed to where the steps of `parity` read it, and send its ids."""
+        self._working[parity].copy_from(self._landing[parity])
+        self._send_ids(parity)
+
+    def _send_ids(self, parity: int) -> None:
+        for exchange, index in self._ahead:
+            ids = self._working[parity].ids(index)
+            exchange.send_ids(ids.tensor, ids.count)
+
+    def _forget_sent_ids(self) -> None:
+        for module in self._modules:
+            _exchange(module).forget_sent_ids()
+        self._sent = False
+
+    @contextmanager
+    def _finding_ids(self) -> Iterator[None]:
+        """Let the modules take ids, once they are given some, and find out which of the batch's they are given."""
+
+        def find(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            assert isinstance(module, OverlapShardedEmbeddingBagCollection)
+            (features,) = inputs
+            module.take_ids(features.keys(), self._bound)
+            index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
+            if index is not None:
+                self._ahead.append((_exchange(module), index))
+            else:
+                log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
+
+        hooks = [module.register_forward_pre_hook(find) for module in self._modules]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _follow_learning_rates(self) -> None:
+        """Hand the learning rates on where they have changed since the last step."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if rates == self._learning_rates:
+            return
+        self._learning_rates = rates
+        for fused in self._fused:
+            fused.step()  # which sets the learning rate of the rows
+        for optimizer in map(_innermost, self._dense):
+            if isinstance(optimizer, FlatOptimizer):
+                optimizer.refresh()
+        for module in self._modules:
+            _exchange(module).keep_rules_in_place()
+
+    def _capture(self, parity: int) -> CapturedStep:
+        """Capture the step of `parity`; the graph is to be launched next."""
+        for module in self._modules:
+            exchange = _exchange(module)
+            exchange.captured = True
+            exchange.keep_rules_in_place()
+        other = self._graphs[1 - parity]
+        captured = CapturedStep(
+            lambda: self._step(parity, following=True),
+            [_exchange(module).counters for module in self._modules],
+            pool=other.pool if other is not None else None,
+            stream=self._streams.main_stream,
+        )
+        self._graphs[parity] = captured
+        return captured
+
+    def _align(self, parity: int) -> None:
+        """Send the ids of the batch at `parity` where none are under way.
+
+        Eager steps since the capture have moved the epochs on. What was captured goes on with windows of its own, and
+        with the arguments that it was given. So an epoch may have to be left out, which no rank may do while another
+        uses its window, and the words on the device are set to what makes up the difference.
+        """
+        same, other = self._graphs[parity], self._graphs[1 - parity]
+        captured = same or other
+        if captured is not None:
+            torch.cuda.synchronize(self._device)
+            dist.barrier(self._group)
+            ahead = [exchange for exchange, _ in self._ahead]
+            for module, values in zip(self._modules, captured.captured_values, strict=True):
+                exchange = _exchange(module)
+                counters = exchange.counters
+                for counter, value in zip(counters.each, values, strict=True):
+                    if counter is not counters.steps:
+                        sends = counter is counters.ids and exchange in ahead
+                        counter.value += (counter.value + 1 + sends - value + (captured is other)) % 2
+        if self._steps:
+            self._send_ids(parity)
+            self._sent = True
+        if captured is not None:
+            for module, arguments in zip(self._modules, captured.arguments, strict=True):
+                _exchange(module).counters.set_arguments(arguments)
+
+
+def why_not_captured(model: nn.Module) -> str | None:
+    """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
+    if not any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in sharded):
+        return "no module was sharded by OverlapEmbeddingBagCollectionSharder"
+    for module in sharded:
+        if not isinstance(module, OverlapShardedEmbeddingBagCollection):
+            return f"{type(module).__name__} is TorchRec's own, which waits for the host"
+        if (reason := module.why_ids_are_not_taken()) is not None:
+            return reason
+    return None
+
+
+def _exchange(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
+    assert module.exchange is not None
+    return module.exchange
+
+
+def _split(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups."""
+    if isinstance(optimizer, CombinedOptimizer):
+        parts = [_split(each) for _, each in optimizer.optimizers]
+        return [o for dense, _ in parts for o in dense], [o for _, fused in parts for o in fused]
+    return ([], [optimizer]) if isinstance(optimizer, FusedOptimizer) else ([optimizer], [])
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return the optimizer that TorchRec's wrappers hold."""
+    while hasattr(optimizer, "_optimizer"):
+        optimizer = optimizer._optimizer
+    return optimizer
