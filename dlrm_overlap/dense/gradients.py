@@ -47,6 +47,7 @@ class GradientBuckets:
         group: dist.ProcessGroup,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int = 16 << 20,
+        order: AbstractContextManager[object] | None = None,
     ) -> None:
         """Hook into the backward of the parameters of `flat`, until `close`.
 
@@ -55,12 +56,14 @@ class GradientBuckets:
             group: its backend reduces tensors on the parameters' device.
             dtype: in which gradients are sent and added up, float32 or bfloat16.
             bucket_bytes: least size of what is sent at once, but for the last bucket.
+            order: entered around each reduction, to order it among what else the ranks exchange.
         """
         assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._least = -(-bucket_bytes // dtype.itemsize)
         self._sent = None if dtype == torch.float32 else torch.empty_like(flat.gradients.tensor, dtype=dtype)
-        on_gpu = flat.device.type == "cuda"
+        self._order = order or nullcontext()
+        on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
         self._filled_on: set[torch.cuda.Stream] = set()
@@ -139,7 +142,7 @@ class GradientBuckets:
         if self._ranks == 1:
             return
         gradient = self._flat.gradients.tensor[bucket.begin : bucket.end]
-        with self._behind_gradients():
+        with self._behind_gradients(), self._order:
             if self._sent is None:
                 gradient.div_(self._ranks)
                 dist.all_reduce(gradient, group=self._group)

@@ -15,6 +15,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
@@ -89,6 +90,8 @@ class Exchange:
         self.layout, self.options = layout, options
         self.device = device
         self.counters = StepCounters(device)
+        self.order = CommunicationOrder()
+        """of captured steps; set before the first step where several exchanges are captured together"""
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
         self._capacity = 0
@@ -152,7 +155,8 @@ class Exchange:
             self.close()
             self._capacity = max(1, samples)
             known = self.layout, self._tables, self.options, self._group, self.device
-            self._halves = open_halves(ExchangeContext(*known, self._capacity, self.counters, self._ids))
+            context = ExchangeContext(*known, self._capacity, self.counters, self.order, self._ids)
+            self._halves = open_halves(context)
         return self._halves
 
     def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:

@@ -1,12 +1,13 @@
 """How an exchange runs, and on what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
@@ -74,5 +75,6 @@ class ExchangeContext:
     samples_per_rank: int
     """the most samples that a rank may bring to a step"""
     counters: StepCounters
+    order: CommunicationOrder = field(default_factory=CommunicationOrder)
     ids: IdLayout | None = None
     """where ids are, if this exchange sends them to the owners of their rows; None leaves that to TorchRec"""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.order import CommunicationOrder
 
 
 class CapturedStep:
@@ -16,11 +17,17 @@ class CapturedStep:
     """
 
     def __init__(
-        self, step: Callable[[], Any], counters: Sequence[Counters], pool: Any, stream: torch.cuda.Stream
+        self,
+        step: Callable[[], Any],
+        order: CommunicationOrder,
+        counters: Sequence[Counters],
+        pool: Any,
+        stream: torch.cuda.Stream,
     ) -> None:
         """Capture `step`.
 
         Args:
+            order: of all that the step does between ranks.
             counters: each of whose numbers rises by one in the step.
             pool: of a graph that is replayed in turn with this one, whose memory they can share; or None.
             stream: the current one, on which everything before was issued.
@@ -31,7 +38,11 @@ class CapturedStep:
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             for each in counters:
                 each.advance()
-            self._output = step()
+            order.begin()
+            try:
+                self._output = step()
+            finally:
+                order.end()
         assert self.values == [[value + 1 for value in values] for values in before], "each number rises by one"
         self.pool = self._graph.pool()
         self.captured_values = self.values

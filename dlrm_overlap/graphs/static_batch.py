@@ -65,6 +65,8 @@ class StaticBatch:
         tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves])
         self.batch = _replace(example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
+        if getattr(self.batch, "lease", None) is not None:
+            self.batch.lease = None  # which is the example's, and keeps its memory
 
     def fill(self, batch: Any) -> None:
         """Copy a batch from the host, or from the device, on the current stream.

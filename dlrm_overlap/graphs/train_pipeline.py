@@ -28,6 +28,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
@@ -92,7 +93,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._flat = flat or FlatParameters(dict(in_backward_optimizer_filter(model.named_parameters())))
         if self._group.size() > 1:  # all ranks start alike, as under DDP
             dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
-        self._buckets = GradientBuckets(self._flat, self._group)
+        self._order = CommunicationOrder()
+        self._buckets = GradientBuckets(self._flat, self._group, order=self._order)
         self._streams = Streams(device)
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []
@@ -249,6 +251,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         def find(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             assert isinstance(module, OverlapShardedEmbeddingBagCollection)
             (features,) = inputs
+            _exchange(module).order = self._order
             module.take_ids(features.keys(), self._bound)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
@@ -284,6 +287,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         other = self._graphs[1 - parity]
         captured = CapturedStep(
             lambda: self._step(parity, following=True),
+            self._order,
             [_exchange(module).counters for module in self._modules],
             pool=other.pool if other is not None else None,
             stream=self._streams.main_stream,

@@ -42,7 +42,7 @@ class IdExchange(ABC):
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
-        self.layout, self.tables = context.layout, context.tables
+        self.layout, self.tables, self.order = context.layout, context.tables, context.order
         self.rank, self.world_size = context.group.rank(), context.group.size()
         self.known = ids.bound.known_lengths
         self.requested = ids.features(self.rank)
@@ -228,8 +228,9 @@ class DeviceIdExchange(IdExchange):
         self.check()
         found, parity = self._places_of(samples), self.windows.epoch % 2
         argument, published, status = self.windows.counter.argument, self._published[parity], self.record.status
-        raise_flags(self._flags, self.rank, 0, argument)
-        wait_flags(self._flags, self.rank, argument)
+        with self.order:
+            raise_flags(self._flags, self.rank, 0, argument)
+            wait_flags(self._flags, self.rank, argument)
         place_ids(published, found.places, status, samples, not self.known, found.total)
         arrived = found.arrived[parity]
         pull_ids(

@@ -113,7 +113,7 @@ class Push(WindowBackward):
             self._push_stream.wait_stream(self._update_stream)
         self._updating = True
         gradient.record_stream(self._push_stream)
-        with torch.cuda.stream(self._push_stream):
+        with torch.cuda.stream(self._push_stream), self.order:
             push_gradients(
                 gradient,
                 self._pushed,
@@ -132,14 +132,31 @@ class Push(WindowBackward):
             self.prepare(step)
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
+        arrivals = self._await_parts_ahead() if self.order.active else None
         with torch.cuda.stream(self._update_stream):
             for part, flags in enumerate(self._flags):
-                wait_flags(flags, self.rank, self.windows.counter.argument)
+                if arrivals is None:
+                    wait_flags(flags, self.rank, self.windows.counter.argument)
+                else:
+                    self._update_stream.wait_event(arrivals[part])
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
                         if not step.rules[updated.lookup].only_fbgemm:
                             self.update_range(step, number, rows, updated, window)
             self.update_by_fbgemm(step, window)
+
+    def _await_parts_ahead(self) -> list[torch.cuda.Event]:
+        """Await every part of the gradients on the push stream; return the events after which a part is here.
+
+        So a captured step has its waits in one order with the other ranks', and no update stands between two of them.
+        """
+        arrivals = []
+        with torch.cuda.stream(self._push_stream):
+            for flags in self._flags:
+                with self.order:
+                    wait_flags(flags, self.rank, self.windows.counter.argument)
+                arrivals.append(self._push_stream.record_event())
+        return arrivals
 
     def update_range(
         self, step: Step, number: int, rows: InputRows, updated: UpdateRange, window: torch.Tensor

@@ -55,7 +55,8 @@ class SlicedForward(ZeroCopyForward):
                 options=options,
                 slices=slices,
             )
-            put.launch_kernel(self.windows.counter.argument, self._grid((i, options.tuning), put))
+            with self.order:
+                put.launch_kernel(self.windows.counter.argument, self._grid((i, options.tuning), put))
             first_slot += len(shards) * self.slices(self.options, bags.samples_per_rank)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:

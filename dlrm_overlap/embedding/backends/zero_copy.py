@@ -40,12 +40,14 @@ class ZeroCopyForward(WindowForward):
         epoch = self.windows.begin()
         self.join_stream()
         self.lookup.store(self.peers[epoch % 2], step, tables)
-        raise_flags(flags, self.rank, 0, self.windows.counter.argument)
+        with self.order:
+            raise_flags(flags, self.rank, 0, self.windows.counter.argument)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, and lend the window or copy it."""
         self.join_stream()
-        wait_flags(self.flags_of(step), self.rank, self.windows.counter.argument)
+        with self.order:
+            wait_flags(self.flags_of(step), self.rank, self.windows.counter.argument)
         return self.output(step, copy)
 
     def check(self) -> None:

@@ -48,7 +48,7 @@ class InputRows:
         # The ids of one feature more may pad their number, see `ArrivedIds`; their key is beyond those of all rows.
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
-        self._device_keys: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._device_keys: dict[int, torch.Tensor] = {}
         starts = gradients.starts
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
@@ -98,12 +98,11 @@ class InputRows:
         state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
         return part, shard.lookup, weight_at, state_at
 
-    def _keys(self, features: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [features + 1] on the device: the first key of each feature's table, and the end."""
-        if (features, dtype) not in self._device_keys:
-            keys = torch.tensor(self._first_keys[: features + 1], dtype=dtype, device=self._device)
-            self._device_keys[features, dtype] = keys
-        return self._device_keys[features, dtype]
+    def _keys(self, features: int) -> torch.Tensor:
+        """Return [features + 1] int64 on the device: the first key of each feature's table, and the end."""
+        if features not in self._device_keys:
+            self._device_keys[features] = torch.tensor(self._first_keys[: features + 1], device=self._device)
+        return self._device_keys[features]
 
     def sort(self, step: Step) -> PreparedRuns | None:
         """Sort the ids by key, by FBGEMM's radix sort, and prepare the update of their rows; None if there are none."""
@@ -115,7 +114,7 @@ class InputRows:
         bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
-            self._keys(features, index_type),
+            self._keys(features),
             self._key_bits,
             values.to(index_type),
             offsets.to(index_type),
