@@ -18,7 +18,7 @@ def _begin_update(step, numbers, factors, ADAM: tl.constexpr):
     """Count the update, and work out the numbers that all programs of `_update_parameters` share.
 
     Memory: the one program adds 1 to `step` [1], reads `numbers` [4] float64, and writes `factors` [6] float32. It
-    calculates in float64: 1 - beta2 to the power of 1 would lose 4 of its 7 digits in float32.
+    calculates in float64: 1 - beta2 to the power of 1 would lose 3 of its 7 digits in float32.
 
     Order: the end of the kernel orders `factors` for the update, the next kernel on the stream. To count here rather
     than in the update lets no program of the update read a count that another has raised.

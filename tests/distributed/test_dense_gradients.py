@@ -11,7 +11,7 @@ from torch import nn
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from tests.agreement import assert_near, assert_same
+from tests.agreement import assert_same
 from tests.distributed.models import world
 from tests.distributed.workers import run_cases
 
@@ -107,7 +107,7 @@ def _check_ddp() -> None:
                 buckets.finish()
             each.step()
     for (name, weight), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert_near(weight.data, expected.data, 1e-6, name)
+        assert_same(weight.data, expected.data, name)
 
 
 CASES: dict[str, Callable[[], None]] = {
