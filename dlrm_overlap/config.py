@@ -270,6 +270,9 @@ class TrainConfig:
     """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
     """run the dense part's forward and backward as CUDA graphs (GPU)"""
+    compile_dense: bool = False
+    """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
+    on; on CPUs it needs a C++ compiler"""
     pipeline: Literal["sparse_dist", "none"] = "sparse_dist"
     """sparse_dist overlaps the next batches' copy and id exchange with the step"""
     eval_every: NonNegativeInt = 0

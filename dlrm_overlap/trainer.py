@@ -81,8 +81,7 @@ class Trainer:
         self.plan = build_plan(
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
-        graph_samples = self.samples_per_rank if config.train.graph_dense else None
-        self.model = shard_model(task, self.plan, sharder, group, device, graph_samples)
+        self.model = shard_model(task, self.plan, sharder, group, device, self.samples_per_rank, config.train)
         initialise_tables(self.model, config.train.seed)
         self.optimizer = build_optimizer(self.model, config.train)
         self.learning_rate = LearningRate(self.optimizer, config.train)
