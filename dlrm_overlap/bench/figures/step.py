@@ -2,14 +2,17 @@
 
 Every contender is a trainer of the one configuration with a few keys of its own (`bench.step_contenders`), with the
 same plan, samples, seeds and types. Each trains 20 steps from the same weights on the same batches before anything is
-timed; one whose losses part from the first contender's gets no speedup, and the exit code is 1. A step copies its batch
-to the device; the batches are read before.
+timed; one whose losses part from the first contender's gets no speedup, and the exit code is 1. All train at a tenth of
+the configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding grow to some percent of the loss
+within 20 steps, in which a wrong gradient would hide. A step copies its batch to the device; the batches are read
+before.
 
 A row is a contender, once more with `pinned_host` if that is asked for. Its speedups are over the two contenders of
 TorchRec, as users run it and at its strongest; `fraction_of_floor` is of the time that products, memory or links must
 take (`harness.step_floor`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.trainer import Trainer
 
 _CHECKED_STEPS = 20
+_RATE = 0.1  # of the configuration's learning rates
 _BASELINES = ("torchrec", "torchrec_strongest")
 _SHOWN = (
     "contender", "pinned_host", "median_ms", "p95_to_median", "host_ms", "samples_per_s",
@@ -46,13 +50,14 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if losses disagree.
     """
-    configs = {
-        name: contender_config(ranks.config, STEP_CONTENDERS[name], ranks.device.type) for name in request.contenders
-    }
+    shared = _slowed(ranks.config)
+    configs = {name: contender_config(shared, STEP_CONTENDERS[name], ranks.device.type) for name in request.contenders}
     for config in configs.values():
         check_start(config, ranks.device)  # for every contender, before the first one trains
     reference = request.contenders[0]
-    again, batches, floor = _train_apart(request, ranks, reference, configs[reference])
+    compiled = any(config.train.compile_dense for config in configs.values())
+    apart = replace(configs[reference], train=replace(configs[reference].train, compile_dense=compiled))
+    again, batches, floor = _train_apart(request, ranks, reference, apart)
     runs = [TrainingRun(name, _build(ranks, name, config), batches) for name, config in configs.items()]
     plans = {describe_plan(each.trainer.plan) for each in runs}
     assert len(plans) == 1, "the plan does not depend on the backend"
@@ -80,6 +85,14 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     return 1 if faults else 0
 
 
+def _slowed(config: Config) -> Config:
+    """Return `config` at the learning rates of this figure."""
+    embedding, train = config.embedding, config.train
+    return replace(
+        config, embedding=replace(embedding, lr=_RATE * embedding.lr), train=replace(train, lr=_RATE * train.lr)
+    )
+
+
 def _build(ranks: Ranks, name: str, config: Config) -> Trainer:
     int32 = {"embedding_table_index_type": torch.int32}
     return ranks.trainer(config, int32 if STEP_CONTENDERS[name].int32_ids else None)
@@ -90,7 +103,8 @@ def _train_apart(
 ) -> tuple[list[float], list[Batch], StepFloor]:
     """Return the losses of a run of the reference beside its timed one, the batches of all runs, and the step's floor.
 
-    The run is gone before the others come: a GPU may have no room for one more.
+    The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
+    contender's is, so that its losses show what rounding makes of the reference's.
     """
     trainer = _build(ranks, name, config)
     group = dist.group.WORLD

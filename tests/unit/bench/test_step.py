@@ -111,7 +111,7 @@ def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_its
     reference, again = [1.0, 1.0, 2.0, 2.0], [1.0, 1.001, 2.0, 2.0]
     assert tolerances("fp32", reference, reference) == [1e-4] * 4
     assert tolerances("fp32", reference, again) == pytest.approx([1e-4, 4e-3, 4e-3, 4e-3])
-    assert tolerances("bf16", reference, again) == pytest.approx([2**-9, 4e-3, 4e-3, 4e-3])
+    assert tolerances("bf16", reference, again) == pytest.approx([5e-4, 4e-3, 4e-3, 4e-3])
 
 
 def test_losses_are_judged_at_their_worst_step() -> None:
@@ -175,10 +175,10 @@ def test_a_speedup_is_over_each_of_torchrecs_contenders(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_contender_that_trains_otherwise_gets_no_speedup(
+def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = {"other": StepContender({"embedding.backend": "pgas", "embedding.lr": 0.11, **EAGER})}
+    other = {"other": StepContender({"embedding.backend": "pgas", "embedding.lr": 0.011, **EAGER})}
     code, (torchrec, wrong) = _run(tmp_path, monkeypatch, _TORCHREC | other)
     assert code == 1
     assert (torchrec["agrees"], wrong["agrees"]) == ("True", "False")
