@@ -269,7 +269,10 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
-    """run the dense part's forward and backward as CUDA graphs (GPU)"""
+    """run the dense part's forward and backward as CUDA graphs (GPU), where not the whole step is one"""
+    compile_dense: bool = False
+    """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
+    on; on CPUs it needs a C++ compiler"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -57,6 +58,42 @@ def join_dense(
     del nodes  # DDP holds them from here on
 
 
+def _example_inputs(
+    task: TrainTask, samples: int, device: torch.device
+) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return inputs of the bottom MLP and of the head as a training batch of `samples` has them; under autocast."""
+    dlrm = task.dlrm
+    dense = torch.randn(samples, dlrm.dense_features, device=device)
+    dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
+    pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device, requires_grad=True)
+    return (dense,), (dense_bD, pooled)
+
+
+def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
+    """Compile forward and backward of the bottom MLP and of the head for batches of `samples`. Evaluation runs eagerly.
+
+    torch.compile compiles at the first call, so each part is called once here. That comes before DDP wraps the model:
+    within DDP's forward torch.compile would cut what it compiles at the borders of DDP's buckets.
+    """
+    for part in (task.dlrm.bottom, task.dlrm.head):
+        part.forward = _compiled_in_training(part)
+    with task.autocast():
+        for part, inputs in zip(
+            (task.dlrm.bottom, task.dlrm.head), _example_inputs(task, samples, device), strict=True
+        ):
+            output = part(*inputs)
+            wanted = [tensor for tensor in (*inputs, *part.parameters()) if tensor.requires_grad]
+            torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
+
+
+def _compiled_in_training(part: nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the part's forward, compiled while it trains and eager while it evaluates, as where it is captured."""
+    eager = part.forward
+    # The forward alone, since the module that torch.compile makes of a module gives its parameters other names.
+    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
+    return lambda *inputs: (compiled if part.training else eager)(*inputs)
+
+
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
     """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
 
@@ -72,11 +109,9 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     # Captured on the nodes' stream, since a capture cannot wait for another, and its kernels keep its priority.
     before, capture.default_capture_stream = capture.default_capture_stream, torch.cuda.current_stream(device)
     with task.autocast():
-        dense = torch.randn(samples, dlrm.dense_features, device=device)
-        dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
-        pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device, requires_grad=True)
+        inputs = _example_inputs(task, samples, device)
         set_warn_on_accumulate_grad_stream_mismatch(False)  # the warm-up has a stream of its own
-        torch.cuda.make_graphed_callables((dlrm.bottom, dlrm.head), ((dense,), (dense_bD, pooled)))
+        torch.cuda.make_graphed_callables((dlrm.bottom, dlrm.head), inputs)
         set_warn_on_accumulate_grad_stream_mismatch(True)
     capture.default_capture_stream = before
     return nodes

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,8 +48,11 @@ class Ranks:
             log.info("%s", self.world.describe())
             process_group.init_process_group(self.world, self.device)
 
-    def trainer(self, config: Config | None = None) -> "Trainer":
+    def trainer(self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None) -> "Trainer":
         """Check `config`, by default the command's own, then make the process group and build the trainer.
+
+        Args:
+            fused_params: tells TorchRec of the tables what no key says.
 
         Raises:
             InputError: if the device or the data do not fit `config`; before the process group is made.
@@ -62,7 +65,7 @@ class Ranks:
         train_data, held_out = open_datasets(config.data)
         total_steps(config, train_data, self.world.world_size)
         self.connect()
-        return Trainer(config, self.world, self.device, train_data, held_out)
+        return Trainer(config, self.world, self.device, train_data, held_out, fused_params)
 
 
 def run_on_ranks(

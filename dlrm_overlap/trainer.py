@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ from dlrm_overlap.pipeline import (
     LearningRate,
     build_optimizer,
     build_pipeline,
+    compile_dense,
     join_dense,
     shard_model,
     takes_graph,
@@ -67,7 +68,16 @@ class Trainer:
     the same methods in the same order.
     """
 
-    def __init__(self, config: Config, world: World, device: torch.device, train: Dataset, held_out: Dataset) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        train: Dataset,
+        held_out: Dataset,
+        fused_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Build the model on this rank's device; `fused_params` tells TorchRec of the tables what no key says."""
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
         self.samples_per_rank = config.train.samples_per_rank(world.world_size)
@@ -89,11 +99,16 @@ class Trainer:
         dlrm = build_model(config.model, config.embedding, rows, config.data.dense_features, config.train.seed)
         task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
         sharder = build_sharder(config.embedding)
+        if fused_params is not None:
+            assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
+            sharder.fused_params.update(fused_params)
         topology = build_topology(device, world.world_size, world.local_world_size)
         self.plan = build_plan(
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
         self.model = shard_model(task, self.plan, sharder, group, device)
+        if config.train.compile_dense:
+            compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
         if graph := takes_graph(config, self.model, device):
             flat = FlatParameters(dict(in_backward_optimizer_filter(self.model.named_parameters())))

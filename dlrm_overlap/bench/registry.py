@@ -15,6 +15,7 @@ from dlrm_overlap.bench.request import (
     InputRequest,
     OccupancyRequest,
     Request,
+    StepRequest,
     StrongRequest,
     WeakRequest,
 )
@@ -37,6 +38,7 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "input": Figure("the step fed by the loader, against the step on one cached batch", InputRequest, "input"),
+    "step": Figure("the whole training step under TorchRec and under our backends", StepRequest, "step"),
     "stage": Figure("all contenders on one shape", ForwardRequest, "stage"),
     "weak": Figure("the same on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"),
     "strong": Figure("the same on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"),

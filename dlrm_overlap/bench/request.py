@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
 
@@ -64,6 +65,44 @@ class InputRequest(Request):
     steps: int = _option(200, "timed steps of each kind", type=PositiveInt)
 
     output_help: ClassVar[str] = "CSV file to append the row to"
+
+
+@dataclass(frozen=True)
+class StepRequest(Request):
+    """What is asked of the figure of the whole training step."""
+
+    contenders: tuple[str, ...] = _option(
+        tuple(STEP_CONTENDERS), "who takes part; losses are compared with the first one's", nargs="+"
+    )
+    steps: int = _option(200, "timed steps of each contender", type=PositiveInt)
+    batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
+    pinned_host: bool = _option(
+        False, "time all once more with each rank held to one core, which a busy process shares", action="store_true"
+    )
+    dense_tflop_per_s: float = _option(
+        790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.contenders:
+            if name not in STEP_CONTENDERS:
+                raise InputError(f"--contenders {name}: not a contender; known: {', '.join(STEP_CONTENDERS)}")
+        if len(set(self.contenders)) < len(self.contenders):
+            raise InputError(f"--contenders {' '.join(self.contenders)}: one is there twice; name each once")
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that every contender has a configuration, and that the step's bytes can be counted.
+
+        Raises:
+            InputError: naming the key.
+        """
+        if config.embedding.plan == "row_wise":
+            raise InputError(
+                "embedding.plan: row_wise, but this figure counts the bytes of table-wise and column-wise shards; set "
+                "embedding.plan auto"
+            )
+        for name in self.contenders:
+            contender_config(config, STEP_CONTENDERS[name], device_type)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ file loads no torch, so that the first of these mistakes are reported at once.
 
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -124,7 +125,8 @@ def check_output(path: Path) -> None:
 
 
 def check_start(config: Config, device: "torch.device") -> None:
-    """Check that no key asks a CPU for what only a GPU does, nor a backend for a backward that it does not have.
+    """Check that no key asks a CPU for what only a GPU does or for a compiler that is missing, nor a backend for a
+    backward that it does not have.
 
     Raises:
         InputError: naming the key.
@@ -137,6 +139,12 @@ def check_start(config: Config, device: "torch.device") -> None:
     for key, (value, forbidden, cure) in gpu_only.items():
         if device.type == "cpu" and value == forbidden:
             raise InputError(f"{key}: {value} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
+    if config.train.compile_dense and device.type == "cpu" and shutil.which(compiler) is None:
+        raise InputError(
+            f"train.compile_dense: true needs a C++ compiler, and {compiler} is not found; install it, set CXX to "
+            f"another, or set --train.compile_dense false"
+        )
     if not config.embedding.has_backward:
         raise InputError(
             f"embedding.backward: {config.embedding.backward}, but backend {config.embedding.backend} has a backward "

@@ -1,10 +1,12 @@
 """The benchmarks run, and append comparable rows."""
 
 import csv
+import shutil
 from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS
 from tests.conftest import run_cli
 
 
@@ -116,3 +118,31 @@ def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> N
     for row in rows:
         scaling = alone[row["contender"]] / float(row["median_ms"])
         assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: Path) -> None:
+    output = tmp_path / "step.csv"
+    argv = ["bench", "step", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--train.batch_size", "64", "--steps", "8", "--batches", "3", "--pinned_host", "--output", str(output)]
+    result = run_cli(*argv, timeout_s=400)
+    assert result.returncode == 0, result.stderr
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    contenders = [(row["pinned_host"], row["contender"]) for row in rows]
+    assert contenders == [(pinned, name) for pinned in ("False", "True") for name in STEP_CONTENDERS]
+    for row in rows:
+        assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
+        assert float(row["max_relative_difference"]) <= float(row["tolerance"])
+        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_flop", "_per_s"))}
+        times = [
+            value["dense_flop"] / value["dense_tflop_per_s"] / 1e9,
+            value["hbm_bytes"] / value["hbm_gb_per_s"] / 1e6,
+            value["link_bytes"] / value["link_gb_per_s"] / 1e6,
+        ]
+        assert (value["floor_ms"], value["floor_sum_ms"]) == pytest.approx((max(times), sum(times)), rel=1e-2)
+    medians = {row["pinned_host"]: float(row["median_ms"]) for row in rows if row["contender"] == "torchrec"}
+    for row in rows:
+        speedup = medians[row["pinned_host"]] / float(row["median_ms"])
+        assert float(row["speedup_over_torchrec"]) == pytest.approx(speedup, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Training on GPUs: the same losses for any number of them, and with the dense part as CUDA graphs."""
+"""Training on GPUs: the same losses for any number of them, and with the dense part compiled or as CUDA graphs."""
 
 from pathlib import Path
 
@@ -34,6 +34,16 @@ def test_graphs_change_nothing(tmp_path: Path, arch: str) -> None:
     graphed = _train(tmp_path, "graphed", nproc, optimizer, "--model.arch", arch, "--train.graph_dense", "true")
     assert_losses_agree(graphed, eager, LOSS_TOLERANCE[optimizer])
     assert read_metrics(graphed, "eval/auroc")[50] > 0.6
+
+
+@pytest.mark.parametrize("graphed", ["false", "true"])
+def test_compiling_changes_nothing_but_rounding(tmp_path: Path, graphed: str) -> None:
+    nproc = min(2, torch.cuda.device_count())
+    eager = _train(tmp_path, "eager", nproc, "adagrad", "--model.arch", "dcn")
+    options = ["--model.arch", "dcn", "--train.compile_dense", "true", "--train.graph_dense", graphed]
+    compiled = _train(tmp_path, "compiled", nproc, "adagrad", *options)
+    assert_losses_agree(compiled, eager, LOSS_TOLERANCE["adagrad"])
+    assert read_metrics(compiled, "eval/auroc")[50] > 0.6
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

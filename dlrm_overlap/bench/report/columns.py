@@ -1,4 +1,4 @@
-"""The columns that the rows of the embedding stage's forward and backward share."""
+"""The columns that the rows of several figures share."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,24 +7,31 @@ from typing import Any
 from dlrm_overlap.bench.harness.limits import Limit
 from dlrm_overlap.bench.harness.rounds import Timing
 from dlrm_overlap.bench.harness.workload import BATCHES, Workload
-from dlrm_overlap.config import Config, TablesConfig
+from dlrm_overlap.config import CRITEO_TABLES, Config, TablesConfig
 
 
 def describe(config: Config, workload: Workload) -> dict[str, Any]:
-    """Return the columns of the shape. A list in the configuration is written as one value."""
-    tables = config.data.tables
+    """Return the columns of the embedding stage's shape."""
     return {
         "world_size": workload.group.size(),
-        "tables": len(workload.layout.names),
-        "rows": str(_capped_rows(tables)),
-        "dim": config.model.dim,
-        "multi_hot": str(tables.multi_hot),
-        "zipf_alpha": str(tables.zipf_alpha),
+        **describe_tables(config),
         "global_batch": sum(workload.batch_sizes),
         "batches": BATCHES,
         "id_dtype": "int64",
         "weight_dtype": config.embedding.weight_dtype,
         "wire_dtype": config.embedding.wire_dtype,
+    }
+
+
+def describe_tables(config: Config) -> dict[str, Any]:
+    """Return the columns of the tables. A list in the configuration is written as one value."""
+    tables = config.data.tables
+    return {
+        "tables": tables.number(CRITEO_TABLES),
+        "rows": str(_capped_rows(tables)),
+        "dim": config.model.dim,
+        "multi_hot": str(tables.multi_hot),
+        "zipf_alpha": str(tables.zipf_alpha),
     }
 
 

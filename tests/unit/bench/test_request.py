@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.request import BackwardRequest, StageRequest
+from dlrm_overlap.bench.request import BackwardRequest, StageRequest, StepRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 
@@ -44,16 +44,35 @@ def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
         assert options[options.index("--config") + 1] == str(path)
         own = int(options[options.index("--tables_per_rank") + 1]) if "--tables_per_rank" in options else None
         config = _config(path.stem)
-        _request(kind, own).check_ranks(config, 4, "cuda")
+        request = _request(kind, own) if kind != "step" else StepRequest(kind, OUTPUT)
+        request.check_ranks(config, 4, "cuda")
         assert own in (None, config.data.tables.count)
-        assert config.data.tables.zipf_alpha == (1.05 if path.stem == "mlperf" else 0)
+        assert config.data.tables.zipf_alpha == (1.05 if isinstance(config.data.tables.rows, list) else 0)
 
 
-def test_mlperf_has_the_tables_of_the_training_configuration() -> None:
+@pytest.mark.parametrize("shape", ["mlperf", "step_mlperf", "step_dot"])
+def test_mlperf_has_the_tables_of_the_training_configuration(shape: str) -> None:
     trained = parse_config("", "", ["--config", "configs/mlperf_dcnv2.yaml"], lambda parser: None)[0]
-    measured = _config("mlperf")
+    measured = _config(shape)
     assert measured.data.tables == replace(trained.data.tables, max_rows=4_000_000)
     assert (measured.model.dim, measured.embedding.lr) == (trained.model.dim, trained.embedding.lr)
+    if shape == "step_mlperf":
+        assert measured.model == trained.model
+        assert measured.embedding == trained.embedding
+        kept = ("optimizer", "lr", "eps", "precision")
+        assert [getattr(measured.train, key) for key in kept] == [getattr(trained.train, key) for key in kept]
+
+
+def test_contenders_are_known_and_named_once() -> None:
+    with pytest.raises(InputError, match=r"--contenders pgsa: not a contender; known: torchrec, torchrec_strongest, "):
+        StepRequest("step", OUTPUT, contenders=("torchrec", "pgsa"))
+    with pytest.raises(InputError, match="--contenders pgas pgas: one is there twice"):
+        StepRequest("step", OUTPUT, contenders=("pgas", "pgas"))
+
+
+def test_a_step_of_row_wise_shards_is_refused() -> None:
+    with pytest.raises(InputError, match=r"embedding\.plan: row_wise, but this figure counts"):
+        StepRequest("step", OUTPUT).check_ranks(_config("step_dot", "--embedding.plan", "row_wise"), 2, "cuda")
 
 
 def test_worlds_and_tables() -> None:

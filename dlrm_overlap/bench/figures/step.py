@@ -1,0 +1,209 @@
+"""`bench step`: what does a user gain who switches the backend? The whole training step, contenders in turns.
+
+Every contender is a trainer of the one configuration with a few keys of its own (`bench.step_contenders`), with the
+same plan, samples, seeds and types. Each trains 20 steps from the same weights on the same batches before anything is
+timed; one whose losses part from the first contender's gets no speedup, and the exit code is 1. All train at a tenth of
+the configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding grow to some percent of the loss
+within 20 steps, in which a wrong gradient would hide. A step copies its batch to the device; the batches are read
+before.
+
+A row is a contender, once more with `pinned_host` if that is asked for. Its speedups are over the two contenders of
+TorchRec, as users run it and at its strongest; `fraction_of_floor` is of the time that products, memory or links must
+take (`harness.step_floor`).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
+from dlrm_overlap.bench.harness.limits import measure_ceilings
+from dlrm_overlap.bench.harness.losses import LossAgreement, check_noise, compare_losses, tolerances
+from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floor
+from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes, read_batches, time_in_turns
+from dlrm_overlap.bench.harness.workload import collect_garbage
+from dlrm_overlap.bench.report.columns import describe_tables
+from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import StepRequest
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
+from dlrm_overlap.config import Config
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.plan import describe_plan
+from dlrm_overlap.launching.preflight import check_start
+from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.trainer import Trainer
+
+_CHECKED_STEPS = 20
+_RATE = 0.1  # of the configuration's learning rates
+_BASELINES = ("torchrec", "torchrec_strongest")
+_SHOWN = (
+    "contender", "pinned_host", "median_ms", "p95_to_median", "host_ms", "samples_per_s",
+    *(f"speedup_over_{name}" for name in _BASELINES), "fraction_of_floor", "max_relative_difference", "tolerance",
+)  # fmt: skip
+
+
+def run(request: StepRequest, ranks: Ranks) -> int:
+    """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
+
+    Returns:
+        The exit code: 1 if losses disagree.
+    """
+    shared = _slowed(ranks.config)
+    configs = {name: contender_config(shared, STEP_CONTENDERS[name], ranks.device.type) for name in request.contenders}
+    for config in configs.values():
+        check_start(config, ranks.device)  # for every contender, before the first one trains
+    reference = request.contenders[0]
+    compiled = any(config.train.compile_dense for config in configs.values())
+    apart = replace(configs[reference], train=replace(configs[reference].train, compile_dense=compiled))
+    again, batches, floor = _train_apart(request, ranks, reference, apart)
+    runs = [TrainingRun(name, _build(ranks, name, config), batches) for name, config in configs.items()]
+    plans = {describe_plan(each.trainer.plan) for each in runs}
+    assert len(plans) == 1, "the plan does not depend on the backend"
+    losses = {each.name: each.losses(_CHECKED_STEPS) for each in runs}
+    agreements, faults = judge(ranks.config.train.precision, losses, again)
+
+    times = {False: time_in_turns(runs, request.steps)}
+    if request.pinned_host:
+        with sharing_core(core_of_rank(ranks.world.local_rank, ranks.world.local_world_size)):
+            times[True] = time_in_turns(runs, request.steps)
+    rows = []
+    for pinned, timings in times.items():
+        found = dict(zip(configs, timings, strict=True))
+        rows += [
+            {"kind": request.kind, "contender": each.name, "pinned_host": pinned}
+            | _describe(each, request)
+            | _times(each, found, agreements, floor)
+            for each in runs
+        ]
+    for each in runs:
+        each.close()
+    if ranks.world.rank == 0:
+        shown = [column for column in _SHOWN if request.pinned_host or column != "pinned_host"]
+        report(rows, faults, request.output, _headline(rows[0]), shown)
+    return 1 if faults else 0
+
+
+def _slowed(config: Config) -> Config:
+    """Return `config` at the learning rates of this figure."""
+    embedding, train = config.embedding, config.train
+    return replace(
+        config, embedding=replace(embedding, lr=_RATE * embedding.lr), train=replace(train, lr=_RATE * train.lr)
+    )
+
+
+def _build(ranks: Ranks, name: str, config: Config) -> Trainer:
+    int32 = {"embedding_table_index_type": torch.int32}
+    return ranks.trainer(config, int32 if STEP_CONTENDERS[name].int32_ids else None)
+
+
+def _train_apart(
+    request: StepRequest, ranks: Ranks, name: str, config: Config
+) -> tuple[list[float], list[Batch], StepFloor]:
+    """Return the losses of a run of the reference beside its timed one, the batches of all runs, and the step's floor.
+
+    The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
+    contender's is, so that its losses show what rounding makes of the reference's.
+    """
+    trainer = _build(ranks, name, config)
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    batches = read_batches(trainer, request.batches)
+    floor = find_floor(trainer, batches, measure_ceilings(group, ranks.device), request.dense_tflop_per_s)
+    apart = TrainingRun(name, trainer, batches)
+    losses = apart.losses(_CHECKED_STEPS)
+    apart.close()
+    del trainer, apart
+    collect_garbage(ranks.device)
+    return losses, batches, floor
+
+
+def judge(
+    precision: str, losses: dict[str, list[float]], again: list[float]
+) -> tuple[dict[str, LossAgreement], list[str]]:
+    """Return how the contenders' losses agree with those of the first, and a line for each that does not.
+
+    Args:
+        precision: of the dense part.
+        losses: contender -> its losses; the first contender is the reference.
+        again: the reference's losses once more.
+    """
+    reference, expected = next(iter(losses.items()))
+    noise = check_noise(expected, again)
+    if not noise.agrees:  # no contender can be judged
+        fault = (
+            f"{reference}: its own losses differ by {noise.max_relative_difference:.1e}, relatively, between two runs, "
+            f"at step {noise.step}; at most {noise.tolerance:g} tells right from wrong, so no speedup is told; take "
+            f"lower learning rates"
+        )
+        return dict.fromkeys(losses, noise), [fault]
+    allowed = tolerances(precision, expected, again)
+    agreements = {name: compare_losses(found, expected, allowed) for name, found in losses.items()}
+    faults = [
+        f"{name}: its loss differs from {reference}'s by {each.max_relative_difference:.1e}, relatively, at step "
+        f"{each.step}; tolerance {each.tolerance:.1e}; no speedup is told"
+        for name, each in agreements.items()
+        if not each.agrees
+    ]
+    return agreements, faults
+
+
+def _describe(run: TrainingRun, request: StepRequest) -> dict[str, Any]:
+    """Return the columns of what the contender is, and of the shape."""
+    trainer, config = run.trainer, run.trainer.config
+    return {
+        "backend": config.embedding.backend,
+        "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
+        "pipeline": config.train.pipeline,
+        "compile_dense": config.train.compile_dense,
+        "graph_dense": config.train.graph_dense,
+        "arch": config.model.arch,
+        "precision": config.train.precision,
+        "world_size": trainer.world.world_size,
+        **describe_tables(config),
+        "global_batch": trainer.global_batch,
+        "batches": request.batches,
+        "optimizer": config.embedding.optimizer,
+        "weight_dtype": config.embedding.weight_dtype,
+        "wire_dtype": config.embedding.wire_dtype,
+    }
+
+
+def _times(
+    run: TrainingRun, timings: dict[str, TrainingTimes], agreements: dict[str, LossAgreement], floor: StepFloor
+) -> dict[str, Any]:
+    """Return the columns of a run's times, of how they compare with the floor and the baselines', and of its losses."""
+    timing, agreement = timings[run.name], agreements[run.name]
+    median_ms, columns = timing.times.median_ms, floor.columns()
+    return {
+        "steps": timing.steps,
+        **vars(timing.times),
+        "p95_ms": timing.p95_ms,
+        "p95_to_median": timing.p95_ms / median_ms,
+        "host_ms": timing.host_ms,
+        "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
+        **{
+            f"speedup_over_{name}": timings[name].times.median_ms / median_ms
+            if name in timings and agreement.agrees and agreements[name].agrees
+            else None
+            for name in _BASELINES
+        },
+        **columns,
+        "fraction_of_floor": columns["floor_ms"] / median_ms,
+        "checked_steps": _CHECKED_STEPS,
+        "max_relative_difference": agreement.max_relative_difference,
+        "tolerance": agreement.tolerance,
+        "agrees": agreement.agrees,
+    }
+
+
+def _headline(row: dict[str, Any]) -> str:
+    return (
+        f"{row['tables']} tables, dim {row['dim']}, {row['arch']}, {row['precision']}, global batch "
+        f"{row['global_batch']}, {row['world_size']} ranks: floor {row['floor_ms']:.3g} ms (sum of the three "
+        f"{row['floor_sum_ms']:.3g}), products {row['dense_ms']:.3g} ms, {row['dense_flop'] / 1e9:.4g} GFLOP at "
+        f"{row['dense_tflop_per_s']:.4g} TFLOP/s, memory {row['hbm_ms']:.3g} ms, {row['hbm_bytes'] / 1e6:.4g} MB at "
+        f"{row['hbm_gb_per_s']:.4g} GB/s, links {row['link_ms']:.3g} ms, {row['link_bytes'] / 1e6:.4g} MB at "
+        f"{row['link_gb_per_s']:.4g} GB/s"
+    )

@@ -1,0 +1,205 @@
+"""The floor of a training step: the time that its products, its bytes of memory and its bytes of links must take.
+
+All are counted from the layers' sizes and the batches' ids, each thing once, as if caches had no bounds: no step of
+this model on these GPUs can be faster than the longest of the three.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_limit
+from dlrm_overlap.config import Config, ModelConfig
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.options import WIRE_DTYPES
+from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.sharded_module import build_layout, model_order
+from dlrm_overlap.trainer import Trainer
+
+
+class DenseCounts(NamedTuple):
+    """What a step of the dense part takes on each rank."""
+
+    flop: int
+    """of its matrix products: forward, gradients of the weights and of the inputs"""
+    parameters: int
+    """weights and biases"""
+    outputs: int
+    """numbers that its layers put out in the forward"""
+
+
+def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
+    """Return what the dense part takes for `samples` of a rank.
+
+    A multiplication and an addition are two operations. The first layer needs no gradient of its input. Of the dot
+    interaction each pair counts once.
+
+    Example:
+        One sample, 3 dense features, bottom MLP [4], top MLP [2, 1], arch dot, one table: the layers are 3 x 4, 5 x 2
+        (4 numbers of the bottom MLP, one pair) and 2 x 1, the pair takes 4 products. Forward 2 * (12 + 10 + 2 + 4) =
+        56 operations, gradients twice as many less 2 * 12: 144 in all. 16 + 12 + 3 = 31 parameters, 4 + 1 + 2 + 1 = 8
+        outputs.
+    """
+    features = tables + 1
+    width, pairs = features * model.dim, features * (features - 1) // 2
+    bottom = list(pairwise([dense_features, *model.bottom_mlp]))
+    if model.arch == "dot":
+        width = model.dim + pairs
+        products, parameters, outputs = pairs * model.dim, 0, pairs
+    else:  # each cross layer: to the rank and back, with a bias there
+        products = parameters = model.cross_layers * 2 * width * model.cross_rank
+        parameters += model.cross_layers * width
+        outputs = model.cross_layers * (model.cross_rank + width)
+    layers = [*bottom, *pairwise([width, *model.top_mlp])]
+    products += sum(inputs * neurons for inputs, neurons in layers)
+    first_inputs, first_neurons = bottom[0]
+    return DenseCounts(
+        flop=(6 * products - 2 * first_inputs * first_neurons) * samples,
+        parameters=parameters + sum((inputs + 1) * neurons for inputs, neurons in layers),
+        outputs=(outputs + sum(neurons for _, neurons in layers)) * samples,
+    )
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """What a step takes on the rank whose memory or links need longest, and the rates at which it can be had."""
+
+    dense_flop: int
+    """of the matrix products of a rank"""
+    hbm_bytes: int
+    """into and out of this GPU's memory, each touched row and each gradient once"""
+    uncached_hbm_bytes: int
+    """the same, a row and a bag's gradient as often as ids name them, as the figures of the embedding stage count"""
+    link_bytes: int
+    """out of this GPU to its peers"""
+    dense_tflop_per_s: float
+    hbm_gb_per_s: float
+    link_gb_per_s: float
+
+    @property
+    def dense_ms(self) -> float:
+        """The time of the products."""
+        return self.dense_flop / self.dense_tflop_per_s / 1e9
+
+    @property
+    def hbm_ms(self) -> float:
+        """The time of the memory."""
+        return self.hbm_bytes / self.hbm_gb_per_s / 1e6
+
+    @property
+    def link_ms(self) -> float:
+        """The time of the links."""
+        return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
+
+    def columns(self) -> dict[str, Any]:
+        """Return the floor's columns: the counts, the rates, the times, the longest of them and their sum."""
+        parts = {"dense_ms": self.dense_ms, "hbm_ms": self.hbm_ms, "link_ms": self.link_ms}
+        return {**vars(self), **parts, "floor_ms": max(parts.values()), "floor_sum_ms": sum(parts.values())}
+
+
+def find_floor(
+    trainer: Trainer, batches: Sequence[Batch], ceilings: tuple[float, float], dense_tflop_per_s: float
+) -> StepFloor:
+    """Return the floor of the trainer's step, its bytes the mean over `batches`. All ranks call this.
+
+    It must come before the trainer's first step, in which TorchRec's pipeline takes the collective of the ids apart.
+
+    Args:
+        trainer: a contender's; the floor is the same for all.
+        batches: this rank's, on the CPU.
+        ceilings: from `limits.measure_ceilings`.
+        dense_tflop_per_s: rate of the matrix products.
+    """
+    group, device, config = dist.group.WORLD, trainer.device, trainer.config
+    assert isinstance(group, dist.ProcessGroup)
+    (module,) = [each for each in trainer.model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
+    shardings: list[Any] = list(module._embedding_shardings)
+    layout = build_layout(shardings, model_order(module._embedding_bag_configs), group.size())
+    tables, samples = len(trainer.train_data.rows), trainer.samples_per_rank
+    dense = count_dense(config.model, tables, config.data.dense_features, samples)
+    counts = []
+    for batch in batches:
+        sparse = batch.sparse.to(device)
+        inputs = list(module.input_dist(module.create_context(), sparse).wait().wait())
+        counts.append(_count_step(layout, group.rank(), [samples] * group.size(), sparse, inputs, dense, config))
+    limit, (uncached_hbm_bytes,) = find_limit(counts, ceilings, group, device)
+    return StepFloor(
+        dense.flop,
+        limit.hbm_bytes,
+        uncached_hbm_bytes,
+        limit.link_bytes,
+        dense_tflop_per_s,
+        limit.hbm_gb_per_s,
+        limit.link_gb_per_s,
+    )
+
+
+def _count_step(
+    layout: Layout,
+    rank: int,
+    batch_sizes: Sequence[int],
+    sparse: KeyedJaggedTensor,
+    inputs: Sequence[KeyedJaggedTensor],
+    dense: DenseCounts,
+    config: Config,
+) -> tuple[int, int, int]:
+    """Return the bytes of a step on `rank`: memory, links, and memory if nothing were read from a cache.
+
+    To the embedding stage's own bytes, forward and back, come: from memory the dense weights, read once, and the
+    layers' outputs, written once; over the links the ids of other ranks' tables, and the sum of the dense gradients by
+    a ring, in which each rank sends 2 (W - 1) / W of them.
+
+    Args:
+        layout: which rank owns what.
+        rank: the rank to count for.
+        batch_sizes: samples of each rank.
+        sparse: the ids of the rank's samples.
+        inputs: the ids of the rank's tables, one for each source of the layout.
+        dense: from `count_dense`.
+        config: the wire's and the activations' types, and the rows' optimizer.
+    """
+    wire_dtype = WIRE_DTYPES[config.embedding.wire_dtype]
+    hbm_bytes, link_bytes = count_bytes(layout, rank, batch_sizes, inputs, wire_dtype)
+    update = count_update(layout, rank, batch_sizes, inputs, wire_dtype, config.embedding.optimizer)
+    dense_bytes = 4 * dense.parameters + (2 if config.train.precision == "bf16" else 4) * dense.outputs
+    world_size = len(batch_sizes)
+    ring_bytes = 2 * (world_size - 1) * 4 * dense.parameters // world_size
+    return (
+        hbm_bytes - _repeated_row_bytes(layout, rank, sum(batch_sizes), inputs) + update.compulsory_bytes + dense_bytes,
+        link_bytes + update.link_bytes + _sent_id_bytes(layout, rank, sparse) + ring_bytes,
+        hbm_bytes + update.hbm_bytes + dense_bytes,
+    )
+
+
+def _repeated_row_bytes(layout: Layout, rank: int, samples: int, inputs: Sequence[KeyedJaggedTensor]) -> int:
+    """Return the bytes of rows that `count_bytes` counts again, since a table's ids name them again."""
+    repeated = 0
+    for shards in layout.tables(rank):
+        offsets = [inputs[shard.input].offsets() for shard in shards]
+        firsts = [shard.feature * samples for shard in shards]
+        ids = torch.cat(
+            [
+                inputs[shard.input].values()[int(ends[first]) : int(ends[first + samples])]
+                for shard, ends, first in zip(shards, offsets, firsts, strict=True)
+            ]
+        )
+        repeated += (ids.numel() - ids.unique().numel()) * shards[0].dim * shards[0].dtype.itemsize
+    return repeated
+
+
+def _sent_id_bytes(layout: Layout, rank: int, sparse: KeyedJaggedTensor) -> int:
+    """Return the bytes of ids and lengths that `rank` sends: those of each table to every other rank with a shard."""
+    ids = dict(zip(sparse.keys(), sparse.length_per_key(), strict=True))
+    lengths_bytes = sparse.stride() * sparse.lengths().element_size()
+    return sum(
+        ids[name] * sparse.values().element_size() + lengths_bytes
+        for owner, shards in enumerate(layout.by_owner)
+        if owner != rank
+        for name in {shard.name for shard in shards}
+    )

@@ -1,0 +1,120 @@
+"""Trainers that train on the same batches: their losses, and how long each one's step takes."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.observe.metrics import StepTimer, quantile
+from dlrm_overlap.trainer import Trainer
+
+_ROUNDS = 4  # contenders take turns, so that a drift of the machine slows them all alike
+_WARMUP_STEPS = 10
+_AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
+
+
+@dataclass(frozen=True)
+class TrainingTimes:
+    """How long a contender's steps take; all numbers are the maximum over the ranks."""
+
+    times: StepTimes
+    p95_ms: float
+    host_ms: float
+    """median time for the host to issue a step"""
+    steps: int
+    """how many were timed"""
+
+
+class TrainingRun:
+    """A contender's trainer, and the batches on which it trains in turn. All ranks call the same methods."""
+
+    def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Take the trainer over: the run closes it."""
+        self.name, self.trainer, self._batches = name, trainer, batches
+        self._step = 0
+
+    def _take_step(self, batches: Iterator[Batch]) -> torch.Tensor:
+        self.trainer.learning_rate.set(self._step)
+        self._step += 1
+        return self.trainer.step(batches)
+
+    def losses(self, steps: int) -> list[float]:
+        """Train `steps` steps from the first batch on and return their losses, each the mean over all samples."""
+        segment = itertools.islice(itertools.cycle(self._batches), steps)
+        self.trainer.pipeline.reset()
+        # A clone, since a step that is replayed as a CUDA graph returns the same tensor every time.
+        losses = torch.stack([self._take_step(segment).detach().clone() for _ in range(steps)]).double()
+        dist.all_reduce(losses)
+        self._finish()
+        return (losses / dist.get_world_size()).tolist()
+
+    def time(self, steps: int) -> tuple[list[float], list[float]]:
+        """Return this rank's times of `steps` steps, and the host's times of issuing them, in ms.
+
+        All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end.
+        """
+        host_ms = []
+        segment = itertools.islice(itertools.cycle(self._batches), _WARMUP_STEPS + steps + _AHEAD)
+        self.trainer.pipeline.reset()
+        dist.barrier()
+        for _ in range(_WARMUP_STEPS):
+            self._take_step(segment)
+        timer = StepTimer(self.trainer.device)
+        timer.mark()
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._take_step(segment)
+            host_ms.append((time.perf_counter() - began) * 1e3)
+            timer.mark()
+        for _ in range(_AHEAD):
+            self._take_step(segment)
+        self._finish()
+        return timer.take_ms(), host_ms
+
+    def _finish(self) -> None:
+        """Wait for the device, and raise what kernels have recorded."""
+        if self.trainer.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.device)
+        for exchange in exchanges(self.trainer.model):
+            exchange.check()
+
+    def close(self) -> None:
+        """Release the exchange's windows, once all ranks have finished their steps."""
+        dist.barrier()
+        self.trainer.close()
+
+
+def read_batches(trainer: Trainer, count: int) -> list[Batch]:
+    """Return this rank's batches of the first `count` steps, where a trainer on a GPU copies from: page-locked."""
+    samples, world = trainer.samples_per_rank, trainer.world
+    firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
+    batches = [trainer.train_data.read(first, samples) for first in firsts]
+    return [batch.pin_memory() for batch in batches] if trainer.device.type == "cuda" else batches
+
+
+def time_in_turns(runs: Sequence[TrainingRun], steps: int) -> list[TrainingTimes]:
+    """Time at least `steps` steps of each run, in rounds in which the runs take turns. All ranks call this."""
+    per_round = math.ceil(steps / _ROUNDS)
+    step_ms: list[list[float]] = [[] for _ in runs]
+    host_ms: list[list[float]] = [[] for _ in runs]
+    for _ in range(_ROUNDS):
+        for i, run in enumerate(runs):
+            on_device, on_host = run.time(per_round)
+            step_ms[i] += on_device
+            host_ms[i] += on_host
+    device = runs[0].trainer.device
+    return [
+        TrainingTimes(
+            slowest_rank(on_device, device),
+            *greatest([quantile(on_device, 0.95), quantile(on_host, 0.5)], device),
+            steps=len(on_device),
+        )
+        for on_device, on_host in zip(step_ms, host_ms, strict=True)
+    ]

@@ -1,0 +1,198 @@
+"""The figure of the whole step: who takes part, what its floor is made of, and when a speedup is told."""
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.bench.figures import step
+from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
+from dlrm_overlap.bench.harness.step_floor import DenseCounts, StepFloor, _count_step, count_dense
+from dlrm_overlap.bench.request import StepRequest
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
+from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.model import build_model
+from dlrm_overlap.ranks import Ranks
+from tests.distributed.workers import quickstart
+
+CPU = torch.device("cpu")
+SMALL = ["--train.batch_size", "64", "--train.steps", "4"]
+EAGER = {"train.graph_dense": False, "train.compile_dense": False}
+
+
+@pytest.mark.parametrize("name", STEP_CONTENDERS)
+def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name: str) -> None:
+    config = quickstart(tmp_path, "run", "--embedding.backend", "fused", "--train.pipeline", "none")
+    contender = STEP_CONTENDERS[name]
+    made = contender_config(config, contender, "cuda")
+    for key, value in contender.keys.items():
+        section, field = key.split(".")
+        assert getattr(getattr(made, section), field) == value
+    same = replace(made, embedding=replace(made.embedding, backend="fused"), train=config.train)
+    assert same == config
+    rehearsed = contender_config(config, contender, "cpu")
+    assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
+
+
+def test_only_torchrecs_strongest_is_told_of_int32_ids_and_a_backward_is_left_to_those_who_have_it(
+    tmp_path: Path,
+) -> None:
+    assert [name for name, contender in STEP_CONTENDERS.items() if contender.int32_ids] == ["torchrec_strongest"]
+    config = quickstart(tmp_path, "run", "--embedding.backend", "pgas", "--embedding.backward", "collective")
+    backwards = [contender_config(config, STEP_CONTENDERS[name], "cuda").embedding.backward for name in STEP_CONTENDERS]
+    assert backwards[:4] == ["auto", "auto", "collective", "collective"]
+
+
+def test_dense_counts_of_a_hand_computed_step() -> None:
+    model = ModelConfig(dim=4, bottom_mlp=[4], top_mlp=[2, 1])
+    assert count_dense(model, tables=1, dense_features=3, samples=1) == DenseCounts(flop=144, parameters=31, outputs=8)
+    assert count_dense(model, tables=1, dense_features=3, samples=10) == (1440, 31, 80)
+
+
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_dense_counts_are_those_of_the_model(arch: Any) -> None:
+    model = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[10, 6, 1], cross_layers=2, cross_rank=5)
+    tables, features, samples = 3, 13, 16
+    dlrm = build_model(model, EmbeddingConfig(), [7] * tables, features, 0)
+    pooled = torch.randn(samples, tables * model.dim, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        dlrm.head(dlrm.bottom(torch.randn(samples, features)), pooled).sum().backward()
+    counts = count_dense(model, tables, features, samples)
+    # The model multiplies each pair twice, and each feature by itself.
+    twice = 6 * model.dim * ((tables + 1) ** 2 - tables * (tables + 1) // 2) * samples if arch == "dot" else 0
+    assert counts.flop == counter.get_total_flops() - twice
+    parts = (*dlrm.bottom.parameters(), *dlrm.head.parameters())
+    assert counts.parameters == sum(parameter.numel() for parameter in parts)
+
+
+def test_bytes_of_a_hand_computed_step(tmp_path: Path) -> None:
+    """Two ranks of 2 samples; rank 0 has a table of dim 4, rank 1 one of dim 8; int32 ids, fp32 wire, SGD, bf16."""
+    shards = [
+        FeatureShard(name, owner, 0, 0, 0, 0, 0, dim, False, torch.float32)
+        for name, owner, dim in (("a", 0, 4), ("b", 1, 8))
+    ]
+    layout = Layout(shards, ["a", "b"], world_size=2)
+    int32 = torch.int32
+    # Rank 0's samples name 3 rows of a and 2 of b; all samples together name rows of a 6 times, 4 rows of them, in 3
+    # of the 4 bags.
+    lengths, values = torch.tensor([1, 2, 0, 2], dtype=int32), torch.tensor([5, 5, 6, 1, 1], dtype=int32)
+    sparse = KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
+    lengths, values = torch.tensor([1, 2, 0, 3], dtype=int32), torch.tensor([5, 5, 6, 7, 8, 7], dtype=int32)
+    inputs = [KeyedJaggedTensor(["a"], values, lengths=lengths)]
+    config = quickstart(tmp_path, "run", "--embedding.optimizer", "sgd", "--train.precision", "bf16")
+    hbm, link, uncached = _count_step(layout, 0, [2, 2], sparse, inputs, DenseCounts(0, 100, 50), config)
+    ids_and_pooled = 6 * 4 + 5 * 4 + 2 * 12 * 4
+    told, sent, arrived = 6 * 4 + 4 * 16, 2 * 12 * 4, 4 * 4 * 4
+    dense = 100 * 4 + 50 * 2
+    assert hbm == 4 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 3 * 16 + dense
+    assert uncached == 6 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 6 * 16 + dense
+    assert link == 2 * 4 * 4 + 2 * 8 * 4 + (2 * 4 + 2 * 4) + 100 * 4
+
+
+def test_the_floor_is_the_longest_of_products_memory_and_links() -> None:
+    floor = StepFloor(3_000_000_000, 4_000_000, 8_000_000, 1_000_000, 1.0, 4.0, 0.5)
+    columns = floor.columns()
+    assert (columns["dense_ms"], columns["hbm_ms"], columns["link_ms"]) == pytest.approx((3.0, 1.0, 2.0))
+    assert (columns["floor_ms"], columns["floor_sum_ms"]) == pytest.approx((3.0, 6.0))
+    alone = replace(floor, link_bytes=0, link_gb_per_s=0.0)
+    assert alone.columns()["floor_sum_ms"] == pytest.approx(4.0)
+
+
+def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_itself() -> None:
+    reference, again = [1.0, 1.0, 2.0, 2.0], [1.0, 1.001, 2.0, 2.0]
+    assert tolerances("fp32", reference, reference) == [1e-4] * 4
+    assert tolerances("fp32", reference, again) == pytest.approx([1e-4, 4e-3, 4e-3, 4e-3])
+    assert tolerances("bf16", reference, again) == pytest.approx([5e-4, 4e-3, 4e-3, 4e-3])
+
+
+def test_losses_are_judged_at_their_worst_step() -> None:
+    agreement = compare_losses([1.0, 2.004, 3.03], [1.0, 2.0, 3.0], [1e-4, 1e-3, 1e-1])
+    assert (agreement.step, agreement.tolerance, agreement.agrees) == (2, 1e-3, False)
+    assert agreement.max_relative_difference == pytest.approx(2e-3)
+    assert compare_losses([1.0, 2.0], [1.0, 2.0], [1e-4, 1e-4]).agrees
+    for bad in (math.nan, math.inf):
+        assert not compare_losses([1.0, bad], [1.0, 2.0], [1.0, 1.0]).agrees
+        assert not compare_losses([1.0, 2.0], [1.0, bad], [1.0, 1.0]).agrees
+        assert not compare_losses([1.0, bad], [1.0, bad], [1.0, 1.0]).agrees
+        assert not check_noise([1.0, bad], [1.0, 2.0]).agrees
+
+
+def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
+    losses = {"torchrec": [1.0, 1.0], "pgas": [1.0, 1.0]}
+    agreements, (fault,) = step.judge("bf16", losses, [1.0, 1.02])
+    assert not any(agreement.agrees for agreement in agreements.values())
+    assert fault.startswith("torchrec: its own losses differ by 2.0e-02, relatively, between two runs, at step 2")
+
+
+def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, StepContender], *options: str) -> Any:
+    """Return the exit code and the rows of the figure with `contenders`, in a world of one."""
+    for name, contender in contenders.items():
+        monkeypatch.setitem(STEP_CONTENDERS, name, contender)
+    ranks = Ranks(quickstart(folder, "run", *SMALL, *options), None, World(0, 0, 1, 1, LOOPBACK, 0, "single"), CPU)
+    request = StepRequest("step", folder / "step.csv", contenders=tuple(contenders), steps=6, batches=3)
+    code = step.run(request, ranks)
+    with (folder / "step.csv").open(newline="") as file:
+        return code, list(csv.DictReader(file))
+
+
+_TORCHREC = {"torchrec": StepContender({"embedding.backend": "torchrec", **EAGER})}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_speedup_is_over_each_of_torchrecs_contenders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eager = {
+        "torchrec_strongest": StepContender({"embedding.backend": "torchrec", **EAGER}, int32_ids=True),
+        "pgas": StepContender({"embedding.backend": "pgas", **EAGER}),
+    }
+    code, rows = _run(tmp_path, monkeypatch, _TORCHREC | eager)
+    assert code == 0
+    assert [row["contender"] for row in rows] == ["torchrec", "torchrec_strongest", "pgas"]
+    medians = {row["contender"]: float(row["median_ms"]) for row in rows}
+    for row in rows:
+        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_s", "_bytes", "_median", "_floor"))}
+        assert (row["pinned_host"], row["steps"], row["agrees"]) == ("False", "8", "True")
+        for name in ("torchrec", "torchrec_strongest"):
+            assert float(row[f"speedup_over_{name}"]) == pytest.approx(medians[name] / value["median_ms"], rel=1e-2)
+        assert value["p10_ms"] <= value["median_ms"] <= value["p90_ms"] <= value["p95_ms"]
+        assert value["p95_to_median"] == pytest.approx(value["p95_ms"] / value["median_ms"], rel=1e-2)
+        assert value["samples_per_s"] == pytest.approx(64e3 / value["median_ms"], rel=1e-2)
+        assert value["fraction_of_floor"] == pytest.approx(value["floor_ms"] / value["median_ms"], rel=1e-2)
+        assert 0 < value["hbm_bytes"] < value["uncached_hbm_bytes"]
+    printed = capsys.readouterr().out
+    assert "pinned_host" not in printed
+    assert "speedup_over_torchrec_strongest" in printed
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"other": StepContender({"embedding.backend": "pgas", "embedding.lr": 0.011, **EAGER})}
+    code, (torchrec, wrong) = _run(tmp_path, monkeypatch, _TORCHREC | other)
+    assert code == 1
+    assert (torchrec["agrees"], wrong["agrees"]) == ("True", "False")
+    assert float(torchrec["speedup_over_torchrec"]) == 1
+    assert (wrong["speedup_over_torchrec"], wrong["speedup_over_torchrec_strongest"]) == ("", "")
+    assert float(wrong["median_ms"]) > 0
+    assert "dlrm-overlap: other: its loss differs from torchrec's by" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_one_contender_cannot_do_is_refused_before_the_first_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "_build", lambda *_: pytest.fail("a contender was built"))
+    other = {"other": StepContender({"embedding.backend": "pgas", "train.precision": "tf32"})}
+    with pytest.raises(InputError, match=r"train\.precision: tf32 needs a GPU"):
+        _run(tmp_path, monkeypatch, _TORCHREC | other)

@@ -1,0 +1,51 @@
+"""The dense part compiled by torch.compile: the same run, compiled once, and a missing compiler is told of."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.launching.preflight import check_start
+from dlrm_overlap.trainer import Trainer
+from tests.agreement import LOSS_TOLERANCE
+from tests.conftest import assert_losses_agree
+from tests.distributed.workers import quickstart
+
+CPU = torch.device("cpu")
+SMALL = ["--train.batch_size", "64", "--train.steps", "6", "--train.eval_every", "3", "--data.eval_samples", "256"]
+COMPILED = ["--train.compile_dense", "true"]
+
+
+def _trainer(config: Config) -> Trainer:
+    return Trainer(config, World(0, 0, 1, 1, LOOPBACK, 0, "single"), CPU, *open_datasets(config.data))
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_a_compiled_dense_part_trains_the_same_and_is_compiled_once(tmp_path: Path, arch: str) -> None:
+    shape = [*SMALL, "--model.arch", arch, *(["--model.cross_rank", "8"] if arch == "dcn" else [])]
+    eager = _trainer(quickstart(tmp_path, "eager", *shape))
+    eager.fit()
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = _trainer(quickstart(tmp_path, "compiled", *shape, *COMPILED))
+    assert counters["stats"]["unique_graphs"] == 2, "the bottom MLP and the head, before DDP wraps them"
+    assert all(parameter.grad is None for parameter in compiled.model.parameters())
+    compiled.fit()
+    assert counters["stats"]["unique_graphs"] == 2, "neither a step nor an evaluation compiles anything"
+    assert_losses_agree(tmp_path / "compiled", tmp_path / "eager", LOSS_TOLERANCE["rowwise_adagrad"])
+    assert compiled.model.state_dict().keys() == eager.model.state_dict().keys()
+
+
+def test_a_cpu_without_a_compiler_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quickstart(tmp_path, "run", *COMPILED)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"train\.compile_dense: true needs a C\+\+ compiler, and no-such-compiler is"):
+        check_start(config, CPU)
