@@ -55,7 +55,7 @@ class Head(nn.Module):
             width = self.interaction.out_features
         else:  # DCNv2's low-rank cross network (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
             width = features * config.dim
-            self.interaction = LowRankCrossNet(width, config.cross_layers, config.cross_rank)
+            self.interaction = LowRankCrossNet(width, int(config.cross_layers), int(config.cross_rank))  # plain, for torch.compile
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
         self.logit = nn.Linear(config.top_mlp[-2], 1)
 
