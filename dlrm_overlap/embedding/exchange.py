@@ -101,6 +101,7 @@ class Exchange:
         self._failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[ArrivedIds] = deque()
+        self._unfinished: list[Step] = []
         self.captured = False
         """whether steps may be captured in a CUDA graph: their counters are then advanced on the device"""
 
@@ -263,7 +264,18 @@ class Exchange:
         if not step.sent:
             assert step.gradient is not None
             backward.start(step, step.gradient)
-        backward.finish(step)
+        if self.order.active:  # while a step is captured, which ends with `finish_rows`
+            self._unfinished.append(step)
+        else:
+            self._finish(step)
+
+    def finish_rows(self) -> None:
+        """Make the current stream wait for the rows of a step that is captured; what needs them not comes before."""
+        while self._unfinished:
+            self._finish(self._unfinished.pop(0))
+
+    def _finish(self, step: Step) -> None:
+        self._open().backward.finish(step)
         step.gradient = None
 
     def _open(self) -> Halves:

@@ -215,6 +215,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         loss, output = self._forward(parity)
         loss.backward()
         self._update()
+        for module in self._modules:
+            _exchange(module).finish_rows()
         self._streams.join_ids()
         return output
 

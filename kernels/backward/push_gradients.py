@@ -6,8 +6,8 @@ A rank's gradient window is [D_local * B] of the wire's type, shard after shard.
 gradients of a table are together, which keeps them in the cache while its rows are updated.
 
 Shards travel in parts. Each part has a flag of its own, so that the rows of one part are updated while the next part
-travels. One launch sends all parts of a dim with few programs, which keep their multiprocessors to the end; a launch a
-part would queue behind the dense kernels that run beside it. The program that finishes a part's last task raises the
+travels. One launch can send all parts of a dim with few programs, which keep their multiprocessors to the end; a launch
+a part would queue behind the dense kernels that run beside it. The program that finishes a part's last task raises the
 part's flags.
 
 Example: two ranks of two samples; rank 1 owns a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
@@ -35,7 +35,10 @@ SHARD_COLUMNS = tl.constexpr(3)
 
 _NUM_WARPS = 32
 _TASK_ELEMENTS = 1024  # of a warp: so much in flight keeps the links busy beside dense kernels, too
-_SIZES = ["rank", "world_size", "parts", "most", "blocks", "samples", "batch", "first_sample", "programs"]
+_SIZES = [
+    "rank", "world_size", "parts", "first_part", "end_part", "most", "blocks", "samples", "batch", "first_sample",
+    "programs",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,13 @@ class PartFlags:
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"])
 def _push_gradients(
     gradient, shards, counts, windows, peers_ready, done, clock,
-    rank, world_size, parts, most, blocks, samples, batch: tl.int64, first_sample: tl.int64, scale, programs,
-    epoch: tl.int64,
+    rank, world_size, parts, first_part, end_part,
+    most, blocks, samples, batch: tl.int64, first_sample: tl.int64, scale, programs, epoch: tl.int64,
     SCHEDULE: tl.constexpr, PEERS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     WIRE: tl.constexpr, STRIDE: tl.constexpr, WINDOW_ALIGNMENT: tl.constexpr, SOURCE_ALIGNMENT: tl.constexpr,
     START_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's share of the shards of one dim, part after part, into the windows of their owners.
+    """Store this program's share of the shards of one dim, parts first_part .. end_part - 1, into their owners' windows.
 
     A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
 
@@ -95,7 +98,7 @@ def _push_gradients(
     Source: ours; the zero-copy stores of `store_pooled`, from where the embeddings are read to where they are pooled.
     """
     at = tl.arange(0, BLOCK_DIM)
-    for part in range(0, parts):
+    for part in range(first_part, end_part):
         here = tl.load(counts + part)
         for position in range(tl.program_id(0), world_size * here * blocks, tl.num_programs(0)):
             destination, which, block = task_at(position, rank, world_size, here, blocks, SCHEDULE)
@@ -120,8 +123,8 @@ def _push_gradients(
 
 _ARGUMENTS = (
     "gradient", "shards", "counts", "windows", "peers_ready", "done", "clock",
-    "rank", "world_size", "parts", "most", "blocks", "samples", "batch", "first_sample", "scale", "programs",
-    "epoch",
+    "rank", "world_size", "parts", "first_part", "end_part",
+    "most", "blocks", "samples", "batch", "first_sample", "scale", "programs", "epoch",
 )  # fmt: skip
 
 
@@ -165,8 +168,10 @@ def push_gradients(
     most_samples: int,
     scale: float,
     programs: int,
+    first_part: int,
+    end_part: int,
 ) -> None:
-    """Store this rank's gradient into the windows of the rows' owners, and raise each part's flag at every rank.
+    """Store parts of this rank's gradient into the windows of the rows' owners, and raise their flags at every rank.
 
     Args:
         gradient: [b, at least D_total] float32, of this rank's samples: rows `stride(0)` elements apart, the first at a
@@ -181,6 +186,8 @@ def push_gradients(
         most_samples: of the rank that has most, since all ranks walk the same tasks.
         scale: factor of every element.
         programs: of each launch, of 32 warps each: links need few, and the rest of the GPU stays free.
+        first_part: the first part to send.
+        end_part: the part behind the last one to send.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0
@@ -195,6 +202,6 @@ def push_gradients(
             programs,
             (gradient.dtype,),
             gradient, table.entries, table.counts, windows.addresses, flags.addresses, flags.done, flags.clock,
-            rank, world_size, parts, most, blocks, gradient.shape[0], batch, first_sample, scale, counted,
-            epoch,
+            rank, world_size, parts, first_part, end_part,
+            most, blocks, gradient.shape[0], batch, first_sample, scale, counted, epoch,
         )  # fmt: skip

@@ -79,8 +79,10 @@ class World:
             gcd(16, *(start for _, (_, start, _) in shards)),
         )
 
-    def push(self, rank: int, scale: float, epoch: int = 1, dims: Sequence[int] = ()) -> None:
-        """Run the kernel of one rank, for the shards of `dims`, or all."""
+    def push(
+        self, rank: int, scale: float, epoch: int = 1, dims: Sequence[int] = (), parts: range | None = None
+    ) -> None:
+        """Run the kernel of one rank, for the shards of `dims` and the parts `parts`, or all."""
         case = self.case
         addresses = [storage[4:].data_ptr() for storage in self.storage]
         push_gradients(
@@ -96,6 +98,8 @@ class World:
             most_samples=max(case.batch_sizes),
             scale=scale,
             programs=case.programs,
+            first_part=parts.start if parts else 0,
+            end_part=parts.stop if parts else case.parts,
         )
 
     def assert_windows(self, scale: float) -> None:
@@ -212,3 +216,14 @@ def test_scale(scale: float) -> None:
     for rank in range(2):
         world.push(rank, scale)
     world.assert_windows(scale)
+
+
+def test_parts_are_sent_one_by_one() -> None:
+    world = World(Case((4, 0, 3), ((12,) * 6, (), (4, 12)), parts=3))
+    for part in range(3):
+        for rank in world.owners:
+            world.push(rank, 0.5, epoch=4, parts=range(part, part + 1))
+        for ready in world.ready:
+            assert ready.tolist() == [[4] * (part + 1) + [0] * (2 - part)] * 3
+    world.assert_windows(0.5)
+    assert world.done.tolist() == [0, 0, 0]

@@ -25,6 +25,7 @@ from dlrm_overlap.kernels.backward.update_rows import update_rows
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 
 _PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates
+_ALONE_PROGRAMS = 66  # a rank alone has no links to fill, and its memory takes more
 
 
 class Push(WindowBackward):
@@ -49,6 +50,7 @@ class Push(WindowBackward):
         self._inputs: list[InputRows] = []
         self._seed = torch.initial_seed()
         self._steps = context.counters.steps
+        self._programs = _PUSH_PROGRAMS if self.world_size > 1 else _ALONE_PROGRAMS
         self._rules = DeviceRules(self.device)
 
     def _flags_of(self, part: int) -> Flags:
@@ -106,56 +108,74 @@ class Push(WindowBackward):
         gradient = gradient.float()
         if gradient.stride(1) != 1 or gradient.data_ptr() % 16:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-        epoch = self.windows.begin()
+        self.windows.begin()
         self._issued.record(torch.cuda.current_stream(self.device))
         self._push_stream.wait_event(self._issued)
         if self._updating:  # by the step before: peers that see this one's flags may store over what it reads
             self._push_stream.wait_stream(self._update_stream)
         self._updating = True
         gradient.record_stream(self._push_stream)
-        with torch.cuda.stream(self._push_stream), self.order:
-            push_gradients(
-                gradient,
-                self._pushed,
-                self._peers[epoch % 2],
-                self._part_flags,
-                rank=self.rank,
-                epoch=self.windows.counter.argument,
-                schedule=self.schedule,
-                first_sample=step.batch.first_sample[self.rank],
-                batch=step.batch.total,
-                most_samples=step.batch.most,
-                scale=self.scale,
-                programs=_PUSH_PROGRAMS,
-            )
+        arrivals: list[torch.cuda.Event] = []
+        if self.order.active:
+            arrivals = self._push_in_order(step, gradient)
+        else:
+            with torch.cuda.stream(self._push_stream):
+                self._push(step, gradient, 0, self.gradients.parts)
         if not step.runs:
             self.prepare(step)
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
-        arrivals = self._await_parts_ahead() if self.order.active else None
         with torch.cuda.stream(self._update_stream):
-            for part, flags in enumerate(self._flags):
-                if arrivals is None:
-                    wait_flags(flags, self.rank, self.windows.counter.argument)
-                else:
+            for part in range(self.gradients.parts):
+                if arrivals:
                     self._update_stream.wait_event(arrivals[part])
+                else:
+                    self._await(part)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
                         if not step.rules[updated.lookup].only_fbgemm:
                             self.update_range(step, number, rows, updated, window)
             self.update_by_fbgemm(step, window)
 
-    def _await_parts_ahead(self) -> list[torch.cuda.Event]:
-        """Await every part of the gradients on the push stream; return the events after which a part is here.
+    def _push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
+        """Send the parts [first, end) of the gradient."""
+        push_gradients(
+            gradient,
+            self._pushed,
+            self._peers[self.windows.epoch % 2],
+            self._part_flags,
+            rank=self.rank,
+            epoch=self.windows.counter.argument,
+            schedule=self.schedule,
+            first_sample=step.batch.first_sample[self.rank],
+            batch=step.batch.total,
+            most_samples=step.batch.most,
+            scale=self.scale,
+            programs=self._programs,
+            first_part=first,
+            end_part=end,
+        )
 
-        So a captured step has its waits in one order with the other ranks', and no update stands between two of them.
+    def _await(self, part: int) -> None:
+        """Make the current stream wait for the gradients up to `part`."""
+        wait_flags(self._flags[part], self.rank, self.windows.counter.argument)
+
+    def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
+        """Send and await the gradient part by part, and return the events after which each part is here.
+
+        A captured step has its waits in one order with the other ranks'. Each part is awaited when the next one has
+        been sent: the peers have sent it by then, too, and the links need not wait.
         """
-        arrivals = []
+        parts, arrivals = self.gradients.parts, list[torch.cuda.Event]()
         with torch.cuda.stream(self._push_stream):
-            for flags in self._flags:
-                with self.order:
-                    wait_flags(flags, self.rank, self.windows.counter.argument)
-                arrivals.append(self._push_stream.record_event())
+            for turn in range(parts + 1):
+                if turn < parts:
+                    with self.order:
+                        self._push(step, gradient, turn, turn + 1)
+                if turn > 0:
+                    with self.order:
+                        self._await(turn - 1)
+                    arrivals.append(self._push_stream.record_event())
         return arrivals
 
     def update_range(
