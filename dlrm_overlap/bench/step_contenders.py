@@ -1,7 +1,7 @@
 """Who takes part in `bench step`: each contender is the configuration with a few keys of its own.
 
-To add one, an ablation for instance, add a line to `list_contenders`. This module loads no torch, so that a name that is
-not there is reported at once.
+To add one, an ablation for instance, add a line to `list_contenders`. This module loads no torch, so that an unknown
+name is reported at once.
 """
 
 from collections.abc import Mapping, Sequence
