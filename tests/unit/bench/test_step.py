@@ -16,7 +16,7 @@ from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.step_floor import DenseCounts, StepFloor, _count_step, count_dense
 from dlrm_overlap.bench.request import StepRequest
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config, list_contenders
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.launching.launcher import LOOPBACK, World
@@ -31,7 +31,7 @@ EAGER = {"train.graph_dense": False, "train.compile_dense": False}
 
 @pytest.mark.parametrize("name", STEP_CONTENDERS)
 def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name: str) -> None:
-    config = quickstart(tmp_path, "run", "--embedding.backend", "fused", "--train.pipeline", "none")
+    config = quickstart(tmp_path, "run", "--embedding.backend", "fused")
     contender = STEP_CONTENDERS[name]
     made = contender_config(config, contender, "cuda")
     for key, value in contender.keys.items():
@@ -41,6 +41,14 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
     assert same == config
     rehearsed = contender_config(config, contender, "cpu")
     assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
+
+
+def test_the_pipeline_of_graphs_has_contenders_once_there_is_one() -> None:
+    without, known = list_contenders(("sparse_dist", "none")), list_contenders(("auto", "torchrec", "graph"))
+    assert list(without) == ["torchrec", "torchrec_strongest", "pgas", "fused"]
+    assert list(known) == [*without, "pgas_graph", "fused_graph"]
+    pipelines = [[each.keys["train.pipeline"] for each in found.values()] for found in (without, known)]
+    assert pipelines == [["sparse_dist"] * 4, ["torchrec"] * 4 + ["graph"] * 2]
 
 
 def test_only_torchrecs_strongest_is_told_of_int32_ids_and_a_backward_is_left_to_those_who_have_it(
@@ -111,7 +119,7 @@ def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_its
     reference, again = [1.0, 1.0, 2.0, 2.0], [1.0, 1.001, 2.0, 2.0]
     assert tolerances("fp32", reference, reference) == [1e-4] * 4
     assert tolerances("fp32", reference, again) == pytest.approx([1e-4, 4e-3, 4e-3, 4e-3])
-    assert tolerances("bf16", reference, again) == pytest.approx([5e-4, 4e-3, 4e-3, 4e-3])
+    assert tolerances("bf16", reference, again) == pytest.approx([3e-4, 4e-3, 4e-3, 4e-3])
 
 
 def test_losses_are_judged_at_their_worst_step() -> None:
@@ -178,7 +186,7 @@ def test_a_speedup_is_over_each_of_torchrecs_contenders(
 def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = {"other": StepContender({"embedding.backend": "pgas", "embedding.lr": 0.011, **EAGER})}
+    other = {"other": StepContender({"embedding.backend": "pgas", "embedding.lr": 0.0033, **EAGER})}
     code, (torchrec, wrong) = _run(tmp_path, monkeypatch, _TORCHREC | other)
     assert code == 1
     assert (torchrec["agrees"], wrong["agrees"]) == ("True", "False")
