@@ -55,7 +55,8 @@ class Head(nn.Module):
             width = self.interaction.out_features
         else:  # DCNv2's low-rank cross network (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
             width = features * config.dim
-            self.interaction = LowRankCrossNet(width, int(config.cross_layers), int(config.cross_rank))  # plain, for torch.compile
+            layers, rank = int(config.cross_layers), int(config.cross_rank)  # torch.compile knows no other integers
+            self.interaction = LowRankCrossNet(width, layers, rank)
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
         self.logit = nn.Linear(config.top_mlp[-2], 1)
 

@@ -1,7 +1,8 @@
 """Turns a model and a plan into what takes steps: the sharded model, optimizers, learning rates, train pipeline."""
 
+import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
+from torch.func import functional_call
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
@@ -16,9 +18,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.config import Config, TrainConfig
+from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.graphs.train_pipeline import why_not_captured
+from dlrm_overlap.graphs.train_pipeline import innermost, why_not_captured
 from dlrm_overlap.model import TrainTask
 
 log = logging.getLogger("dlrm_overlap")
@@ -94,6 +97,40 @@ def _compiled_in_training(part: nn.Module) -> Callable[..., torch.Tensor]:
     return lambda *inputs: (compiled if part.training else eager)(*inputs)
 
 
+def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimizer, compiled: bool) -> CastWeights:
+    """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
+
+    The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
+
+    Args:
+        compiled: by torch.compile, at the first step.
+    """
+    names = {parameter: name for name, parameter in flat.parameters.items()}
+    dense = task.dlrm.bottom, task.dlrm.head
+    parts = [(part, {key: names[p] for key, p in part.named_parameters()}) for part in dense]
+    shadowed = [name for _, keys in parts for key, name in keys.items() if not key.startswith("interaction.bias")]
+    inner = innermost(dict(optimizer.optimizers)["dense"])
+    assert isinstance(inner, FlatOptimizer)
+    casts = CastWeights(flat, inner, shadowed)
+    for part, keys in parts:
+        part.forward = _with_casts(part, keys, casts, compiled)
+    return casts
+
+
+def _with_casts(
+    part: nn.Module, names: Mapping[str, str], casts: CastWeights, compiled: bool
+) -> Callable[..., torch.Tensor]:
+    """Return the part's forward, with weights from `casts` while it trains and with its own while it evaluates."""
+    eager, buffers = part.forward, dict(part.named_buffers())
+    stateless = copy.deepcopy(part).to("meta")  # without weights of its own
+
+    def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        return functional_call(stateless, (weights, buffers), inputs)
+
+    compute = torch.compile(compute, fullgraph=True, dynamic=False) if compiled else compute
+    return lambda *inputs: compute(casts.of(names), *inputs) if part.training else eager(*inputs)
+
+
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
     """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
 
@@ -128,7 +165,9 @@ def build_dense_optimizer(
     }
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     if flat is not None:
-        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, config.optimizer, config.lr, config.eps))
+        shadow = torch.bfloat16 if config.precision == "bf16" else None
+        kind, numbers = config.optimizer, (config.lr, config.eps)
+        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, kind, *numbers, shadow_dtype=shadow))
     return KeyedOptimizerWrapper(parameters, lambda params: makers[config.optimizer](params, lr=config.lr))
 
 

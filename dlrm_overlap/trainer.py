@@ -50,6 +50,7 @@ from dlrm_overlap.pipeline import (
     LearningRate,
     build_optimizer,
     build_pipeline,
+    cast_once,
     compile_dense,
     join_dense,
     shard_model,
@@ -107,10 +108,11 @@ class Trainer:
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
         self.model = shard_model(task, self.plan, sharder, group, device)
-        if config.train.compile_dense:
+        graph, casts_once = takes_graph(config, self.model, device), config.train.precision == "bf16"
+        if config.train.compile_dense and not (graph and casts_once):
             compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
-        if graph := takes_graph(config, self.model, device):
+        if graph:
             flat = FlatParameters(dict(in_backward_optimizer_filter(self.model.named_parameters())))
         else:
             join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
@@ -120,7 +122,8 @@ class Trainer:
         self.pipeline: TrainPipeline[Any, Any]
         if graph:
             bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-            self.pipeline = GraphTrainPipeline(self.model, self.optimizer, device, bound, group, flat)
+            casts = cast_once(task, flat, self.optimizer, config.train.compile_dense) if flat and casts_once else None
+            self.pipeline = GraphTrainPipeline(self.model, self.optimizer, device, bound, group, flat, casts)
         else:
             self.pipeline = build_pipeline(self.model, self.optimizer, device)
 

@@ -87,7 +87,7 @@ def _awaiting(block: int) -> CompiledKernel:
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
-    """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank, after everything before it on the stream."""
+    """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank, after all before it on the stream."""
     world_size, slots = flags.local.shape
     _raising(world_size)(1, (), flags.addresses, flags.clock, rank, world_size, slots, slot, epoch)
 

@@ -25,7 +25,7 @@ RECORD_WORDS = tl.constexpr(8)
 EXPIRED = tl.constexpr(1)  # words 1 ..: waiting rank, peer, slot, expected epoch, seen epoch
 BAD_ID = tl.constexpr(2)  # words 1 ..: index of the feature in its input, sample, rows of its table
 OVERFLOW = tl.constexpr(3)  # words 1 ..: rank that brings too many ids, the feature, their number, the capacity
-BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, place among its ids of the feature, id, rows of its table
+BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, place among its ids there, id, rows of its table
 
 
 @triton.jit

@@ -34,7 +34,7 @@ class Counters:
     """Several counters, advanced together by one kernel."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        # Of two numbers each, the first is in use: kernels are compiled for tensors that begin at multiples of 16 bytes.
+        # Of two numbers each, the first is in use: kernels are compiled for tensors that begin at multiples of 16.
         self._words = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self.each = [Counter(words[:1]) for words in self._words]
 

@@ -95,8 +95,18 @@ class FlatParameters:
             flat.move(self.places)
         self._bind()
 
-    def zero(self) -> None:
-        """Set all gradients to zero by one operation, and put the views back where others are."""
+    def zero(self, names: Iterable[str] | None = None) -> None:
+        """Set gradients to zero, and put the views back where others are.
+
+        Args:
+            names: of the parameters, whose gradients are set one by one; None sets all by one operation.
+        """
+        if names is not None:
+            for name in names:
+                view = self.gradients.views[name]
+                self.parameters[name].grad = view
+                view.zero_()
+            return
         for name, view in self.gradients.views.items():
             if self.parameters[name].grad is not view:
                 self.parameters[name].grad = view

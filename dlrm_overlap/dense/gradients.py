@@ -1,6 +1,6 @@
 """The mean over the ranks of the flat gradient, in buckets that travel while the backward goes on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +70,7 @@ class GradientBuckets:
         self._completed: list[str] | None = None  # in the order of `learn`'s backward
         self._cut(list(flat.places), len(flat.places))
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
+            parameter.register_post_accumulate_grad_hook(partial(_call, self.complete, name))
             for name, parameter in flat.parameters.items()
         ]
 
@@ -114,8 +114,11 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _complete(self, name: str, parameter: nn.Parameter) -> None:
-        """Take note that the gradient of a parameter is complete; autograd calls it, on the stream that wrote it."""
+    def complete(self, name: str) -> None:
+        """Take note that the gradient of a parameter is complete, on the stream that wrote it.
+
+        Autograd's hook does so. Who writes a gradient without autograd's knowledge calls this, once a backward.
+        """
         if self._completed is not None:
             self._completed.append(name)
             return
@@ -193,3 +196,7 @@ class GradientBuckets:
                 first = index + 1
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._begin()
+
+
+def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
+    complete(name)

@@ -29,6 +29,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
@@ -67,6 +68,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         bound: BatchBound,
         group: dist.ProcessGroup | None = None,
         flat: FlatParameters | None = None,
+        casts: CastWeights | None = None,
         capture: bool | None = None,
     ) -> None:
         """Take what TorchRec's pipelines take, and the bound of the batches.
@@ -74,6 +76,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Args:
             group: of the model's ranks; None is the default group.
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
+            casts: through which the model gets its weights, if it does.
             capture: None captures on GPUs.
         """
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
@@ -87,7 +90,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         self._dense, self._fused = _split(optimizer)
         # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
-        self._captures_update = all(isinstance(_innermost(each), FlatOptimizer) for each in self._dense)
+        self._captures_update = all(isinstance(innermost(each), FlatOptimizer) for each in self._dense)
         if self._captures and not self._captures_update:
             log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
         self._flat = flat or FlatParameters(dict(in_backward_optimizer_filter(model.named_parameters())))
@@ -95,6 +98,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
         self._order = CommunicationOrder()
         self._buckets = GradientBuckets(self._flat, self._group, order=self._order)
+        self._casts = casts
+        if casts is not None:
+            casts.on_complete(self._buckets.complete)
         self._streams = Streams(device)
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []
@@ -161,6 +167,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._land(batches, 1 - parity)
             self._working[parity].copy_from(self._landing[parity])
             self._streams.step_is_issued(1 - parity)
+            for optimizer in map(innermost, self._dense):
+                if isinstance(optimizer, FlatOptimizer):
+                    optimizer.cast_shadows()  # a checkpoint may have been loaded since the last step
         if not self._sent:
             self._align(parity)
         self._follow_learning_rates()
@@ -221,11 +230,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
-        self._flat.zero()
+        if self._casts is not None:
+            self._casts.begin()
+        else:
+            self._flat.zero()
         losses, output = self._model.module(self._working[parity].batch)
         return losses.sum(dim=0), output
 
     def _update(self) -> None:
+        if self._casts is not None:
+            self._casts.finish()
         self._buckets.finish()
         if self._captures_update:
             for optimizer in self._dense:
@@ -274,7 +288,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._learning_rates = rates
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
-        for optimizer in map(_innermost, self._dense):
+        for optimizer in map(innermost, self._dense):
             if isinstance(optimizer, FlatOptimizer):
                 optimizer.refresh()
         for module in self._modules:
@@ -351,7 +365,7 @@ def _split(optimizer: Any) -> tuple[list[Any], list[Any]]:
     return ([], [optimizer]) if isinstance(optimizer, FusedOptimizer) else ([optimizer], [])
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     """Return the optimizer that TorchRec's wrappers hold."""
     while hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer

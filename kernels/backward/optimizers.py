@@ -8,7 +8,6 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.backward.rounding import rounded
 
-
 SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
 
 

@@ -79,9 +79,11 @@ def _push_gradients(
     WIRE: tl.constexpr, STRIDE: tl.constexpr, WINDOW_ALIGNMENT: tl.constexpr, SOURCE_ALIGNMENT: tl.constexpr,
     START_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's share of the shards of one dim, parts first_part .. end_part - 1, into their owners' windows.
+    """Store this program's share of the shards of one dim, part after part, into the windows of their owners.
 
     A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
+
+    The parts are first_part .. end_part - 1 of all `parts`.
 
     Memory: the program reads this rank's `gradient` [b, STRIDE]. It stores `scale` times the gradient, in the wire's
     type, to the rows from `first_sample` on of the shard's [B, DIM] in one window, this rank's or a peer's. No two

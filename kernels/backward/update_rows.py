@@ -176,8 +176,9 @@ def _update_rows(
     A task is one chunk, whose gradients are summed, or RUNS consecutive runs, whose rows are updated.
 
     Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, places and
-    factors that `prepare` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in `weights` and `states` of the runs that it completes, each row by
-    one program alone, and stores the sums of chunks to `chunk_sums` [chunks, DIM].
+    factors that `prepare` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
+    `weights` and `states` of the runs that it completes, each row by one program alone, and stores the sums of chunks
+    to `chunk_sums` [chunks, DIM].
 
     Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
     barrier, and counts the chunk in `shared` (acquire and release, GPU scope). The program that counts a run's last

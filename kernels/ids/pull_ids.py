@@ -3,7 +3,8 @@ and the owners read out of the ranks' windows what they need.
 
 A window is int32: the ids of T features, feature after feature, bag after bag; then, from word `offsets_at` on, the
 offsets [T * b + 1] of the bags among them. The ids arrive as the lookup takes them (`Bags`): those of the owner's F
-feature shards, each with rank 0's bags first. A pair is a shard and a rank that its ids come from: pair shard * W + rank.
+feature shards, each with rank 0's bags first. A pair is a shard and a rank that its ids come from, pair number
+shard * W + rank.
 
 Where lengths are not known beforehand, `place_ids` finds each pair's ids; otherwise the host has done so, once and for
 all. `pull_ids` then copies them, and checks them on the way.

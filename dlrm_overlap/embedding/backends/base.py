@@ -92,7 +92,7 @@ class Backward(Half):
         """Note what is true now, when the forward of a step that will have a backward has just been started."""
         step.rules = self.tables.rules()
 
-    def keep_rules_in_place(self) -> None:  # noqa: B027  the host reads them at each step
+    def keep_rules_in_place(self) -> None:
         """Overwrite what captured steps read of the rows' optimizers; called before each step that is replayed."""
 
     def prepare(self, step: Step) -> None:

@@ -36,7 +36,9 @@ class BatchBound:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise InputError(f"BatchBound: {self.samples} samples must be at least 1; give the samples of a rank's batch")
+            raise InputError(
+                f"BatchBound: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
+            )
         for name, (least, most) in self.bag_sizes.items():
             if not 0 <= least <= most:
                 raise InputError(f"BatchBound: {least} .. {most} ids a bag of {name} is no range; give (least, most)")

@@ -1,0 +1,76 @@
+"""Weights that are cast once a step, by the optimizer that writes them, and not by whoever computes with them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+
+
+class CastWeights:
+    """Hands out a model's weights in the type of the optimizer's shadows, and takes their gradients.
+
+    Under autocast every product casts its weights anew, casts their gradient back, and adds it to a gradient that was
+    set to zero before. Here a product is given the shadow of a weight, and its gradient is written to the flat gradient
+    by one cast: nothing is set to zero and nothing is added. The numbers are autocast's.
+
+    A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
+    backward.
+    """
+
+    def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
+        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way."""
+        self._flat, self._optimizer, self._names = flat, optimizer, set(names)
+        self._others = [name for name in flat.parameters if name not in self._names]
+        self._complete: Callable[[str], None] = lambda _: None
+        self._missing: set[str] = set()
+        # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def on_complete(self, complete: Callable[[str], None]) -> None:
+        """Have `complete` called with the name of each parameter whose gradient has been written."""
+        self._complete = complete
+
+    def begin(self) -> None:
+        """Begin a step: the gradients of the parameters that are not cast become zero."""
+        self._missing = set(self._names)
+        self._flat.zero(self._others)
+
+    def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Return weights to compute with, under the keys of `names`, whose values are their names in the flat tensor.
+
+        Parameters that are not cast are returned as they are.
+        """
+        parameters = self._flat.parameters
+        return {
+            key: _CastOnce.apply(self._anchor, self._optimizer.shadow(name), self, name)
+            if name in self._names
+            else parameters[name]
+            for key, name in names.items()
+        }
+
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """Write a parameter's gradient where the optimizer reads it."""
+        self._flat.gradients.views[name].copy_(gradient)
+        self._missing.discard(name)
+        self._complete(name)
+
+    def finish(self) -> None:
+        """End a step's backward: the gradients of what took no part in it become zero."""
+        self._flat.zero(self._missing)
+
+
+class _CastOnce(torch.autograd.Function):
+    """The shadow of a parameter in the forward; in the backward, its gradient goes to where the optimizer reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, shadow: torch.Tensor, weights: CastWeights, name: str) -> Any:
+        ctx.weights, ctx.name = weights, name
+        return shadow.view_as(shadow)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.weights.take(ctx.name, gradients[0])
+        return None, None, None, None
