@@ -39,7 +39,8 @@ class ZipfRanks:
         self.bits = max(1, (len(mass) - 1).bit_length())
         """a draw's high bits that choose its cell"""
         share, other = _alias(mass / self._total, 1 << self.bits)
-        self.thresholds = np.array([int(kept * 2.0**63) for kept in share], dtype=np.uint64)
+        # Below 2**63, for the sake of signed integers: a whole cell's last draw is of its second item, the same one.
+        self.thresholds = np.array([min(int(kept * 2.0**63), 2**63 - 1) for kept in share], dtype=np.uint64)
         """[cells] uint64: from here on, counted in 2**63rds of the cell, a draw is of its second item"""
         items = np.stack([np.arange(len(other)), other], axis=1).reshape(-1)
         items[items >= len(first)] = 0  # cells beyond the items hold none of their own, and are never asked for it
@@ -48,7 +49,7 @@ class ZipfRanks:
         self.first_ranks = first[items]
         """[cells * 2] int64: the first rank of each cell's two items"""
         self.slopes = width[items] * (1 - skew[items]) * per_draw
-        """[cells * 2] float64: a draw's rank is first + y (slope + curve y), y draws into the item's part of the cell"""
+        """[cells * 2] float64: a draw's rank is first + y (slope + curve y), if it is y into its part of the cell"""
         self.curves = width[items] * skew[items] * per_draw**2
         """[cells * 2] float64"""
 
