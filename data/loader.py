@@ -183,7 +183,10 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
         place = step % distinct_steps
         if place not in kept:
             batch = read(place)
-            kept[place] = batch, torch.cuda.current_stream().record_event() if batch.dense.is_cuda else None
+            made = torch.cuda.Event() if batch.dense.is_cuda else None
+            if made is not None:
+                made.record()
+            kept[place] = batch, made
         batch, made = kept[place]
         if made is not None:
             made.wait()  # on the current stream, which may be another than made it

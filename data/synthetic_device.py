@@ -87,14 +87,12 @@ class DeviceSynthetic(Synthetic):
         return IdTables(*map(self._to_device, (columns, np.array(entries), np.concatenate(cells))))
 
     def _copy_teacher(self, teacher: Teacher) -> ClickModel:
-        starts = np.cumsum([0, *(len(factors) for factors in teacher.factors)])
-        signals = [(t, starts[t] - self._bag_sizes[t][0]) for t in teacher.signals]
-        means = np.array(teacher.means)[teacher.signals]
+        signals = teacher.signals
         arrays = (
-            np.array(signals, dtype=np.int64).reshape(-1, 2),
-            np.concatenate([means[:, None], teacher.signal_weights], axis=1),
+            np.stack([np.array(signals, dtype=np.int64), teacher.factor_starts[signals]], axis=1),
+            np.concatenate([teacher.means[signals, None], teacher.signal_weights], axis=1),
             teacher.dense_weights,
-            np.concatenate(teacher.factors),
+            teacher.factors,
             click_curve(),
         )
         return ClickModel(*map(self._to_device, arrays), bias=teacher.bias, end=CURVE_END)

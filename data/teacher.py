@@ -44,14 +44,21 @@ class Teacher:
     ):
         self.keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
         """[T] uint32: of each table's hash"""
-        self.means, self.factors, self._least = [], [], [low for low, _ in bag_sizes]
-        """of each table: its mean score; and, by the ids of a bag from the fewest on, what standardises the sum"""
+        means, factors, starts, start = [], [], [], 0
         for table, key, (low, high) in zip(tables, self.keys, bag_sizes, strict=True):
             mean, std = _score_moments(table, key)
             # Where bags may be empty, some signals are 0; a gain on the others keeps the variance at 1.
             gain = math.sqrt((high - low + 1) / (high - max(low, 1) + 1))
-            self.means.append(mean)
-            self.factors.append(gain / (std * np.sqrt(np.maximum(np.arange(low, high + 1), 1))))
+            means.append(mean)
+            factors.append(gain / (std * np.sqrt(np.maximum(np.arange(low, high + 1), 1))))
+            starts.append(start - low)
+            start += high - low + 1
+        self.means = np.array(means)
+        """[T] float64: mean score of each table's drawn rows"""
+        self.factors = np.concatenate(factors)
+        """float64, table after table: what standardises the score of a bag, by its size"""
+        self.factor_starts = np.array(starts, dtype=np.int64)
+        """[T] int64: the element of `factors` for a bag of no ids, which may lie before the first one of the table"""
         self.signals = [t for t, table in enumerate(tables) if table.rows > 1]
         """the tables whose signals count: those of more rows than one"""
         bags, dense = len(self.signals), dense_features
@@ -73,15 +80,14 @@ class Teacher:
 
     def logit(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return the logits [b], float64, of dense [b, F], lengths [T, b] and values [sum of lengths]."""
-        features = dense.T.astype(np.float64)
-        tables = np.split(values, lengths.sum(axis=1).cumsum()[:-1])
+        features, signals = dense.T.astype(np.float64), self._signals(lengths, values)
         # Term by term: the rounding of a matrix product would depend on the number of samples.
         logit = np.full(len(dense), self.bias)
         for weight, feature in zip(self.dense_weights, features, strict=True):
             logit += weight * feature
         before = None
         for n, (t, (alone, with_dense, with_before)) in enumerate(zip(self.signals, self.signal_weights, strict=True)):
-            signal = self._signal(t, tables[t], lengths[t])
+            signal = signals[t]
             logit += alone * signal
             if n < len(features):
                 logit += with_dense * features[n] * signal
@@ -100,17 +106,22 @@ class Teacher:
         begin = self._curve[piece]
         return begin + (self._curve[piece + 1] - begin) * (position - piece)
 
-    def _signal(self, t: int, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _signals(self, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Return each table's signal for each of its bags, [T, b] float64."""
         # A bag's sum is a difference of running sums, which wrap at 2**32: exact for up to 65,536 scores of 16 bits.
-        running = np.zeros(ids.size + 1, dtype=np.uint32)
-        np.cumsum(scores(ids, self.keys[t]), dtype=np.uint32, out=running[1:])
-        sums = np.diff(running[np.append(0, lengths.cumsum())])
-        return (sums - lengths * self.means[t]) * self.factors[t][lengths - self._least[t]]
+        running = np.zeros(values.size + 1, dtype=np.uint32)
+        keys = np.repeat(self.keys, lengths.sum(axis=1))
+        np.cumsum(scores(values, keys), dtype=np.uint32, out=running[1:])
+        sums = np.diff(running.take(np.append(0, lengths.cumsum()))).reshape(lengths.shape)
+        return (sums - lengths * self.means[:, None]) * self.factors.take(self.factor_starts[:, None] + lengths)
 
 
-def scores(ids: np.ndarray, key: np.uint32) -> np.ndarray:
-    """Return one score, uint32 and uniform in [0, 65536), for each of ids (int32): a multiply-and-shift hash."""
-    bits = ids.view(np.uint32) ^ key
+def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
+    """Return one score, uint32 and uniform in [0, 65536), for each of ids (int32): a multiply-and-shift hash.
+
+    `keys` is the key of the ids' table, or one for each id.
+    """
+    bits = ids.view(np.uint32) ^ keys
     for multiplier in (0x9E3779B1, 0x85EBCA77):
         bits *= np.uint32(multiplier)
         bits ^= bits >> np.uint32(15)

@@ -6,7 +6,7 @@ import numpy as np
 
 _MAX_ALPHA = 32.0  # above, all but 3e-10 of the ids are the first row, and rows**alpha would overflow
 _HEAD_BITS = 7  # ranks below 128 are items of their own
-_LEAST_MASS = 2.0**-80  # items that are drawn less often than any run draws ids are left out
+_LEAST_MASS = 2.0**-80  # of an item; no run draws so many ids that it misses one of less
 _CACHED_DRAWS = 8192  # drawn at once: what lies between the steps then stays in a core's cache
 _WITHIN = 1 - 2.0**-48  # keeps a position below its item's width, whatever its rounding
 
@@ -21,7 +21,8 @@ class ZipfRanks:
 
     Each of the first 128 ranks is an item. Behind them, an octave of ranks has 16 items of one width, or 64 where alpha
     is above 4. Within an item, the rank is a quadratic function of the draw, with the density's own ratio between the
-    item's ends. The relative error of a row's probability is below 0.04% at alpha 1.05, 0.2% at alpha 2, 0.9% at any.
+    item's ends. The relative error of a row's probability is below 0.04% at alpha 1.05, 0.2% at alpha 2, 0.9% at any;
+    items less likely than 2**-80 are left out.
 
     The look-ups are made on the host, once. A draw then takes integers and single float64 sums, products and
     conversions, which round alike everywhere, as long as no product and sum are fused into one.
@@ -87,18 +88,18 @@ class ZipfRanks:
     def _draw(self, draws: np.ndarray, ranks: np.ndarray) -> None:
         item = (draws >> np.uint64(64 - self.bits)).view(np.int64)
         within = draws << np.uint64(self.bits)
-        within >>= np.uint64(1)  # processors convert signed integers to floating point, unsigned ones they do in pieces
-        threshold = self.thresholds.take(item, mode="wrap")  # no mode but the default copies the result once more
+        within >>= np.uint64(1)  # a signed integer from here on, which processors convert to float64 at once
+        threshold = self.thresholds.take(item)
         item += item
         item += (within >= threshold).astype(np.int64)
         threshold = within - threshold  # wraps around, and so is the greater one, below the threshold
         y = np.minimum(within, threshold, out=within).view(np.int64).astype(np.float64)
-        position = self.curves.take(item, mode="wrap")
+        position = self.curves.take(item)
         position *= y
-        position += self.slopes.take(item, mode="wrap")
+        position += self.slopes.take(item)
         position *= y
         ranks[:] = position
-        ranks += self.first_ranks.take(item, mode="wrap")
+        ranks += self.first_ranks.take(item)
 
 
 class ZipfTable:

@@ -41,7 +41,9 @@ def draws_below(ranks: ZipfRanks, rank: int) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 2, 128, 130, 1000, 40_000_000])
 def test_each_row_has_its_zipf_probability(rows: int, alpha: float) -> None:
     ranks = ZipfRanks(rows, alpha)
-    asked = np.unique(np.clip([0, 1, 2, 9, 127, 128, 129, 135, 136, 999, 10**6, rows - 2, rows - 1], 0, rows - 1))
+    within_an_item = [2**24 + quarter * 2**18 for quarter in range(4)]
+    asked = [0, 1, 2, 9, 127, 128, 129, 135, 136, 999, 10**6, *within_an_item, 2**24 + 2**20 - 1, rows - 2, rows - 1]
+    asked = np.unique(np.clip(asked, 0, rows - 1))
     exact = exact_probability(rows, min(alpha, 32.0), asked)
     asked, exact = asked[exact > 1e-14], exact[exact > 1e-14]  # 2**64 draws cannot tell the others' mass so finely
     parts = [draws_below(ranks, int(rank) + 1) - draws_below(ranks, int(rank)) for rank in asked]
