@@ -99,7 +99,12 @@ class Batch(Pipelineable):
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory, from which copies to a GPU run in the background."""
+        """Return the batch in page-locked memory, from which copies to a GPU run in the background.
+
+        One that is on a GPU stays there.
+        """
+        if self.dense.is_cuda:
+            return self
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
 
@@ -128,8 +133,11 @@ class Dataset(Protocol):
     num_samples: int | None
     """number of samples; None for an endless stream"""
 
+    on_gpu: bool = False
+    """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
+
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), on the CPU.
+        """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
             InputError: if a label is not 0 or 1, a dense feature not finite or an id not a row of its table; it names

@@ -16,6 +16,8 @@ from dlrm_overlap.data.criteo import open_criteo
 from dlrm_overlap.data.ring import Ring, SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
+_CPU = torch.device("cpu")
+
 
 class Slice(Dataset):
     """A view of the samples [start, start + num_samples) of a data set. Positions wrap at the view's own end."""
@@ -39,14 +41,24 @@ class Slice(Dataset):
         return batches[0] if len(batches) == 1 else Batch.join(batches)
 
 
-def open_datasets(config: DataConfig) -> tuple[Dataset, Dataset]:
+def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
     """Open the samples to train on and those to evaluate on, and return both in this order.
 
+    Args:
+        config: says where the samples come from.
+        device: of the run. On a GPU synthetic samples are made there, unless `config.generate` is cpu.
+
     Raises:
-        InputError: if files are missing or malformed, if no sample would be held out, or if the two differ in their
-            tables' rows.
+        InputError: if files are missing or malformed, if no sample would be held out, if the two differ in their
+            tables' rows, or if samples are to be made on a GPU in a run on a CPU.
     """
+    if config.generate == "gpu" and device.type != "cuda":
+        raise InputError("data.generate: gpu needs a GPU, and this run is on a CPU; set --data.generate auto")
     if config.kind == "synthetic":
+        if config.generate != "cpu" and device.type == "cuda":
+            from dlrm_overlap.data.synthetic_device import DeviceSynthetic  # loads Triton, which a CPU may lack
+
+            return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
         return Synthetic(config, "train"), Synthetic(config, "eval")
     assert config.path is not None, "DataConfig.require_source asks for the path of a file kind"
     dataset = open_criteo(config, config.path)
@@ -83,7 +95,9 @@ class Loader(Iterator[Batch]):
         """seconds that the host has spent in `next` so far, waiting for a batch"""
 
     def __next__(self) -> Batch:
-        """Return the next batch, on the CPU.
+        """Return the next batch, on the CPU or, where the data set makes its samples there, on the GPU.
+
+        A batch on the GPU comes from kernels on the stream that is current here, and is ready for that stream.
 
         Raises:
             InputError: as the data set raised it.
@@ -122,7 +136,8 @@ def make_loader(
     The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`, where b is `batch_size`.
 
     Args:
-        dataset: what to read.
+        dataset: what to read. One that makes its samples on the GPU does so when `next` asks for them, on the current
+            stream; `workers`, `prefetch` and `pin_memory` have no effect then.
         batch_size: samples of a rank and step, b.
         rank: this rank.
         world_size: number of ranks, W.
@@ -140,9 +155,11 @@ def make_loader(
     def read(step: int, /) -> Batch:
         return dataset.read((step * world_size + rank) * batch_size, batch_size)
 
+    steps = range(first_step, last_step)
+    if dataset.on_gpu:
+        return Loader(_make_on_gpu(read, steps, distinct_steps), 0)
     if distinct_steps:
         read = _repeating(read, distinct_steps)
-    steps = range(first_step, last_step)
     if workers == 0:
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
     shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
@@ -155,6 +172,27 @@ def _repeating(read: Callable[[int], Batch], distinct_steps: int) -> Callable[[i
     # A worker keeps its own steps only, if distinct_steps is a multiple of the workers.
     remember = functools.cache(read)
     return lambda step: remember(step % distinct_steps)
+
+
+def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int) -> Generator[Batch, None, None]:
+    kept: dict[int, tuple[Batch, torch.cuda.Event | None]] = {}
+    for step in steps:
+        if not distinct_steps:
+            yield read(step)
+            continue
+        place = step % distinct_steps
+        if place not in kept:
+            batch = read(place)
+            made = torch.cuda.Event() if batch.dense.is_cuda else None
+            if made is not None:
+                made.record()
+            kept[place] = batch, made
+        batch, made = kept[place]
+        if made is not None:
+            made.wait()  # on the current stream, which may be another than made it
+        sparse = batch.sparse
+        # In a KeyedJaggedTensor of its own, since one remembers the offsets and sums that a step has asked it for.
+        yield Batch.from_tensors(batch.dense, sparse.lengths(), sparse.values(), batch.labels)
 
 
 def _read_by_processes(

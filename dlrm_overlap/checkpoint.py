@@ -28,7 +28,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _STEP = re.compile(r"step_(\d+)")
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
-_FREE = ("workers", "prefetch")  # keys of `data` that change no sample
+_FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sample
 
 
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:

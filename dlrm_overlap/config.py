@@ -123,9 +123,12 @@ class DataConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """synthetic: seed of the sample stream and of the teacher that labels it"""
+    generate: Literal["auto", "cpu", "gpu"] = "auto"
+    """synthetic: what makes the samples, which are the same bit for bit; auto takes the GPU if the run is on one, and
+    then needs no loader processes"""
     distinct_steps: NonNegativeInt = 0
-    """training batches repeat, from memory, after this many steps; 0 never: for benchmarks, since making up ids costs
-    more than reading them"""
+    """training batches repeat, from memory, after this many steps; 0 never: for benchmarks, since a CPU takes longer to
+    make up ids than to read them"""
     workers: NonNegativeInt = 2
     """loader processes a rank; 0 reads in the training process"""
     prefetch: PositiveInt = 4
@@ -392,6 +395,7 @@ class Config:
         for name in ("path", "eval_path", "eval_fraction"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
+        yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
         yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"

@@ -62,7 +62,7 @@ class Ranks:
 
         config = config or self.config
         check_start(config, self.device)
-        train_data, held_out = open_datasets(config.data)
+        train_data, held_out = open_datasets(config.data, self.device)
         total_steps(config, train_data, self.world.world_size)
         self.connect()
         return Trainer(config, self.world, self.device, train_data, held_out, fused_params)

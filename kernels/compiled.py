@@ -39,13 +39,24 @@ class CompiledKernel:
         scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """
 
-    def __init__(self, kernel: Any, arguments: Sequence[str], constants: Mapping[str, Any], *, num_warps: int) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        arguments: Sequence[str],
+        constants: Mapping[str, Any],
+        *,
+        num_warps: int,
+        fuse_sums: bool = True,
+    ) -> None:
         """Fix the constants, and check all names against the kernel's own.
 
         Args:
             kernel: whose `tl.constexpr` parameters come last.
             arguments: names of the run-time arguments, in the order in which launches pass them.
             constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
+            num_warps: warps a program.
+            fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
+                bits that a CPU computes.
         """
         parameters = inspect.signature(kernel.fn).parameters
         own_constants = [name for name in parameters if parameters[name].annotation is tl.constexpr]
@@ -53,7 +64,8 @@ class CompiledKernel:
         assert [*own_arguments, *own_constants] == [*parameters], f"{kernel.__name__}: its constants do not come last"
         _check_names(kernel, "argument", arguments, own_arguments)
         _check_names(kernel, "constant", tuple(constants), own_constants)
-        self._kernel, self._options, self.constants = kernel, {"num_warps": num_warps}, constants
+        self._kernel, self.constants = kernel, constants
+        self._options = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
         self._arguments, self._values = tuple(arguments), tuple(constants.values())
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 

@@ -4,12 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data import loader as loader_module
+from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, Slice, make_loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
@@ -104,6 +106,34 @@ def test_distinct_steps_are_read_once():
     dataset = Numbered()
     list(load(dataset, 0, last_step=20, distinct_steps=3))
     assert dataset.reads == [0, 4, 8]
+
+
+class MadeOnGpu(Numbered):
+    """Stands for a data set that makes its samples on the GPU; `threads` lists the threads that read."""
+
+    on_gpu = True
+
+    def read(self, first: int, count: int) -> Batch:
+        self.threads = {*getattr(self, "threads", ()), threading.current_thread()}
+        return super().read(first, count)
+
+
+@WORKERS
+@pytest.mark.parametrize("distinct_steps", [0, 3])
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_samples_of_the_gpu_are_made_where_and_when_they_are_asked_for(workers: int, distinct_steps: int):
+    dataset = MadeOnGpu()
+    changes = {"rank": 1, "world_size": 2, "first_step": 1, "last_step": 9, "distinct_steps": distinct_steps}
+    loader = load(dataset, workers, pin_memory=True, **changes)
+    assert (dataset.reads, loader.read_ahead) == ([], 0)
+    batches = [next(loader)]
+    assert len(dataset.reads) == 1
+    batches += loader
+    assert dataset.threads == {threading.current_thread()}
+    with load(Numbered(), 0, **changes) as expected:
+        assert [tensors(batch) for batch in batches] == [tensors(batch) for batch in expected]
+    assert len(dataset.reads) == (distinct_steps or 8)
+    assert len({id(batch.sparse) for batch in batches}) == 8  # none knows what a step has asked another for
 
 
 @WORKERS
@@ -226,6 +256,37 @@ def test_synthetic_datasets_are_the_two_splits():
     assert (train.num_samples, held_out.num_samples) == (None, 48)
     assert tensors(train.read(7, 9)) == tensors(Synthetic(config, "train").read(7, 9))
     assert tensors(held_out.read(7, 9)) == tensors(Synthetic(config, "eval").read(7, 9))
+
+
+@pytest.mark.parametrize(
+    ("generate", "device", "made_on_gpu"),
+    [
+        ("auto", "cpu", False),
+        ("cpu", "cpu", False),
+        ("auto", "cuda", True),
+        ("gpu", "cuda", True),
+        ("cpu", "cuda", False),
+    ],
+)
+def test_synthetic_samples_are_made_on_the_runs_gpu(
+    monkeypatch: pytest.MonkeyPatch, generate: Literal["auto", "cpu", "gpu"], device: str, made_on_gpu: bool
+):
+    def make(config: DataConfig, split: Literal["train", "eval"], device: torch.device) -> tuple[str, str]:
+        return split, device.type  # making it would need the GPU
+
+    monkeypatch.setattr(synthetic_device, "DeviceSynthetic", make)
+    config = DataConfig(tables=TablesConfig(count=2, rows=10), generate=generate)
+    datasets = open_datasets(config, torch.device(device))
+    if made_on_gpu:
+        assert datasets == (("train", "cuda"), ("eval", "cuda"))
+    else:
+        assert [type(dataset) for dataset in datasets] == [Synthetic, Synthetic]
+
+
+def test_a_run_on_a_cpu_makes_no_samples_on_a_gpu():
+    config = DataConfig(tables=TablesConfig(count=2, rows=10), generate="gpu")
+    with pytest.raises(InputError, match=r"^data\.generate: gpu needs .* on a CPU; set --data\.generate auto$"):
+        open_datasets(config, torch.device("cpu"))
 
 
 def test_last_samples_of_a_file_are_held_out(tmp_path: Path):

@@ -6,7 +6,7 @@ import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.synthetic import Synthetic, ZipfTable
+from dlrm_overlap.data.synthetic import Synthetic
 
 MIXED = TablesConfig(rows=[50, 3, 40_000_000, 1], multi_hot=["0..6", 3, "2..5", 1], zipf_alpha=[1.05, 0.0, 1.0, 2.0])
 LEARNABLE = TablesConfig(count=8, rows=1000)
@@ -51,65 +51,6 @@ def test_seeds_and_splits_are_different_streams():
     seen = {dense for stream in streams for dense, _, _ in samples(stream.read(0, 50))}
     assert len(seen) == 50 * len(streams)
     assert (streams[0].num_samples, streams[1].num_samples) == (None, 65536)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 1.05, 2.0, 8.0])
-@pytest.mark.parametrize("rows", [1, 2, 256, 1000, 40_000_000])
-def test_each_row_has_its_zipf_probability(rows: int, alpha: float):
-    table = ZipfTable(rows, alpha, offset=0)
-    total = sum(float((np.arange(k, min(k + 2**20, rows + 1)) ** -alpha).sum()) for k in range(1, rows + 1, 2**20))
-    ranks = np.unique(np.clip([0, 1, 2, 9, 254, 255, 256, 300, 999, 10**6, rows - 2, rows - 1], 0, rows - 1))
-    exact = (ranks + 1.0) ** -alpha / total
-    ranks, exact = ranks[exact > 1e-11], exact[exact > 1e-11]  # a draw's 53 bits cannot tell the others' mass
-
-    def least_draw_below(rank: np.ndarray) -> np.ndarray:
-        # Ranks fall as draws rise: bisect for the draw at which the rank falls below `rank`.
-        low, high = np.zeros(len(rank)), np.ones(len(rank))
-        for _ in range(60):
-            middle = (low + high) / 2
-            above = table.ranks(np.minimum(middle, 1 - 2.0**-53)) >= rank
-            low, high = np.where(above, middle, low), np.where(above, high, middle)
-        return high
-
-    np.testing.assert_allclose(least_draw_below(ranks) - least_draw_below(ranks + 1), exact, rtol=1e-4)
-    np.testing.assert_allclose(table.probability(ranks), exact, rtol=1e-4)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 1.05, 3.0, 20.0, 1e6])
-@pytest.mark.parametrize("rows", [1, 2, 5, 256, 257, 3000])
-def test_draws_fall_on_ranks_in_proportion(rows: int, alpha: float):
-    draws = 200_000
-    counts = np.bincount(
-        ZipfTable(rows, alpha, offset=0).ranks((np.arange(draws) + 0.5) / draws).astype(np.int64), minlength=rows
-    )
-    exact = np.arange(1.0, rows + 1) ** -alpha
-    # An interval holds its length in evenly spaced draws, to one.
-    assert len(counts) == rows
-    assert np.abs(counts - draws * exact / exact.sum()).max() < 1.001
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.05, 50.0])
-@pytest.mark.parametrize("rows", [1, 300, 40_000_000, 2**31 - 1])
-def test_extreme_draws_give_ids_of_the_table(rows: int, alpha: float):
-    table = ZipfTable(rows, alpha, offset=rows - 1)
-    ranks = table.ranks(np.array([0.0, 2.0**-53, 0.5, 1 - 2.0**-53]))
-    assert ranks[-1] == 0
-    assert ranks.max() < rows
-    ids = table.row_ids(np.append(ranks, rows - 1))
-    assert ids.dtype == np.int32
-    assert ids.min() >= 0
-    assert ids.max() < rows
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 10, 97, 1000, 4096])
-def test_ranks_and_rows_are_one_to_one(rows: int):
-    ids = ZipfTable(rows, 1.05, offset=rows // 3).row_ids(np.arange(rows))
-    assert sorted(ids.tolist()) == list(range(rows))
-
-
-def test_popular_rows_are_spread_over_the_table():
-    ids = np.sort(ZipfTable(1000, 1.05, offset=7).row_ids(np.arange(8)))
-    assert np.diff(ids).min() > 50
 
 
 def test_popular_ids_come_as_often_as_they_should():
@@ -217,6 +158,18 @@ def test_teacher_multiplies_dense_features_and_tables():
     coupled = {(0, 2), (1, 3), (2, 3), (3, 4)}  # each dense feature with its table, each table with the next
     for pair in ((i, j) for j in range(5) for i in range(j)):
         assert (mixed_difference(*pair) > 1e-3) == (pair in coupled), pair
+
+
+def test_clicks_follow_the_sigmoid_of_the_teachers_logit():
+    dataset = Synthetic(DataConfig(tables=LEARNABLE), "train")
+    dense = np.linspace(-20, 20, 4001, dtype=np.float32)[:, None].repeat(13, axis=1)  # logits beyond the curve's ends
+    lengths, values = np.zeros((8, 4001), dtype=np.int32) + 1, np.zeros(8 * 4001, dtype=np.int32)
+    teacher = dataset._teacher
+    logit = teacher.logit(dense, lengths, values)
+    assert logit.min() < -16
+    assert logit.max() > 16
+    exact = torch.from_numpy(logit).sigmoid().numpy()
+    np.testing.assert_allclose(teacher.click_probability(dense, lengths, values), exact, rtol=0, atol=3e-6)
 
 
 class TinyDLRM(torch.nn.Module):

@@ -145,6 +145,13 @@ def test_the_order_of_files_has_no_seed() -> None:
         _read("--config", "configs/criteo_kaggle.yaml", "--data.seed", "5")
 
 
+def test_samples_of_files_are_not_made() -> None:
+    with pytest.raises(InputError, match=r"data\.generate: cpu has no effect on samples .*; set data\.kind synthetic"):
+        _read("--config", "configs/criteo_kaggle.yaml", "--data.generate", "cpu")
+    with pytest.raises(InputError, match=r"data\.generate"):
+        _quickstart("--data.generate", "tpu")
+
+
 def test_keys_that_others_give_an_effect_are_taken() -> None:
     options = "--train.target_auroc 0.8 --train.decay_start_step 5 --train.decay_steps 9 --model.arch dcn"
     options += " --model.cross_rank 5 --log.trace_first 5 --log.trace_steps 1 --data.seed 5"

@@ -1,0 +1,1 @@
+"""Kernels that make synthetic samples: features and lengths, ids, labels."""

@@ -1,0 +1,260 @@
+"""Makes the dense features, bag sizes and ids of synthetic samples from a counter-based random stream.
+
+A stream is Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) as numpy has it: a
+counter value gives a block of four 64-bit draws. A sample has a fixed number of blocks, so its draws are addressed by
+the sample's position alone: draw 0 is its label's, then come its dense features, its bag sizes, and table after table
+its ids, as many as the largest bag holds. `data/synthetic.py` makes the same samples on a CPU, bit for bit.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+
+# Columns of the table of tables, [T, 9] int64.
+CELLS = tl.constexpr(0)  # first word of the table's cells
+BITS = tl.constexpr(1)  # high bits of a draw that choose the cell
+ROWS = tl.constexpr(2)
+MULTIPLIER = tl.constexpr(3)  # the row of a rank is (rank * multiplier + offset) mod rows
+OFFSET = tl.constexpr(4)
+KEY = tl.constexpr(5)  # of the hash that scores the table's rows
+COLUMN = tl.constexpr(6)  # the first of a sample's draws that is for an id of the table
+MOST = tl.constexpr(7)  # ids of the table's largest bag
+START = tl.constexpr(8)  # most ids of a sample in all tables before
+TABLE_COLUMNS = tl.constexpr(9)
+
+# Words of a cell, int64: a threshold, then its first item from word 1 and its second from word 5.
+CELL_WORDS = tl.constexpr(8)
+
+BLOCK = 32 if INTERPRETED else 128  # samples of a program, one a thread; the interpreter works through all of them
+
+
+class Stream(NamedTuple):
+    """The random stream of a split."""
+
+    key: torch.Tensor
+    """[2] int64, the bits of Philox's key"""
+    blocks: int
+    """counter values of a sample"""
+
+
+class IdTables(NamedTuple):
+    """What the ids of all tables are made of; see the constants above for the columns."""
+
+    columns: torch.Tensor
+    """[4 * blocks] int32: the table that each of a sample's draws is for, -1 for draws that are for no id"""
+    entries: torch.Tensor
+    """[T, 9] int64"""
+    cells: torch.Tensor
+    """[words] int64: of each popularity (`data/zipf.py`) its cells: threshold, and of each of two items the first rank,
+    and the bits of the float64 slope and curve"""
+
+
+@triton.jit
+def draw_block(key, sample, block, blocks):
+    """Return the four draws, uint64, of `block` of each of `sample` (int64).
+
+    Example: blocks 64. Block 3 of sample 2 is the stream's block 2 * 64 + 3, whose counter value is one more: numpy
+    steps the counter before it draws.
+    """
+    counter = (sample * blocks + block + 1).to(tl.uint64)
+    rest = tl.zeros_like(counter)
+    first_word = tl.load(key).to(tl.uint64, bitcast=True)
+    second_word = tl.load(key + 1).to(tl.uint64, bitcast=True)
+    return tl.philox_impl(counter, rest, rest, rest, first_word, second_word)
+
+
+@triton.jit
+def _store_feature(
+    draw, column, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE: tl.constexpr
+):  # fmt: skip
+    """Make a draw of each sample a dense feature or a bag size, as its column asks, or drop it."""
+    if (column > 0) & (column <= features):
+        fields = (draw & 0xFFFF) + ((draw >> 16) & 0xFFFF) + ((draw >> 32) & 0xFFFF) + (draw >> 48)
+        value = (fields.to(tl.int32) - 2 * 65535).to(tl.float32) * SCALE
+        tl.store(dense + i * features + (column - 1), value, mask=mask)
+    t = column - 1 - features
+    if (t >= 0) & (t < tables):
+        low = tl.load(bag_sizes + 2 * t)
+        sizes = tl.load(bag_sizes + 2 * t + 1).to(tl.uint64)
+        length = low + (((draw >> 32) * sizes) >> 32).to(tl.int64)
+        tl.store(lengths + t * count + i, length.to(tl.int32), mask=mask)
+        tl.store(sums + t * count + i, tl.zeros_like(i).to(tl.int32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])
+def _draw_features(
+    dense, lengths, sums, key, bag_sizes, first: tl.int64, blocks: tl.int64, count: tl.int64, features, tables,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw dense features and bag sizes: a program makes a block of four draws for each of BLOCK samples.
+
+    Memory: the program writes, of its samples, up to four of `dense` [count, features] float32 and of `lengths`
+    [tables, count] int32; where it writes a length, it clears the bag's element of `sums`, of the same shape and type.
+    Of `bag_sizes` [tables, 2] int64 it reads the least size and the number of sizes.
+
+    Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
+
+    Example: 2 features and 3 tables. Draw 0 is the label's, 1 and 2 are features, 3 is the bag size of table 0: these
+    are block 0. Block 1 has the bag sizes of tables 1 and 2, and two draws for ids, which `_draw_ids` makes again.
+    A size of 2..5 from a draw whose upper half is 2**31 is 2 + (2**31 * 4 >> 32) = 4.
+    """
+    groups = tl.cdiv(count, BLOCK)
+    block = tl.program_id(0) // groups
+    i = tl.program_id(0) % groups * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    a, b, c, d = draw_block(key, first + i, block, blocks)
+    _store_feature(a, block * 4, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
+    _store_feature(b, block * 4 + 1, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
+    _store_feature(c, block * 4 + 2, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
+    _store_feature(d, block * 4 + 3, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
+
+
+@triton.jit
+def _store_id(
+    draw, column, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES: tl.constexpr
+):  # fmt: skip
+    """Make a draw of each sample an id of the table that its column is for, unless the sample's bag is full before."""
+    t = tl.load(columns + column)
+    if t >= 0:
+        entry = tables + t * TABLE_COLUMNS
+        place = column - tl.load(entry + COLUMN)
+        if RANGES:
+            mask = mask & (place < tl.load(lengths + t * count + i, mask=mask, other=0))
+            at = tl.load(offsets + t * count + i, mask=mask, other=0) + place
+        else:
+            at = tl.load(entry + START) * count + i * tl.load(entry + MOST) + place
+
+        bits = tl.load(entry + BITS).to(tl.uint64)
+        cell = cells + tl.load(entry + CELLS) + (draw >> (64 - bits)).to(tl.int64) * CELL_WORDS
+        within = ((draw << bits) >> 1).to(tl.int64)
+        threshold = tl.load(cell)
+        second = within >= threshold
+        item = cell + tl.where(second, 5, 1)
+        y = tl.where(second, within - threshold, within).to(tl.float64)
+        slope = tl.load(item + 1).to(tl.float64, bitcast=True)
+        curve = tl.load(item + 2).to(tl.float64, bitcast=True)
+        rank = tl.load(item) + ((curve * y + slope) * y).to(tl.int64)
+        row = (rank * tl.load(entry + MULTIPLIER) + tl.load(entry + OFFSET)) % tl.load(entry + ROWS)
+        tl.store(values + at, row.to(tl.int32), mask=mask)
+
+        score = row.to(tl.uint32) ^ tl.load(entry + KEY).to(tl.uint32)
+        score = score * 0x9E3779B1
+        score = score ^ (score >> 15)
+        score = score * 0x85EBCA77
+        score = score ^ (score >> 15)
+        score = (score * 0xC2B2AE3D) >> 16
+        tl.atomic_add(sums + t * count + i, score.to(tl.int32), mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["first", "blocks", "count", "first_block"])
+def _draw_ids(
+    values, lengths, offsets, sums, key, columns, tables, cells,
+    first: tl.int64, blocks: tl.int64, count: tl.int64, first_block,
+    RANGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw ids, and add up the scores of each bag's: a program makes a block of four draws for BLOCK samples.
+
+    Memory: the program writes up to four ids of each of its samples to `values` int32, which holds all bags of table 0,
+    then those of table 1, and so forth. With RANGES, it reads the place of a bag from `offsets` [T * count + 1] int64,
+    and its size from `lengths` [T, count] int32; without, all bags of a table have MOST ids. It reads the cells that
+    its draws choose, and adds each id's score to the bag's element of `sums` [T, count] int32, which wraps at 2**32.
+
+    Order: no two programs share an element of `values`; the additions are atomic and, as those of integers, give one
+    sum in any order. The kernel's end orders all for those that follow on the stream.
+
+    Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at
+    3 * 100 + 7 * 2 + 1. Of a table of 2 cells, a draw of 0.75 * 2**64 is halfway into cell 1, 2**62 of 2**63. Beyond a
+    threshold of 2**61, it is 2**61 into the cell's second item, of 2**63 - 2**61: a third of it.
+    """
+    groups = tl.cdiv(count, BLOCK)
+    block = first_block + tl.program_id(0) // groups
+    i = tl.program_id(0) % groups * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    a, b, c, d = draw_block(key, first + i, block, blocks)
+    _store_id(a, block * 4, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
+    _store_id(b, block * 4 + 1, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
+    _store_id(c, block * 4 + 2, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
+    _store_id(d, block * 4 + 3, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
+
+
+_FEATURE_ARGUMENTS = (
+    "dense", "lengths", "sums", "key", "bag_sizes", "first", "blocks", "count", "features", "tables",
+)  # fmt: skip
+_ID_ARGUMENTS = (
+    "values", "lengths", "offsets", "sums", "key", "columns", "tables", "cells",
+    "first", "blocks", "count", "first_block",
+)  # fmt: skip
+
+
+@lru_cache
+def _drawing_features(scale: float) -> CompiledKernel:
+    return CompiledKernel(_draw_features, _FEATURE_ARGUMENTS, {"SCALE": scale, "BLOCK": BLOCK}, num_warps=4)
+
+
+@lru_cache
+def _drawing_ids(ranges: bool) -> CompiledKernel:
+    constants = {"RANGES": ranges, "BLOCK": BLOCK}
+    return CompiledKernel(_draw_ids, _ID_ARGUMENTS, constants, num_warps=4, fuse_sums=False)
+
+
+def draw_features(
+    stream: Stream,
+    first: int,
+    dense: torch.Tensor,
+    lengths: torch.Tensor,
+    sums: torch.Tensor,
+    bag_sizes: torch.Tensor,
+    scale: float,
+) -> None:
+    """Write the dense features and bag sizes of the samples from `first` on, and clear the sums of their bags' scores.
+
+    Args:
+        stream: of the samples.
+        first: position of the first sample.
+        dense: [b, F] float32.
+        lengths: [T * b] int32.
+        sums: [T * b] int32.
+        bag_sizes: [T, 2] int64, of each table the least size of a bag and the number of sizes.
+        scale: of a dense feature, which is a sum of four 16-bit fields, less its mean, times the scale.
+    """
+    (count, features), tables = dense.shape, len(bag_sizes)
+    groups, blocks = -(-count // BLOCK), -(-(1 + features + tables) // 4)
+    _drawing_features(scale)(
+        blocks * groups, (),
+        dense, lengths, sums, stream.key, bag_sizes, first, stream.blocks, count, features, tables,
+    )  # fmt: skip
+
+
+def draw_ids(
+    stream: Stream,
+    first: int,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor | None,
+    sums: torch.Tensor,
+    tables: IdTables,
+    first_draw: int,
+) -> None:
+    """Write the ids of the samples from `first` on, and add their scores to the sums of their bags.
+
+    Args:
+        stream: of the samples.
+        first: position of the first sample.
+        values: [n] int32, for the ids: all bags of table 0, then those of table 1, and so forth.
+        lengths: [T * b] int32, of the bags.
+        offsets: [T * b + 1] int64, of the bags in `values`; None where all bags of a table are of one size.
+        sums: [T * b] int32, cleared.
+        tables: what the ids are made of.
+        first_draw: number of a sample's draws that come before those for ids.
+    """
+    count, first_block = lengths.numel() // len(tables.entries), first_draw // 4
+    _drawing_ids(offsets is not None)(
+        (stream.blocks - first_block) * -(-count // BLOCK), (),
+        values, lengths, lengths if offsets is None else offsets, sums, stream.key, *tables,
+        first, stream.blocks, count, first_block,
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Draws the labels of synthetic samples, of which the teacher in `data/teacher.py` says how likely a click is."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.synthetic.draws import BLOCK, Stream, draw_block
+
+
+class ClickModel(NamedTuple):
+    """The teacher's numbers."""
+
+    signals: torch.Tensor
+    """[S, 2] int64, a row a table that has a signal: the table, and the element of `factors` for a bag of no ids, which
+    may lie before the first one of the table"""
+    weights: torch.Tensor
+    """[S, 4] float64: the table's mean score, and the weights of its signal alone, with a dense feature, and with the
+    signal before"""
+    dense_weights: torch.Tensor
+    """[F] float64"""
+    factors: torch.Tensor
+    """float64, table after table: what standardises the score of a bag, by its size"""
+    curve: torch.Tensor
+    """[pieces + 1] float64: the probability of a click at evenly spaced logits from -end to end"""
+    bias: float
+    end: float
+
+
+@triton.jit(do_not_specialize=["first", "blocks", "count", "features", "signals"])
+def _draw_labels(
+    labels, dense, lengths, sums, key, signal_tables, weights, dense_weights, factors, curve,
+    first: tl.int64, blocks: tl.int64, count: tl.int64, features, signals,
+    BIAS: tl.constexpr, END: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw the labels of BLOCK samples a program.
+
+    Memory: of its samples, the program reads all of `dense` [count, features] float32 and, as [tables, count] int32,
+    `lengths` and the bags' `sums` of scores, which are unsigned. It writes `labels` [count] float32.
+
+    Order: no two programs share an element; the sums come from kernels before it on the stream. The terms of a logit
+    are added in a fixed order, each product and each sum rounded by itself, as on a CPU.
+
+    Example: bias -1, no dense weights, one signal of weight 2, mean 100 and factor 0.01. A bag of 3 ids with the sum
+    350 has the signal (350 - 3 * 100) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048 pieces, that is
+    the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform draw is below.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    logit = tl.full((BLOCK,), BIAS, tl.float64)
+    for f in range(features):
+        x = tl.load(dense + i * features + f, mask=mask, other=0.0).to(tl.float64)
+        logit += tl.load(dense_weights + f) * x
+    before = tl.zeros((BLOCK,), tl.float64)
+    for n in range(signals):
+        t = tl.load(signal_tables + 2 * n)
+        length = tl.load(lengths + t * count + i, mask=mask, other=0)
+        total = tl.load(sums + t * count + i, mask=mask, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        factor = tl.load(factors + tl.load(signal_tables + 2 * n + 1) + length, mask=mask, other=0.0)
+        signal = (total.to(tl.float64) - length.to(tl.float64) * tl.load(weights + 4 * n)) * factor
+        x = tl.load(dense + i * features + n, mask=mask & (n < features), other=0.0).to(tl.float64)
+        logit += tl.load(weights + 4 * n + 1) * signal
+        logit += tl.load(weights + 4 * n + 2) * x * signal
+        logit += tl.load(weights + 4 * n + 3) * before * signal
+        before = signal
+    position = (tl.minimum(tl.maximum(logit, -END), END) + END) * (PIECES / (2 * END))
+    piece = tl.minimum(position.to(tl.int64), PIECES - 1)
+    begin = tl.load(curve + piece)
+    probability = begin + (tl.load(curve + piece + 1) - begin) * (position - piece.to(tl.float64))
+    draw, _, _, _ = draw_block(key, first + i, 0, blocks)
+    uniform = (draw >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+    tl.store(labels + i, (uniform < probability).to(tl.float32), mask=mask)
+
+
+_ARGUMENTS = (
+    "labels", "dense", "lengths", "sums", "key", "signal_tables", "weights", "dense_weights", "factors", "curve",
+    "first", "blocks", "count", "features", "signals",
+)  # fmt: skip
+
+
+@lru_cache
+def _drawing(bias: float, end: float, pieces: int) -> CompiledKernel:
+    constants = {"BIAS": bias, "END": end, "PIECES": pieces, "BLOCK": BLOCK}
+    return CompiledKernel(_draw_labels, _ARGUMENTS, constants, num_warps=4, fuse_sums=False)
+
+
+def draw_labels(
+    stream: Stream,
+    first: int,
+    labels: torch.Tensor,
+    dense: torch.Tensor,
+    lengths: torch.Tensor,
+    sums: torch.Tensor,
+    model: ClickModel,
+) -> None:
+    """Write the labels of the samples from `first` on.
+
+    Args:
+        stream: of the samples.
+        first: position of the first sample.
+        labels: [b] float32.
+        dense: [b, F] float32.
+        lengths: [T * b] int32.
+        sums: [T * b] int32, of the scores of each bag's ids.
+        model: how likely a click is.
+    """
+    count, features = dense.shape
+    _drawing(model.bias, model.end, len(model.curve) - 1)(
+        -(-count // BLOCK), (),
+        labels, dense, lengths, sums, stream.key, *model[:5],
+        first, stream.blocks, count, features, len(model.signals),
+    )  # fmt: skip

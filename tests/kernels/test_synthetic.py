@@ -1,0 +1,82 @@
+"""Samples that the kernels make are those that numpy makes, bit for bit."""
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_overlap.config import DataConfig, TablesConfig
+from dlrm_overlap.data.synthetic import Synthetic
+from dlrm_overlap.data.synthetic_device import DeviceSynthetic
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.synthetic import draws, labels
+from tests.gpu.synthetic import first_difference
+from tests.kernels.emulation import CPU, interpreted
+
+pytestmark = interpreted
+
+FIXED = DataConfig(tables=TablesConfig(rows=[50, 3, 40_000_000, 1], multi_hot=[2, 5, 1, 1], zipf_alpha=[1.05, 0, 1, 2]))
+RANGES = DataConfig(
+    tables=TablesConfig(
+        rows=[50, 2**31 - 1, 1, 700], multi_hot=["0..6", "2..3", 2, "1..1"], zipf_alpha=[2, 1.05, 1, 5]
+    ),
+    dense_features=2,
+)
+NO_SIGNALS = DataConfig(tables=TablesConfig(count=2, rows=1), dense_features=1)
+FEW_DENSE = DataConfig(tables=TablesConfig(rows=[7, 1, 900, 7], zipf_alpha=0.3), dense_features=1, seed=2**70)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("config", [FIXED, RANGES, NO_SIGNALS, FEW_DENSE], ids=["fixed", "ranges", "one_row", "few"])
+def test_samples_are_those_of_the_cpu(config: DataConfig, split: Literal["train", "eval"]) -> None:
+    expected = Synthetic(config, split)
+    made = DeviceSynthetic(config, split, CPU)
+    for first, count in ((0, 33), (10**12 + 7, 5)):  # more samples than a program has, and counters beyond 32 bits
+        assert first_difference(made.read(first, count), expected.read(first, count)) is None
+
+
+def test_a_batch_may_have_no_id_at_all() -> None:
+    config = DataConfig(tables=TablesConfig(rows=[9], multi_hot="0..1"), dense_features=1)
+    expected, made = Synthetic(config, "train"), DeviceSynthetic(config, "train", CPU)
+    empty = next(i for i in range(100) if expected.read(i, 1).sparse.values().numel() == 0)
+    assert first_difference(made.read(empty, 1), expected.read(empty, 1)) is None
+
+
+def test_first_difference_names_the_tensor_and_the_place() -> None:
+    expected = Synthetic(FIXED, "train").read(0, 8)
+    for name, tensor in (("dense", expected.dense), ("values", expected.sparse.values()), ("labels", expected.labels)):
+        changed = expected.clone()
+        {"dense": changed.dense, "values": changed.sparse.values(), "labels": changed.labels}[name].view(-1)[3] += 1
+        text = first_difference(changed, expected)
+        assert text is not None
+        assert text.startswith(f"{name}[3]: {tensor.view(-1)[3].item() + 1:g}, not ")
+    fewer = Synthetic(RANGES, "train").read(0, 8)
+    assert first_difference(fewer, expected) == "dense: (8, 2) torch.float32, not (8, 13) torch.float32"
+
+
+def test_equal_tables_share_their_cells() -> None:
+    config = DataConfig(tables=TablesConfig(count=50, rows=1000))
+    tables = DeviceSynthetic(config, "train", CPU)._id_tables
+    assert len(tables.cells) == 256 * draws.CELL_WORDS.value  # 128 ranks, and 16 stretches an octave up to 1000
+    assert len(set(tables.entries[:, draws.OFFSET.value].tolist())) > 40
+
+
+def test_kernels_fuse_no_product_with_a_sum() -> None:
+    """A fused one rounds once where numpy rounds twice. The interpreter cannot tell, so hold the option itself."""
+    kernels: list[CompiledKernel] = [draws._drawing_ids(False), labels._drawing(-1.0, 16.0, 2048)]
+    assert all(kernel._options["enable_fp_fusion"] is False for kernel in kernels)
+    assert (
+        "enable_fp_fusion"
+        not in CompiledKernel(draws._draw_ids, draws._ID_ARGUMENTS, {"RANGES": True, "BLOCK": 32}, num_warps=4)._options
+    )
+
+
+def test_draws_are_those_of_numpy() -> None:
+    """The label's and the first dense feature's draw of a sample: the stream's own test, beside the samples'."""
+    made = DeviceSynthetic(FEW_DENSE, "train", CPU)
+    sample = 3
+    raw = np.random.Philox(key=made._key, counter=sample * made._blocks_per_sample).random_raw(2)
+    fields = sum((int(raw[1]) >> bits) & 0xFFFF for bits in (0, 16, 32, 48)) - 2 * 65535
+    assert made.read(sample, 1).dense.item() == pytest.approx(fields * (3 / (2**32 - 1)) ** 0.5, rel=1e-6)
+    assert torch.equal(made._stream.key, torch.from_numpy(made._key.view(np.int64)))
