@@ -276,6 +276,8 @@ class TrainConfig:
     compile_dense: bool = False
     """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
     on; on CPUs it needs a C++ compiler"""
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """pipeline graph: in which the dense gradients are sent and summed over the ranks"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs

@@ -30,7 +30,7 @@ class DotInteraction(nn.Module):
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
-        self.features, self.dim = features, dim
+        self.features, self.dim = features, int(dim)  # torch.compile knows no other integers
         self.out_features = dim + features * (features - 1) // 2
         rows, columns = torch.triu_indices(features, features, offset=1)
         self.pairs: torch.Tensor

@@ -35,6 +35,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -123,7 +124,9 @@ class Trainer:
         if graph:
             bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
             casts = cast_once(task, flat, self.optimizer, config.train.compile_dense) if flat and casts_once else None
-            self.pipeline = GraphTrainPipeline(self.model, self.optimizer, device, bound, group, flat, casts)
+            self.pipeline = GraphTrainPipeline(
+                self.model, self.optimizer, device, bound, group, flat, casts, WIRE_DTYPES[config.train.gradient_dtype]
+            )
         else:
             self.pipeline = build_pipeline(self.model, self.optimizer, device)
 

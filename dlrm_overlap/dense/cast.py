@@ -13,8 +13,8 @@ class CastWeights:
     """Hands out a model's weights in the type of the optimizer's shadows, and takes their gradients.
 
     Under autocast every product casts its weights anew, casts their gradient back, and adds it to a gradient that was
-    set to zero before. Here a product is given the shadow of a weight, and its gradient is written to the flat gradient
-    by one cast: nothing is set to zero and nothing is added. The numbers are autocast's.
+    set to zero before. Here a product is given the shadow of a weight, and all gradients are written to the flat
+    gradient by one cast after the backward: nothing is set to zero and nothing is added. The numbers are autocast's.
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
     backward.
@@ -25,17 +25,17 @@ class CastWeights:
         self._flat, self._optimizer, self._names = flat, optimizer, set(names)
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
-        self._missing: set[str] = set()
+        self._taken: dict[str, torch.Tensor] = {}
         # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
         self._anchor = torch.empty(0, requires_grad=True)
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
-        """Have `complete` called with the name of each parameter whose gradient has been written."""
+        """Have `complete` called by `finish` with the name of each parameter that got a gradient."""
         self._complete = complete
 
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
-        self._missing = set(self._names)
+        self._taken = {}
         self._flat.zero(self._others)
 
     def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -52,18 +52,23 @@ class CastWeights:
         }
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
-        """Write a parameter's gradient where the optimizer reads it."""
-        self._flat.gradients.views[name].copy_(gradient)
-        self._missing.discard(name)
-        self._complete(name)
+        """Keep a parameter's gradient until `finish`."""
+        self._taken[name] = gradient
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """End a step's backward: the gradients of what took no part in it become zero."""
-        self._flat.zero(self._missing)
+        """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
+        views = self._flat.gradients.views
+        if self._taken:
+            torch._foreach_copy_([views[name] for name in self._taken], list(self._taken.values()))
+        self._flat.zero(self._names - self._taken.keys())
+        for name in self._taken:
+            self._complete(name)
+        self._taken = {}
 
 
 class _CastOnce(torch.autograd.Function):
-    """The shadow of a parameter in the forward; in the backward, its gradient goes to where the optimizer reads it."""
+    """The shadow of a parameter in the forward; in the backward, `CastWeights` takes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, shadow: torch.Tensor, weights: CastWeights, name: str) -> Any:

@@ -146,7 +146,9 @@ class GradientBuckets:
             return
         gradient = self._flat.gradients.tensor[bucket.begin : bucket.end]
         with self._behind_gradients(), self._order:
-            if self._sent is None:
+            if self._sent is None and self._stream is not None:
+                dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self._group)  # gloo has no mean
+            elif self._sent is None:
                 gradient.div_(self._ranks)
                 dist.all_reduce(gradient, group=self._group)
             else:

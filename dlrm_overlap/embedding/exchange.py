@@ -6,6 +6,7 @@ In a training step `Exchange.start` starts the forward's half and returns what w
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -101,6 +102,7 @@ class Exchange:
         self._failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[ArrivedIds] = deque()
+        self._lookup_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
         self.captured = False
         """whether steps may be captured in a CUDA graph: their counters are then advanced on the device"""
@@ -147,8 +149,14 @@ class Exchange:
         """Start to pool and to send."""
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
-        self._require(step.batch.most).forward.start(step)
+        forward = self._require(step.batch.most).forward
+        with self._beside():
+            forward.start(step)
         self._pending = step
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """Return a context in which a captured step looks up, beside what its model computes until it waits."""
+        return torch.cuda.stream(self._lookup_stream) if self.order.active else nullcontext()
 
     def _require(self, samples: int) -> Halves:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
@@ -241,7 +249,8 @@ class Exchange:
 
     def expect_gradient(self, step: Step) -> None:
         """Note that the step, whose forward has just been started, will have a backward."""
-        self._open().backward.note_forward(step)
+        with self._beside():
+            self._open().backward.note_forward(step)
         step.number = self.steps
         self.steps += 1
 

@@ -41,6 +41,7 @@ from dlrm_overlap.graphs.static_batch import StaticBatch
 
 log = logging.getLogger("dlrm_overlap")
 
+_BUCKET_BYTES = 16 << 20  # of dense gradients that are sent at once, at least
 _WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and learn the order of the gradients
 
 
@@ -69,6 +70,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         group: dist.ProcessGroup | None = None,
         flat: FlatParameters | None = None,
         casts: CastWeights | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
         capture: bool | None = None,
     ) -> None:
         """Take what TorchRec's pipelines take, and the bound of the batches.
@@ -77,6 +79,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             group: of the model's ranks; None is the default group.
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
             casts: through which the model gets its weights, if it does.
+            gradient_dtype: in which dense gradients are sent and added up, float32 or bfloat16.
             capture: None captures on GPUs.
         """
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
@@ -97,7 +100,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._group.size() > 1:  # all ranks start alike, as under DDP
             dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
         self._order = CommunicationOrder()
-        self._buckets = GradientBuckets(self._flat, self._group, order=self._order)
+        # Where casts write all gradients at once, nothing is gained by sending them in parts.
+        bucket_bytes = _BUCKET_BYTES if casts is None else self._flat.gradients.tensor.nbytes
+        self._buckets = GradientBuckets(self._flat, self._group, gradient_dtype, bucket_bytes, self._order)
         self._casts = casts
         if casts is not None:
             casts.on_complete(self._buckets.complete)

@@ -170,7 +170,8 @@ class WindowBackward(Backward):
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
-        return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype)
+        bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
+        return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:

@@ -48,6 +48,11 @@ class BatchBound:
         """Whether every bag of a feature has the same number of ids."""
         return all(least == most for least, most in self.bag_sizes.values())
 
+    @property
+    def mean_bag_sizes(self) -> dict[str, float]:
+        """The ids of a bag, by feature, half way between the least and the most."""
+        return {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
+
     def capacity(self, keys: Sequence[str]) -> list[int]:
         """Return the most ids of a rank's batch, by feature.
 
