@@ -12,9 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
@@ -59,21 +59,24 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--backends", nargs="+", default=names, help=text)
         text = "greatest relative difference of a logged training loss that still agrees"
         parser.add_argument("--rtol", type=NonNegativeFloat, default=1e-4, help=text)
+        text = "further runs of the reference: where it parts from itself, so may the others; auto: 2 on GPUs, else 0"
+        parser.add_argument("--noise_runs", type=NonNegativeInt | Literal["auto"], default="auto", help=text)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.compare import backend_configs, report, train_backends
+        from dlrm_overlap.compare import count_noise_runs, report, run_configs, train_runs
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
-        configs = backend_configs(ranks.config, ranks.values.backends)
+        noise_runs = count_noise_runs(ranks.values.noise_runs, ranks.device.type)
+        configs = run_configs(ranks.config, ranks.values.backends, noise_runs)
         for config in configs.values():
             check_start(config, ranks.device)  # for every backend, before the first one trains
         if ranks.world.rank == 0:
             output.unlink(missing_ok=True)  # an earlier one would contradict the runs that this writes beside it
-        folders = train_backends(configs, ranks.trainer)
+        folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        faults = report(folders, ranks.values.rtol, output)
+        faults = report(folders, ranks.values.rtol, output, noise_runs)
         _print_places(output, folder)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("comparison.json", "torchrec/events.out.tfevents.1.earlier", "torchrec/summary.json"):
         (folder / file).write_text("an earlier one's")
     (folder / "torchrec" / "metrics.jsonl").write_text('{"step": 21, "train/loss": 0.5}\n')
-    result = run_cli(*COMPARE, "--backends", *BACKENDS, "--nproc", "2", "--log.dir", str(folder))
+    result = run_cli(*COMPARE, "--backends", *BACKENDS, "--noise_runs", "1", "--nproc", "2", "--log.dir", str(folder))
     assert result.returncode == 0, result.stderr
     (folder / "stdout").write_text(result.stdout)
     (folder / "stderr").write_text(result.stderr)
@@ -54,6 +54,16 @@ def test_every_backend_agrees_with_the_reference(folder: Path) -> None:
         assert (folder / backend / "config.yaml").is_file()
 
 
+def test_the_reference_is_trained_again_and_on_cpus_parts_from_itself_by_nothing(folder: Path) -> None:
+    noise = json.loads((folder / "comparison.json").read_text())["noise"]
+    assert list(noise["runs"]) == ["torchrec_again"]
+    assert noise["runs"]["torchrec_again"]["max_relative_difference"] == 0
+    assert set(noise["bound"].values()) == {1e-4}
+    again = read_metrics(folder / "torchrec_again", "train/loss")
+    assert again == read_metrics(folder / "torchrec", "train/loss")
+    assert list((folder / "torchrec_again").glob("events.out.tfevents.*"))
+
+
 def test_table_and_where_to_look(folder: Path) -> None:
     lines = (folder / "stdout").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "On", "result:", "TensorBoard:"]
@@ -77,12 +87,12 @@ def test_another_seed_is_found_and_gets_no_speedup(tmp_path: Path) -> None:
 import dataclasses
 from dlrm_overlap import cli, compare
 
-def wrong_weights(config, backends, make=compare.backend_configs):
-    configs = make(config, backends)
+def wrong_weights(*args, make=compare.run_configs):
+    configs = make(*args)
     wrong = configs["pgas"]
     return configs | {{"pgas": dataclasses.replace(wrong, train=dataclasses.replace(wrong.train, seed=1))}}
 
-compare.backend_configs = wrong_weights
+compare.run_configs = wrong_weights
 raise SystemExit(cli.main({[*COMPARE, "--backends", "torchrec", "pgas", "--log.dir", str(tmp_path)]!r}))
 """
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)

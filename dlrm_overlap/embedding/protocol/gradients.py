@@ -76,7 +76,7 @@ class GradientLayout:
         """Return the rank's shards by table, in the order in which they travel."""
         tables = self._layout.tables(rank)
         ids = [sum(self._bag_ids.get(shard.feature_name, 0.0) for shard in shards) for shards in tables]
-        heavy = [_HEAVY < each / max(sum(ids), 1e-9) for each in ids]
+        heavy = [each / max(sum(ids), 1e-9) > _HEAVY for each in ids]
         return sorted(tables, key=lambda shards: not heavy[tables.index(shards)])
 
     @cached_property

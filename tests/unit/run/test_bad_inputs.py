@@ -173,6 +173,8 @@ def test_bad_input(command: str, parts: list[str], tmp_path: Path, capsys: pytes
         ("--rtol -1", ["rtol", "-1"]),
         ("--rtol nan", ["rtol", "nan"]),
         ("--rtol inf", ["--rtol inf", "below 1"]),
+        ("--noise_runs -1", ["noise_runs", "-1"]),
+        ("--noise_runs some", ["noise_runs", "some"]),
         ("--log.name mine", ["log.name: mine", "set log.dir"]),
         ("--checkpoint.resume runs/x/step_5", ["checkpoint.resume: runs/x/step_5", "leave it out"]),
         ("--train.global_batch_size 9", ["9 samples do not divide by 2 ranks"]),

@@ -1,0 +1,197 @@
+"""Whether the losses of a run agree with those of one or more reference runs.
+
+With one reference run, a loss agrees if its relative difference is at most `rtol`. Where the reference is not
+deterministic, as on GPUs, whose atomics add in an order of chance, training amplifies rounding until two runs of the
+reference differ by more. Several reference runs from the same seeds measure by how much, and `loss_bound` widens the
+tolerance accordingly:
+
+- The unit is the standard deviation of the reference runs' losses about their mean, times sqrt(1 + 1 / runs), by which
+  one more run would deviate from that mean.
+- Two curves that cross by luck do not narrow the bound, since it follows the greatest unit so far. Parting runs grow
+  apart exponentially, and each has a size of its own from the start, as if it were earlier or later than the others.
+  So "so far" looks ahead by a quarter of the steps and one logged loss more.
+- The factor is large for few runs, as Student's t is. A run's deviations are of one size from the start, so that more
+  steps do not tell more about it: only more runs lower the factor. The factors were chosen by training many copies of
+  a small DLRM, of which fewer than 1 in 100 may be refused.
+- The bound is never below `rtol`, and noise never widens it beyond a tenth: losses so far apart show nothing.
+
+`judge` asks for two things: that each loss is within its bound, and so are the signed means of a fifth of the logged
+losses, whose bound is narrower where noise cancels. What is wrong from the first steps on shows while the bound is
+still `rtol`; what is small and always of one sign shows in the means. Two things pass or fail wrongly: a fault below
+the noise is not found, and a model in which one activation or row makes a difference parts by jumps, which one run
+alone may take.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+Losses = Mapping[int, float]
+"""step -> logged training loss"""
+
+_FACTORS = {2: 40.0, 3: 15.0}  # by the number of reference runs
+_FACTOR_OF_MORE = 12.0
+_LOOK_AHEAD = 1.25
+_GREATEST_NOISE = 0.1
+_WINDOWS = 5
+_LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may overflow
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run's losses compare with those of the reference runs."""
+
+    fault: str | None
+    """what is wrong at the first step where they part; None if they agree"""
+    max_difference: float | None
+    """greatest relative difference of a loss from the reference runs' mean; None if no loss can be compared"""
+    max_difference_step: int | None
+    """its step"""
+    closest: "Comparison | None"
+    """the comparison whose difference takes the greatest share of its bound"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A logged loss, or a mean of consecutive ones, against the reference."""
+
+    first_step: int
+    """logged step at which the mean begins; `step` for a single loss"""
+    step: int
+    """logged step at which it ends"""
+    difference: float
+    """relative difference from the reference runs' mean"""
+    bound: float
+    """greatest difference that agrees"""
+
+    @property
+    def share(self) -> float:
+        """Return the difference in units of the bound."""
+        return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
+
+
+def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dict[int, float]:
+    """Return step -> greatest relative difference from the reference runs' mean loss that agrees.
+
+    Example: two runs whose losses are 0.99 and 1.01 times their mean at their only step have a standard deviation of
+    0.014, one more run deviates by 0.017, and the bound is 40 times that, cut to a tenth.
+
+    Args:
+        reference: the losses of each reference run. With one run, every bound is `rtol`.
+        rtol: least bound.
+        window: bounds the mean of the relative differences of this many logged losses, the last of which is the step's.
+
+    Returns:
+        A bound for each step at which every run has a finite loss, but the first `window` - 1.
+    """
+    steps = _comparable_steps(reference)
+    runs = len(reference)
+    if runs == 1:
+        return dict.fromkeys(steps[window - 1 :], rtol)
+    expected = _mean_losses(reference, steps)
+    deviations = [_differences(run, expected, steps) for run in reference]
+    variances = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*deviations, strict=True)]
+    if window > 1:
+        # The means of few runs may cancel by luck, hence at least what independent deviations would leave.
+        independent = [v / window for v in _trailing_means(variances, window)]
+        means = [_trailing_means(each, window) for each in deviations]
+        of_means = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*means, strict=True)]
+        variances = [max(both) for both in zip(independent, of_means, strict=True)]
+    greatest = [math.sqrt(v * (1 + 1 / runs)) for v in accumulate(variances, max)]
+    factor = _FACTORS.get(runs, _FACTOR_OF_MORE)
+    bound = {}
+    for i, step in enumerate(steps[window - 1 :]):
+        ahead = min(len(greatest) - 1, math.ceil(i * _LOOK_AHEAD) + 1)
+        bound[step] = max(rtol, min(_GREATEST_NOISE, factor * greatest[ahead]))
+    return bound
+
+
+def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
+    """Compare `losses` with those of one or more reference runs.
+
+    Args:
+        losses: step -> loss of the run in question.
+        reference: the same of each reference run; `loss_bound` says what several are for.
+        rtol: greatest relative difference that agrees where no noise was measured.
+    """
+    steps = _comparable_steps([losses, *reference])
+    bound = loss_bound(reference, rtol)
+    expected = _mean_losses(reference, steps)
+    signed = _differences(losses, expected, steps)
+    single = [Comparison(step, step, abs(d), bound[step]) for step, d in zip(steps, signed, strict=True)]
+    means = _compare_means(steps, signed, reference, rtol) if len(reference) > 1 else []
+    fault = _first_fault(losses, reference, {c.step: c for c in single}, rtol)
+    if fault is None and (parted := next((mean for mean in means if mean.difference > mean.bound), None)):
+        fault = (
+            f"steps {parted.first_step} to {parted.step}: losses differ by {parted.difference:.1e} in the mean; "
+            f"{_rule(parted.bound, len(reference))}"
+        )
+    widest = max(single, key=lambda found: found.difference, default=None)
+    return Verdict(
+        fault,
+        widest and widest.difference,
+        widest and widest.step,
+        max(single + means, key=lambda found: found.share, default=None),
+    )
+
+
+def _compare_means(
+    steps: Sequence[int], signed: Sequence[float], reference: Sequence[Losses], rtol: float
+) -> list[Comparison]:
+    """Compare the means of a fifth of the logged losses, two at least, each ending at one of `steps`."""
+    window = max(2, len(steps) // _WINDOWS)
+    bound = loss_bound(reference, rtol, window)
+    return [
+        Comparison(first, last, abs(mean), bound[last])
+        for first, last, mean in zip(steps, steps[window - 1 :], _trailing_means(signed, window), strict=False)
+    ]
+
+
+def _first_fault(
+    losses: Losses, reference: Sequence[Losses], compared: Mapping[int, Comparison], rtol: float
+) -> str | None:
+    """Say what is wrong at the first step whose loss is missing, not finite or beyond its bound; None if none is."""
+    for step in sorted(losses.keys() | {step for run in reference for step in run}):
+        loss, wanted = losses.get(step), [run[step] for run in reference if step in run]
+        rule = f"tolerance {rtol:g}"
+        if loss is None or len(wanted) < len(reference):
+            fault = "one of the two is missing"
+        elif step not in compared:
+            fault = "not finite"
+        elif (found := compared[step]).difference > found.bound:
+            fault = f"a relative difference of {found.difference:.1e}"
+            rule = _rule(found.bound, len(reference))
+        else:
+            continue
+        expected = sum(wanted) / len(wanted) if wanted else None
+        return f"step {step}: loss {_show(loss)} against {_show(expected)}, {fault}; {rule}"
+    return None
+
+
+def _rule(bound: float, runs: int) -> str:
+    return f"tolerance {bound:g}" if runs == 1 else f"bound {bound:.1e}, from {runs} reference runs"
+
+
+def _comparable_steps(runs: Sequence[Losses]) -> list[int]:
+    """Return the steps at which every run has a finite loss."""
+    common = set(runs[0]).intersection(*runs[1:])
+    return sorted(step for step in common if all(math.isfinite(run[step]) for run in runs))
+
+
+def _mean_losses(runs: Sequence[Losses], steps: Sequence[int]) -> dict[int, float]:
+    return {step: sum(run[step] for run in runs) / len(runs) for step in steps}
+
+
+def _differences(losses: Losses, expected: Losses, steps: Sequence[int]) -> list[float]:
+    """Return the signed relative differences of `losses` from `expected` at `steps`."""
+    return [(losses[step] - expected[step]) / max(abs(expected[step]), _LEAST_LOSS) for step in steps]
+
+
+def _trailing_means(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean of each `window` consecutive values: 3, 5 for 2, 4, 6 and a window of 2."""
+    return [sum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+
+
+def _show(loss: float | None) -> str:
+    return "-" if loss is None else format(loss, ".8g")

@@ -1,0 +1,182 @@
+"""What counts as agreement, without noise and within it, and how often the verdict is wrong."""
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
+from tests.unit.observe.drift import CALM, CHAOTIC, FAULTS, Regime, train_copies
+
+REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
+RTOL = 1e-4
+
+
+def _runs(*deviations: float, steps: int = 40) -> list[dict[int, float]]:
+    """Return runs whose losses deviate by these shares, growing tenfold over the first half of the steps."""
+    growth = [min(1.0, 10 ** (2 * i / steps - 1)) for i in range(steps)]
+    return [{i + 1: 0.5 * (1 + d * g) for i, g in enumerate(growth)} for d in deviations]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The copies' operators are small: on a busy machine threads wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    [
+        ({40: 0.4 * (1 + 0.9e-4)}, None),
+        ({40: 0.4 * (1 + 1.1e-4)}, ["step 40: loss 0.400044 against 0.4", "1.1e-04", "tolerance 0.0001"]),
+        ({40: 0.4 * (1 - 1.1e-4)}, ["step 40: loss 0.399956"]),
+        ({40: 0.41, 60: 0.9}, ["step 40"]),  # the first step, not the worst
+        ({40: math.nan}, ["step 40: loss nan against 0.4", "not finite"]),
+        ({60: math.inf}, ["step 60: loss inf", "not finite"]),
+        ({80: 0.1}, ["step 80: loss 0.1 against -", "missing"]),
+    ],
+)
+def test_fault(changed: dict[int, float], parts: list[str] | None) -> None:
+    fault = judge(REFERENCE | changed, [REFERENCE], RTOL).fault
+    assert (fault is None) == (parts is None), fault
+    assert all(part in (fault or "") for part in parts or []), fault
+
+
+def test_a_missing_step_is_a_fault() -> None:
+    fault = judge({20: 0.5, 60: 0.2}, [REFERENCE], RTOL).fault
+    assert fault == "step 40: loss - against 0.4, one of the two is missing; tolerance 0.0001"
+
+
+def test_tolerance_zero_takes_equal_losses_alone() -> None:
+    assert judge(REFERENCE, [REFERENCE, REFERENCE], 0.0).fault is None
+    assert judge(REFERENCE | {20: math.nextafter(0.5, 1)}, [REFERENCE], 0.0).fault is not None
+
+
+@pytest.mark.parametrize("references", [1, 3])
+def test_a_reference_that_is_not_finite_agrees_with_nothing(references: int) -> None:
+    broken = REFERENCE | {40: math.nan}
+    runs = [broken, *[REFERENCE] * (references - 1)]
+    assert judge(broken, runs, RTOL).fault is not None
+    assert judge(REFERENCE, runs, RTOL).fault is not None
+    assert judge(REFERENCE, runs[::-1], RTOL).fault is not None
+
+
+def test_greatest_difference_is_of_the_steps_that_can_be_compared() -> None:
+    verdict = judge({20: 0.55, 40: 0.5, 60: math.nan, 80: 9.0}, [REFERENCE], RTOL)
+    assert verdict.max_difference_step == 40
+    assert verdict.max_difference == pytest.approx(0.25)
+    nothing = judge({20: math.nan}, [{20: 0.5}], RTOL)
+    assert (nothing.max_difference, nothing.max_difference_step, nothing.closest) == (None, None, None)
+    zero = judge({20: 0.0}, [{20: 0.0}], RTOL)
+    assert (zero.max_difference, zero.max_difference_step) == (0.0, 20)
+
+
+def test_reference_runs_that_are_equal_widen_nothing() -> None:
+    assert loss_bound([REFERENCE], RTOL) == loss_bound([REFERENCE] * 3, RTOL) == dict.fromkeys(REFERENCE, RTOL)
+    assert judge(REFERENCE | {40: 0.4 * (1 + 1.1e-4)}, [REFERENCE] * 3, RTOL).fault is not None
+
+
+def test_the_bound_follows_the_noise_and_more_runs_narrow_it() -> None:
+    two, three = _runs(-1e-4, 1e-4), _runs(-1e-4, 1e-4, 0.0)
+    # Standard deviations of sqrt(2) * 1e-4 and 1e-4, of one more run sqrt(1 + 1 / runs) as much.
+    assert loss_bound(two, RTOL)[40] == pytest.approx(40 * math.sqrt(2 * 1.5) * 1e-4)
+    assert loss_bound(three, RTOL)[40] == pytest.approx(15 * math.sqrt(4 / 3) * 1e-4)
+    assert loss_bound(three, RTOL)[1] == pytest.approx(loss_bound(three, RTOL)[40] / 10, rel=0.2)
+    assert loss_bound(_runs(-1e-9, 1e-9), RTOL) == dict.fromkeys(range(1, 41), RTOL)
+
+
+def test_noise_widens_no_bound_beyond_a_tenth() -> None:
+    assert loss_bound(_runs(-0.5, 0.5), RTOL)[40] == 0.1
+    assert loss_bound(_runs(-0.5, 0.5), 0.3)[40] == 0.3
+
+
+def test_curves_that_cross_do_not_narrow_the_bound() -> None:
+    one, other = _runs(-1e-4, 1e-4)
+    crossing = other | {30: one[30]}
+    assert loss_bound([one, crossing], RTOL)[30] == loss_bound([one, other], RTOL)[30]
+
+
+def test_a_mean_has_a_narrower_bound_where_noise_cancels() -> None:
+    signs = [1 if step % 2 else -1 for step in range(1, 41)]
+    runs = [{s + 1: 0.5 * (1 + d * sign) for s, sign in enumerate(signs)} for d in (-1e-3, 0.0, 1e-3)]
+    bound, of_means = loss_bound(runs, RTOL)[40], loss_bound(runs, RTOL, window=8)[40]
+    assert of_means < bound
+    between = (bound + loss_bound(runs, RTOL, window=8)[20]) / 2
+    shifted = {step: 0.5 * (1 + 0.7 * between * (step > 20)) for step in range(1, 41)}
+    assert max(abs(loss / 0.5 - 1) for loss in shifted.values()) < bound
+    fault = judge(shifted, runs, RTOL).fault
+    assert fault is not None
+    assert "in the mean; bound" in fault
+    assert fault.endswith("from 3 reference runs")
+
+
+def test_the_verdict_tells_what_came_nearest_to_its_bound() -> None:
+    runs = _runs(-1e-4, 1e-4, 0.0)
+    verdict = judge(_runs(4e-4)[0], runs, RTOL)
+    assert verdict.fault is None
+    assert verdict.closest is not None
+    assert 0.2 < verdict.closest.share < 0.5
+    assert verdict.closest.share == pytest.approx(verdict.closest.difference / verdict.closest.bound)
+    parted = judge(_runs(4e-2)[0], runs, RTOL)
+    assert parted.closest is not None
+    assert parted.closest.share > 1
+    assert "bound" in (parted.fault or "")
+
+
+def _refused(runs: list[dict[int, float]], references: list[list[Losses]]) -> float:
+    """Return the share of `runs` refused, over all `references`."""
+    faults = [judge(run, reference, RTOL).fault for reference in references for run in runs]
+    return sum(fault is not None for fault in faults) / len(faults)
+
+
+def _refused_without_fault(copies: list[dict[int, float]], references: int, draws: int) -> float:
+    """Return the share of copies without a fault that are refused against copies drawn as the reference."""
+    chance = random.Random(0)
+    shares = []
+    for _ in range(draws):
+        drawn = chance.sample(copies, references + 6)
+        shares.append(_refused(drawn[references:], [drawn[:references]]))
+    return sum(shares) / draws
+
+
+def test_faults_are_found_where_runs_stay_together() -> None:
+    good = train_copies(6, 1, CALM)
+    assert _refused(good[3:], [good[:3]]) == 0
+    for fault in FAULTS:
+        assert _refused(train_copies(2, 1, CALM, fault), [good[:3]]) == 1, fault
+
+
+def test_noise_is_taken_for_noise_and_faults_are_found_where_runs_part() -> None:
+    good = train_copies(16, 1, CHAOTIC)
+    parted = max(abs(run[150] / good[0][150] - 1) for run in good)
+    assert parted > 3 * RTOL, "these runs show nothing"
+    assert _refused_without_fault(good, 1, 20) > 0.2
+    assert _refused_without_fault(good, 3, 40) < 0.01
+    for fault in ("scaled", "faster", "dropped"):
+        assert _refused(train_copies(2, 1, CHAOTIC, fault), [good[:3]]) == 1, fault
+
+
+@pytest.mark.slow
+def test_rates_over_many_models() -> None:
+    """The rates that docs/configuration.md gives."""
+    regimes = [CHAOTIC, Regime("adagrad", 0.5, 1e-5)]
+    good: dict[int, list[float]] = {2: [], 3: [], 4: []}
+    found: dict[str, list[float]] = {fault: [] for fault in FAULTS}
+    chance = random.Random(0)
+    for seed in range(11, 14):
+        for regime in regimes:
+            copies = train_copies(24, seed, regime)
+            for references, shares in good.items():
+                shares.append(_refused_without_fault(copies, references, 30))
+            references = [chance.sample(copies, 3) for _ in range(3)]
+            for fault, shares in found.items():
+                shares.append(_refused(train_copies(2, seed, regime, fault), references))
+    rates = {name: sum(shares) / len(shares) for name, shares in (good | found).items()}
+    assert all(rates[references] < 0.01 for references in good), rates
+    least = {"scaled": 0.7, "faster": 0.95, "lost": 0.4, "dropped": 1.0, "stale": 0.9}
+    assert all(rates[fault] >= rate for fault, rate in least.items()), rates
