@@ -15,6 +15,7 @@ from torchrec.distributed.sharding_plan import (
     data_parallel,
     table_wise,
 )
+from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
@@ -24,8 +25,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.pipeline import build_pipeline
 
 CPU = torch.device("cpu")
@@ -103,6 +106,22 @@ def make_plan(model: Model, tables: Shards, others: Shards, sharder: ModuleShard
     )
 
 
+def _pipeline(
+    kind: str, model: DistributedModelParallel, optimizer: CombinedOptimizer, batches: Sequence[Batch]
+) -> Any:
+    """Return TorchRec's pipeline that works ahead, its simplest one, or ours of captured steps, uncaptured here."""
+    if kind == "none":
+        return TrainPipelineBase(model, optimizer, CPU)
+    if kind == "sparse_dist":
+        return build_pipeline(model, optimizer, CPU)
+    keys = batches[0].sparse.keys()
+    lengths = torch.cat([batch.sparse.lengths().view(len(keys), -1) for batch in batches], dim=1)
+    most = torch.stack([lengths.max(dim=1).values, -lengths.min(dim=1).values])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    sizes = {key: (-int(least), int(greatest)) for key, greatest, least in zip(keys, *most, strict=True)}
+    return GraphTrainPipeline(model, optimizer, CPU, BatchBound(batches[0].sparse.stride(), sizes))
+
+
 def train(
     model: Model, plan: ShardingPlan, sharder: ModuleSharder, batches: Sequence[Batch], pipeline: str = "none"
 ) -> dict[str, Any]:
@@ -116,7 +135,7 @@ def train(
         nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", dense_optimizer)])
-    steps, remaining = build_pipeline(pipeline, sharded, optimizer, CPU), iter(batches)
+    steps, remaining = _pipeline(pipeline, sharded, optimizer, batches), iter(batches)
     outputs = [steps.progress(remaining) for _ in batches]
     states = {
         f"{name}, {key}": state

@@ -22,7 +22,7 @@ BF16 = ["--embedding.wire_dtype", "bf16"]
 SAVING = ["--checkpoint.every", "10"]
 # Another way through a backend, and what must not change its losses: run -> backend and options.
 VARIANTS = {
-    "no_pipeline": ("pgas", ["--train.pipeline", "none"]),
+    "graph": ("pgas", ["--train.pipeline", "graph"]),
     "linear": ("pgas", ["--embedding.schedule", "linear"]),
     "remote_first": ("fused", ["--embedding.schedule", "remote_first"]),
     "small_slices": ("fused", ["--embedding.slice_bags", "4"]),

@@ -106,6 +106,11 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "weight_decay": Case(fused_params=DECAY, only_fbgemm="weight_decay 0.1"),
     "max_norm": Case(fused_params={"optimizer": ROWWISE_ADAGRAD, "max_norm": 0.3}, only_fbgemm="max_norm 0.3"),
     "train_pipeline": Case("columns_and_data_parallel", pipeline="sparse_dist"),
+    "graph": Case(pipeline="graph"),
+    "graph_without_tables": Case("rank_0_without_tables", pipeline="graph"),
+    "graph_int64": Case("columns_of_one_rank", ids=torch.int64, pipeline="graph"),
+    "graph_adagrad": Case(pipeline="graph", fused_params={"optimizer": ADAGRAD, "eps": 1e-3}),
+    "graph_falls_back": Case("data_parallel", pipeline="graph"),
     "fp16_rows": Case(rows=DataType.FP16),
     "weighted": Case(weighted=True),
 }

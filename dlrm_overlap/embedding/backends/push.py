@@ -24,7 +24,7 @@ from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, 
 from dlrm_overlap.kernels.backward.update_rows import update_rows
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 
-_PUSH_PROGRAMS = 11  # just fill an H200's links: more stand in the way of each other, and of the updates
+_REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
 _ALONE_PROGRAMS = 66  # a rank alone has no links to fill, and its memory takes more
 
 
@@ -50,7 +50,9 @@ class Push(WindowBackward):
         self._inputs: list[InputRows] = []
         self._seed = torch.initial_seed()
         self._steps = context.counters.steps
-        self._programs = _PUSH_PROGRAMS if self.world_size > 1 else _ALONE_PROGRAMS
+        # Programs take remote and local rows in turns, and are busy with remote ones (W - 1) / W of the time.
+        others = self.world_size - 1
+        self._programs = round(_REMOTE_PROGRAMS * self.world_size / others) if others else _ALONE_PROGRAMS
         self._rules = DeviceRules(self.device)
 
     def _flags_of(self, part: int) -> Flags:
@@ -163,19 +165,16 @@ class Push(WindowBackward):
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
         """Send and await the gradient part by part, and return the events after which each part is here.
 
-        A captured step has its waits in one order with the other ranks'. Each part is awaited when the next one has
-        been sent: the peers have sent it by then, too, and the links need not wait.
+        A captured step has its waits in one order with the other ranks'. Each part is awaited before the next one is
+        sent, which leaves the links idle for some microseconds, and lets the update of its rows begin at once.
         """
-        parts, arrivals = self.gradients.parts, list[torch.cuda.Event]()
+        arrivals = []
         with torch.cuda.stream(self._push_stream):
-            for turn in range(parts + 1):
-                if turn < parts:
-                    with self.order:
-                        self._push(step, gradient, turn, turn + 1)
-                if turn > 0:
-                    with self.order:
-                        self._await(turn - 1)
-                    arrivals.append(self._push_stream.record_event())
+            for part in range(self.gradients.parts):
+                with self.order:
+                    self._push(step, gradient, part, part + 1)
+                    self._await(part)
+                arrivals.append(self._push_stream.record_event())
         return arrivals
 
     def update_range(

@@ -4,6 +4,7 @@ from tests.gpu.exchange.checks import (
     backward,
     backward_steps,
     faults,
+    graphs,
     lookups,
     overlap,
     streams,
@@ -22,6 +23,8 @@ CHECKS = (
     | overlap.CHECKS
     | faults.CHECKS
     | training.CHECKS
+    | graphs.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
+    | graphs.LOST
 )

@@ -47,13 +47,20 @@ _BACKENDS = ("nccl", "pgas", "fused")
 _LEARNING_RATE = {"sgd": 20.0, "adagrad": 0.03, "rowwise_adagrad": 0.1}
 _ROWS_TOLERANCE = 1e-3  # norm of a shard's error, relative to that of its change in a run, which amplifies rounding
 _STEPS = 20
-_SAMPLES = 256  # a rank
+SAMPLES = 256  # a rank
 
 _Rows = dict[tuple[str, int], torch.Tensor]
 """shards of a rank, by table and first column"""
 
 
-def _config(place: Place, backend: str, optimizer: str, plan: str = "auto", graph_dense: bool = False) -> Config:
+def small_config(
+    place: Place,
+    backend: str,
+    optimizer: str,
+    plan: str = "auto",
+    graph_dense: bool = False,
+    pipeline: str = "torchrec",
+) -> Config:
     """Return a small DLRM on synthetic data; gelu is smooth, so that runs that differ by rounding stay together."""
     return Config(
         model=ModelConfig(dim=16, bottom_mlp=[64, 16], top_mlp=[64, 32, 1], activation="gelu"),
@@ -61,6 +68,7 @@ def _config(place: Place, backend: str, optimizer: str, plan: str = "auto", grap
             tables=TablesConfig(
                 rows=[2000, 2000, 1000, 1000, 500, 500, 100, 20], multi_hot=[4, "0..6", 1, 1, 2, 1, 1, 1]
             ),
+            eval_samples=4096,
         ),
         embedding=EmbeddingConfig(
             backend=backend,  # type: ignore[arg-type]
@@ -69,27 +77,32 @@ def _config(place: Place, backend: str, optimizer: str, plan: str = "auto", grap
             lr=_LEARNING_RATE[optimizer],
             wait_timeout_s=20.0,
         ),
-        train=TrainConfig(batch_size=_SAMPLES, steps=_STEPS, graph_dense=graph_dense),
+        train=TrainConfig(
+            batch_size=SAMPLES,
+            steps=_STEPS,
+            graph_dense=graph_dense,
+            pipeline=pipeline,  # type: ignore[arg-type]
+        ),
         log=LogConfig(dir=str(place.folder)),
     )
 
 
-def _trainer(place: Place, config: Config) -> Trainer:
+def make_trainer(place: Place, config: Config) -> Trainer:
     return Trainer(config, place.world, place.device, *open_datasets(config.data))
 
 
-def _train(place: Place, trainer: Trainer, first: int, end: int) -> list[float]:
+def train_steps(place: Place, trainer: Trainer, first: int, end: int) -> list[float]:
     """Take the steps [first, end) and return the mean losses of all ranks."""
-    samples = place.world_size * _SAMPLES
-    batches = [trainer.train_data.read(step * samples + place.rank * _SAMPLES, _SAMPLES) for step in range(first, end)]
+    samples = place.world_size * SAMPLES
+    batches = [trainer.train_data.read(step * samples + place.rank * SAMPLES, SAMPLES) for step in range(first, end)]
     trainer.pipeline.reset()
     segment = iter(batches)
-    losses = torch.stack([trainer.step(segment).detach() for _ in batches])
+    losses = torch.stack([trainer.step(segment).detach().clone() for _ in batches])  # a graph's outputs are its own
     dist.all_reduce(losses, group=place.group)
     return (losses / place.world_size).tolist()
 
 
-def _rows(trainer: Trainer) -> _Rows:
+def rows_of(trainer: Trainer) -> _Rows:
     """Return copies of this rank's shards."""
     tables = {name: table for name, table in trainer.model.state_dict().items() if isinstance(table, ShardedTensor)}
     shards = [(name, shard) for name, table in tables.items() for shard in table.local_shards()]
@@ -100,20 +113,20 @@ def _run(
     place: Place, backend: str, optimizer: str, plan: str = "auto", graph_dense: bool = False
 ) -> tuple[list[float], _Rows, _Rows]:
     """Return a run's losses, and its rows before and after; its backend must be what exchanges, but row-wise."""
-    trainer = _trainer(place, _config(place, backend, optimizer, plan, graph_dense))
+    trainer = make_trainer(place, small_config(place, backend, optimizer, plan, graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" or plan == "row_wise" else [backend]), f"exchanged by {used}"
     backward = BACKENDS[backend].backwards[:1]
     assert all((exchange.options.resolved_backward,) == backward for exchange in exchanges(trainer.model))
-    before = _rows(trainer)
-    losses = _train(place, trainer, 0, _STEPS)
-    after = _rows(trainer)
+    before = rows_of(trainer)
+    losses = train_steps(place, trainer, 0, _STEPS)
+    after = rows_of(trainer)
     place.meet()
     trainer.close()
     return losses, before, after
 
 
-def _assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance: float, name: str) -> None:
+def assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance: float, name: str) -> None:
     assert len(losses) == len(expected)
     errors = [abs(loss - other) / other for loss, other in zip(losses, expected, strict=True)]
     assert max(errors) <= tolerance, (
@@ -126,7 +139,7 @@ def _check_losses(place: Place, optimizer: str, plan: str) -> None:
     assert min(expected) < 0.95 * expected[0], "a run that learns nothing agrees with anything"
     for backend in _BACKENDS:
         losses, _, rows = _run(place, backend, optimizer, plan)
-        _assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], backend)
+        assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], backend)
         assert rows.keys() == expected_rows.keys()
         for (name, column), shard in expected_rows.items():
             change = (shard - before[name, column]).norm()
@@ -147,19 +160,19 @@ def _check_graphed(place: Place) -> None:
 def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
     """Half a run under one backend, its checkpoint under another: the losses of a whole run under the first."""
     optimizer, half = "rowwise_adagrad", _STEPS // 2
-    first = _trainer(place, _config(place, writer, optimizer))
-    _train(place, first, 0, half)
+    first = make_trainer(place, small_config(place, writer, optimizer))
+    train_steps(place, first, 0, half)
     checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
     checkpointer.save(half, first.model, first.optimizer)
-    expected = _train(place, first, half, _STEPS)
+    expected = train_steps(place, first, half, _STEPS)
     place.meet()
     first.close()
-    second = _trainer(place, _config(place, reader, optimizer))
+    second = make_trainer(place, small_config(place, reader, optimizer))
     assert checkpointer.load(checkpointer.folder / f"step_{half}", second.model, second.optimizer) == half
-    losses = _train(place, second, half, _STEPS)
+    losses = train_steps(place, second, half, _STEPS)
     place.meet()
     second.close()
-    _assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], f"{writer} then {reader}")
+    assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], f"{writer} then {reader}")
 
 
 @dataclass(frozen=True)
@@ -228,7 +241,7 @@ def _plan(place: Place, case: _Case, model: _Collections, sharder: Any) -> Shard
 
 def _batches(place: Place, case: _Case, names: Sequence[str]) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(place.rank)
-    samples = _SAMPLES + (0 if case.row_wise else place.rank)
+    samples = SAMPLES + (0 if case.row_wise else place.rank)
     for _ in range(4):
         lengths = torch.randint(0, 4, (len(names) * samples,), generator=generator)
         ids = torch.randint(0, 40, (int(lengths.sum()),), generator=generator)
@@ -253,7 +266,7 @@ def _outputs(place: Place, case: _Case, sharder: Any, expected_exchanges: int) -
         dict(in_backward_optimizer_filter(sharded.named_parameters())), partial(torch.optim.SGD, lr=0.1)
     )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", dense)])
-    pipeline: Any = build_pipeline("sparse_dist", sharded, optimizer, place.device)
+    pipeline: Any = build_pipeline(sharded, optimizer, place.device)
     batches = list(_batches(place, case, model.names))
     segment = iter(batches)
     outputs = [pipeline.progress(segment) for _ in batches]
@@ -277,7 +290,7 @@ def _check_collections(place: Place, case: _Case) -> None:
                 assert_same(outputs[name], expected[name], where)
             error = (outputs[name] - expected[name]).abs().max() / expected[name].abs().max()
             assert error <= LOSS_TOLERANCE["sgd"], f"{where}: relative error {error:.1e}"
-    assert not torch.equal(stock[0]["f0"][:_SAMPLES], stock[1]["f0"][:_SAMPLES]), "the batches are all the same"
+    assert not torch.equal(stock[0]["f0"][:SAMPLES], stock[1]["f0"][:SAMPLES]), "the batches are all the same"
 
 
 CHECKS = (

@@ -1,0 +1,279 @@
+"""Captured steps: the same losses as uncaptured ones, under any delays, and faults that every rank is told of."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.config import Config
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.trainer import Trainer
+from tests.agreement import LOSS_TOLERANCE, assert_all_near
+from tests.gpu.exchange.checks.training import (
+    SAMPLES,
+    assert_agree,
+    make_trainer,
+    rows_of,
+    small_config,
+    train_steps,
+)
+from tests.gpu.exchange.place import Check, Place
+
+TIMEOUT_S = 3.0
+CULPRIT = 1  # the rank that stalls
+_STEPS = 40
+_BORDERS = (0, 6, 7, 23, _STEPS)  # of segments: one before both graphs are captured, one of a single step
+_BACKENDS = ("pgas", "fused")
+
+
+def _graph_config(place: Place, backend: str, optimizer: str, known: bool) -> Config:
+    config = small_config(place, backend, optimizer, pipeline="graph")
+    if not known:
+        return config
+    tables = replace(config.data.tables, multi_hot=[4, 3, 1, 1, 2, 1, 1, 1])
+    return replace(config, data=replace(config.data, tables=tables))
+
+
+def _train(place: Place, config: Config, delays: bool = False) -> tuple[list[float], list[float], Trainer]:
+    """Return the losses of a run in segments, those of the evaluations between them, and its trainer, still open."""
+    trainer = make_trainer(place, config)
+    assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
+    losses: list[float] = []
+    evaluated: list[float] = []
+    with _delayed(place, trainer.pipeline) if delays else nullcontext():
+        for first, end in pairwise(_BORDERS):
+            losses += train_steps(place, trainer, first, end)
+            evaluated.append(trainer.evaluate()["loss"])
+    place.synchronize()
+    for exchange in exchanges(trainer.model):
+        exchange.check()
+    return losses, evaluated, trainer
+
+
+@contextmanager
+def _delayed(place: Place, pipeline: Any) -> Iterator[None]:
+    """Keep each rank's GPU and host busy for a random time before each step, another one on every rank."""
+    progress, source = pipeline.progress, random.Random(place.rank)
+
+    def late(batches: Iterator[Batch]) -> object:
+        if place.on_gpu:
+            torch.cuda._sleep(source.choice([1, 1, 100_000, 2_000_000]))
+        time.sleep(source.choice([0, 0, 1e-4, 2e-3]))
+        return progress(batches)
+
+    pipeline.progress = late
+    yield
+    del pipeline.progress
+
+
+def _close(place: Place, trainer: Trainer) -> None:
+    place.meet()
+    trainer.close()
+
+
+def _check_losses(place: Place, optimizer: str, known: bool) -> None:
+    config = _graph_config(place, "pgas", optimizer, known)
+    uncaptured = replace(config, train=replace(config.train, pipeline="torchrec"))
+    expected, expected_evaluated, trainer = _train(place, uncaptured)
+    expected_rows = rows_of(trainer)
+    _close(place, trainer)
+    for backend in _BACKENDS:
+        config = _graph_config(place, backend, optimizer, known)
+        losses, evaluated, trainer = _train(place, config)
+        assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], backend)
+        assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{backend}, evaluated")
+        rows = rows_of(trainer)
+        assert rows.keys() == expected_rows.keys()
+        _close(place, trainer)
+
+
+def _check_delays(place: Place, backend: str, known: bool) -> None:
+    """Whoever is late, and wherever, the bits are the same."""
+    config = _graph_config(place, backend, "rowwise_adagrad", known)
+    expected, expected_evaluated, trainer = _train(place, config)
+    expected_rows = rows_of(trainer)
+    _close(place, trainer)
+    for run in (1, 2):
+        losses, evaluated, trainer = _train(place, config, delays=True)
+        assert losses == expected, f"run {run}: losses {losses}, not {expected}"
+        assert evaluated == expected_evaluated
+        assert_all_near(rows_of(trainer), expected_rows, 0.0, f"run {run}:")
+        _close(place, trainer)
+
+
+def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
+    """Half a run under one pipeline, its checkpoint under the other: the losses of a whole run under the first."""
+    half = _STEPS // 2
+    config = small_config(place, "pgas", "adagrad")
+    first = make_trainer(place, replace(config, train=replace(config.train, pipeline=writer)))
+    train_steps(place, first, 0, half)
+    checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
+    checkpointer.save(half, first.model, first.optimizer)
+    expected = train_steps(place, first, half, _STEPS)
+    _close(place, first)
+    second = make_trainer(place, replace(config, train=replace(config.train, pipeline=reader)))
+    assert checkpointer.load(checkpointer.folder / f"step_{half}", second.model, second.optimizer) == half
+    losses = train_steps(place, second, half, _STEPS)
+    _close(place, second)
+    assert_agree(losses, expected, LOSS_TOLERANCE["adagrad"], f"{writer} then {reader}")
+
+
+def _check_learning_rates(place: Place) -> None:
+    """A schedule is followed from step to step, by tables and dense parameters."""
+    config = small_config(place, "pgas", "adagrad")
+    found: dict[str, list[float]] = {}
+    for pipeline in ("torchrec", "graph"):
+        trainer = make_trainer(place, replace(config, train=replace(config.train, pipeline=pipeline, warmup_steps=30)))
+        found[pipeline] = _train_by_schedule(place, trainer)
+        _close(place, trainer)
+    assert_agree(found["graph"], found["torchrec"], LOSS_TOLERANCE["adagrad"], "graph")
+
+
+def _train_by_schedule(place: Place, trainer: Trainer) -> list[float]:
+    batches = [
+        trainer.train_data.read((step * place.world_size + place.rank) * SAMPLES, SAMPLES) for step in range(_STEPS)
+    ]
+    losses, segment = [], iter(batches)
+    for step in range(_STEPS):
+        trainer.learning_rate.set(step)
+        losses.append(trainer.step(segment).detach().clone())
+    total = torch.stack(losses).cpu()
+    torch.distributed.all_reduce(total, group=place.group)
+    return (total / place.world_size).tolist()
+
+
+def _spoiled(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> Iterator[Batch]:
+    """Yield batches without end, of which rank CULPRIT spoils the one of `step`."""
+    number = 0
+    while True:
+        batch = trainer.train_data.read((number * place.world_size + place.rank) * SAMPLES, SAMPLES)
+        yield spoil(batch) if number == step and place.rank == CULPRIT % place.world_size else batch
+        number += 1
+
+
+def _too_many(batch: Batch, known: bool) -> Batch:
+    """Return the batch with ids beyond the bound: of table 0, whose bags have 4."""
+    lengths, values = batch.sparse.lengths().clone(), batch.sparse.values()
+    lengths[0] += 5
+    return Batch.from_tensors(batch.dense, lengths, torch.cat([values[:5], values]), batch.labels)
+
+
+def _outside(batch: Batch) -> Batch:
+    values = batch.sparse.values().clone()
+    values[7] = 10**9
+    return Batch(
+        batch.dense, KeyedJaggedTensor(batch.sparse.keys(), values, lengths=batch.sparse.lengths()), batch.labels
+    )
+
+
+def _train_until_told(place: Place, config: Config, step: int, spoil: Callable[[Batch], Batch]) -> str:
+    trainer = make_trainer(place, config)
+    batches = _spoiled(place, trainer, step, spoil)
+    try:
+        for _ in range(step + 5):
+            trainer.step(batches)
+        place.synchronize()
+        for exchange in exchanges(trainer.model):
+            exchange.check()
+    except (ValueError, RuntimeError) as error:
+        try:
+            for exchange in exchanges(trainer.model):
+                exchange.check()
+        except (ValueError, RuntimeError) as told:
+            return str(told)
+        return str(error)
+    return "nothing"
+
+
+def _check_overflow(place: Place, known: bool) -> None:
+    """Every rank is told which rank brought what."""
+    config = _graph_config(place, "pgas", "sgd", known)
+    told = _train_until_told(place, config, 12, partial(_too_many, known=known))
+    culprit = CULPRIT % place.world_size
+    assert told.startswith(f"the batch of rank {culprit} has "), told
+    assert "correct the bound" in told, told
+    place.leave()
+
+
+def _check_bad_id(place: Place) -> None:
+    """The owner of the table is told of the id, its place and the rank that brought it; the others go on."""
+    told = _train_until_told(place, _graph_config(place, "pgas", "sgd", known=False), 12, _outside)
+    if told != "nothing":
+        assert "id 1000000000 is outside its table" in told, told
+        assert f"in the batch of rank {CULPRIT % place.world_size}" in told, told
+    owners = [None] * place.world_size
+    torch.distributed.all_gather_object(owners, told != "nothing", group=place.group)
+    assert sum(map(bool, owners)) == 1, owners
+    place.leave()
+
+
+def _check_stalled_peer(place: Place) -> None:
+    """All ranks but the culprit are told whom they wait for in vain, in time."""
+    config = _graph_config(place, "pgas", "sgd", known=False)
+    config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
+    trainer = make_trainer(place, config)
+    train_steps(place, trainer, 0, 10)
+    place.meet()
+    if place.rank == CULPRIT:
+        time.sleep(3 * TIMEOUT_S)
+        place.leave()
+    began = time.monotonic()
+    batches = _spoiled(place, trainer, -1, lambda batch: batch)
+    told: BaseException | None = None
+    try:
+        for _ in range(5):
+            trainer.step(batches)
+        place.synchronize()
+    except RuntimeError as error:
+        told = error
+        if not isinstance(error, ExchangeTimeoutError):
+            try:
+                for exchange in exchanges(trainer.model):
+                    exchange.check()
+            except ExchangeTimeoutError as recorded:
+                told = recorded
+    assert isinstance(told, ExchangeTimeoutError), told
+    assert f"of rank {CULPRIT}: expected epoch" in str(told), told
+    assert time.monotonic() - began < 4 * TIMEOUT_S
+    place.leave()
+
+
+CHECKS = (
+    {
+        f"graph_losses_{optimizer}_{'known' if known else 'ranges'}": Check(
+            partial(_check_losses, optimizer=optimizer, known=known)
+        )
+        for optimizer in ("sgd", "adagrad")
+        for known in (False, True)
+    }
+    | {
+        f"graph_delays_{backend}_{'known' if known else 'ranges'}": Check(
+            partial(_check_delays, backend=backend, known=known)
+        )
+        for backend in _BACKENDS
+        for known in (False, True)
+    }
+    | {
+        f"graph_checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
+        for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
+    }
+    | {"graph_learning_rates": Check(_check_learning_rates)}
+)
+LOST = {
+    f"graph_overflow_{'known' if known else 'ranges'}": Check(partial(_check_overflow, known=known), alone=True)
+    for known in (False, True)
+} | {
+    "graph_bad_id": Check(_check_bad_id, alone=True),
+    "graph_peer_stalls": Check(_check_stalled_peer, alone=True),
+}
