@@ -69,6 +69,7 @@ def small_config(
                 rows=[2000, 2000, 1000, 1000, 500, 500, 100, 20], multi_hot=[4, "0..6", 1, 1, 2, 1, 1, 1]
             ),
             eval_samples=4096,
+            workers=0,  # ranks may have no children
         ),
         embedding=EmbeddingConfig(
             backend=backend,  # type: ignore[arg-type]
