@@ -16,6 +16,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.halves import Halves, open_halves
@@ -202,6 +203,14 @@ class Exchange:
         """Hand the optimizers' numbers on to captured steps, where they have changed; on the current stream."""
         if self._halves is not None:
             self._halves.backward.keep_rules_in_place()
+
+    def skip(self, counter: Counter) -> None:
+        """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
+        halves, counters = self._open(), self.counters
+        parts = {counters.forward: halves.forward, counters.backward: halves.backward, counters.ids: halves.ids}
+        part = parts[counter]
+        assert part is not None
+        part.skip()
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for steps that will not be taken."""

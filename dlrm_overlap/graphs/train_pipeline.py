@@ -319,23 +319,21 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _align(self, parity: int) -> None:
         """Send the ids of the batch at `parity` where none are under way.
 
-        Eager steps since the capture have moved the epochs on. What was captured goes on with windows of its own, and
-        with the arguments that it was given. So an epoch may have to be left out, which no rank may do while another
-        uses its window, and the words on the device are set to what makes up the difference.
+        Eager steps since the capture have moved the epochs on. What was captured goes on with the windows and the
+        arguments that it was captured with. So where the next epoch has the other window, one is skipped, and the words
+        on the device are set to what makes up the difference.
         """
-        same, other = self._graphs[parity], self._graphs[1 - parity]
-        captured = same or other
+        captured = self._graphs[parity] or self._graphs[1 - parity]
         if captured is not None:
-            torch.cuda.synchronize(self._device)
-            dist.barrier(self._group)
-            ahead = [exchange for exchange, _ in self._ahead]
+            captured_other = captured is self._graphs[1 - parity]
             for module, values in zip(self._modules, captured.captured_values, strict=True):
                 exchange = _exchange(module)
                 counters = exchange.counters
                 for counter, value in zip(counters.each, values, strict=True):
-                    if counter is not counters.steps:
-                        sends = counter is counters.ids and exchange in ahead
-                        counter.value += (counter.value + 1 + sends - value + (captured is other)) % 2
+                    sends = counter is counters.ids and any(ahead is exchange for ahead, _ in self._ahead)
+                    following = counter.value + 1 + sends + captured_other
+                    if counter is not counters.steps and (following - value) % 2:
+                        exchange.skip(counter)
         if self._steps:
             self._send_ids(parity)
             self._sent = True

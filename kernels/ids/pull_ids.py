@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
-from dlrm_overlap.kernels.primitives import BAD_ARRIVAL, OVERFLOW, record, stop
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.primitives import BAD_ARRIVAL, OVERFLOW, record
 
 _PAIRS = 1024  # that the program of _place_ids looks at side by side
 _NUM_WARPS = 4
@@ -47,23 +47,24 @@ def _count(offsets, key, samples, mask):
 def _place_ids(
     windows, requested, capacities, sources, counts, arrivals, status,
     world_size, shards, keys, samples, offsets_at, total,
-    LENGTHS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
     Memory: the program reads, from the window of every rank, the offsets at which the features begin. Of each pair it
     writes the first id's place in the window to `sources`, the number of ids to `counts`, and where they arrive to
     `arrivals`, all int32; at their end `arrivals` [shards * W + 1] has the number of all ids that arrive. Where a rank
-    brings more ids of a feature than `capacities` [T] allow, the program writes a record of it by way of `status` and
-    stops the GPU's work; every rank looks at all features of all ranks, so that every rank stops. Without LENGTHS, the
-    places are known, and the program only checks that every rank has published `total` ids, of which the word at
-    `offsets_at` tells.
+    brings more ids of a feature than `capacities` [T] allow, the program writes a record of it by way of `status`, and
+    lets no id of the step arrive. Every rank looks at all features of all ranks, so that every rank has that record.
+    Without LENGTHS, the places are known, and the program only checks that every rank has published `total` ids, of
+    which the word at `offsets_at` tells.
 
     Order: the kernel follows the wait for the ranks' flags on the stream, so it reads what they have published. Its end
     orders its stores for `_pull_ids`.
 
     Example: see the module. `sources` 1 1, `counts` 3 1, `arrivals` 0 3 4.
     """
+    beyond = 0
     for begin in range(0, world_size * keys, BLOCK):
         i = begin + tl.arange(0, BLOCK)
         mask = i < world_size * keys
@@ -82,8 +83,7 @@ def _place_ids(
             seen = tl.sum(tl.where(i == worst, count, 0), 0)
             allowed = tl.sum(tl.where(i == worst, most, 0), 0)
             record(status, OVERFLOW, worst % world_size, worst // world_size, seen, allowed.to(tl.int64), 0)
-            if not INTERPRETED:
-                stop(worst)
+            beyond = 1
     if LENGTHS:
         arrived = 0
         for begin in range(0, world_size * shards, BLOCK):
@@ -91,7 +91,7 @@ def _place_ids(
             mask = i < world_size * shards
             key = tl.load(requested + i // world_size, mask=mask, other=0)
             window = tl.load(windows + i % world_size, mask=mask, other=0).to(tl.pointer_type(tl.int32))
-            count = _count(window + offsets_at, key, samples, mask)
+            count = tl.where(beyond > 0, 0, _count(window + offsets_at, key, samples, mask))
             tl.store(sources + i, tl.load(window + offsets_at + key * samples, mask=mask, other=0), mask=mask)
             tl.store(counts + i, count, mask=mask)
             tl.store(arrivals + i, arrived + tl.cumsum(count, 0) - count, mask=mask)
@@ -129,7 +129,8 @@ def _pull_ids(
         pair = shard * world_size + source
         first = tl.load(sources + pair)
         into = tl.load(arrivals + pair)
-        live = i < tl.load(counts + pair)
+        count = tl.load(counts + pair)
+        live = i < count
         ids = tl.load(window + first + i, mask=live, other=0)
         if CHECK:
             table_rows = tl.load(rows + shard)
@@ -144,7 +145,7 @@ def _pull_ids(
             bag = i < samples
             key = tl.load(requested + shard)
             begin = tl.load(window + offsets_at + key * samples + i, mask=bag, other=0)
-            tl.store(offsets + pair * samples + i, into + begin - first, mask=bag)
+            tl.store(offsets + pair * samples + i, into + tl.minimum(begin - first, count), mask=bag)
     else:
         arrived = tl.load(arrivals + shards * world_size).to(tl.int64)
         at = arrived + i
@@ -212,7 +213,7 @@ _PULL_ARGUMENTS = (
 
 @lru_cache
 def _placing(lengths: bool) -> CompiledKernel:
-    constants = {"LENGTHS": lengths, "BLOCK": _PAIRS, "INTERPRETED": INTERPRETED}
+    constants = {"LENGTHS": lengths, "BLOCK": _PAIRS}
     return CompiledKernel(_place_ids, _PLACE_ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
 

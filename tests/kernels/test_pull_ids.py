@@ -160,3 +160,13 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: 
     expected[place] = 0 if check else wrong
     assert_same(values[: expected.numel()], expected, "values")
     assert ranks.record.bad_arrival() == ([1, 1, 3, wrong, 100] if check else None)
+
+
+def test_of_a_step_with_a_batch_beyond_its_capacity_no_id_arrives() -> None:
+    ranks = Ranks([(1, 2), (3, 3)])
+    ranks.capacities[1] = 14
+    values, offsets = ranks.pull([1, 0])
+    assert_same(values, torch.zeros_like(values), "values")
+    bags = 2 * ranks.world_size * ranks.samples + 1
+    assert_same(offsets[:bags], torch.zeros_like(offsets[:bags]), "offsets")
+    assert ranks.record.overflow() is not None

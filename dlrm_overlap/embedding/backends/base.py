@@ -33,6 +33,10 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         """Return the windows that this half needs in every rank's arena, alike on all ranks; None needs none."""
         return None
 
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored, so that the next one has the other window; all ranks do so."""
+        raise NotImplementedError(f"{type(self).__name__} is not captured")
+
     def check(self) -> None:  # noqa: B027  most record nothing
         """Raise what a kernel has recorded since; never waits for the device."""
 

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.device.peers import ready_flags
+from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.step import BatchSizes
@@ -118,6 +118,10 @@ class IdExchange(ABC):
         else:
             text = f"{count} ids of feature {name}, beyond the {most} of its bound"
         return ValueError(f"the batch of rank {rank} has {text}; correct the bound's bag_sizes, and start again")
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is published, as `Half.skip`."""
+        raise NotImplementedError(f"{type(self).__name__} is not captured")
 
     def check(self) -> None:  # noqa: B027  a CPU raises at once
         """Raise what a kernel has recorded; never waits for the device."""
@@ -245,6 +249,10 @@ class DeviceIdExchange(IdExchange):
             check=self.bad_ids.mode != BoundsCheckMode.NONE,
         )
         return arrived
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is published."""
+        skip_epoch(self.windows, self.record.status, self.options)
 
     def check(self) -> None:
         """Raise what a kernel has recorded.

@@ -13,7 +13,7 @@ import torch
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
-from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags
+from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange
 from dlrm_overlap.embedding.device.rules import DeviceRules
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -200,6 +200,10 @@ class Push(WindowBackward):
         current.wait_stream(self._push_stream)  # which is done by then, but a capture asks for it
         self._updating = False
         step.runs = ()
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored."""
+        skip_epoch(self.windows, self._record.status, self.options)
 
     def check(self) -> None:
         """Raise what a wait has recorded.

@@ -7,7 +7,7 @@ import torch
 
 from dlrm_overlap.embedding.backends.base import WindowForward
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
-from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags
+from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
@@ -49,6 +49,11 @@ class ZeroCopyForward(WindowForward):
         with self.order:
             wait_flags(self.flags_of(step), self.rank, self.windows.counter.argument)
         return self.output(step, copy)
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored."""
+        self.join_stream()
+        skip_epoch(self.windows, self.lookup.record.status, self.options)
 
     def check(self) -> None:
         """Raise what a kernel has recorded, see `DeviceLookup.check`."""

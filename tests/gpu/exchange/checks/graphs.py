@@ -226,13 +226,14 @@ def _check_stalled_peer(place: Place) -> None:
     config = _graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)
-    train_steps(place, trainer, 0, 10)
+    batches = _spoiled(place, trainer, -1, lambda batch: batch)
+    for _ in range(10):
+        trainer.step(batches)
     place.meet()
     if place.rank == CULPRIT:
         time.sleep(3 * TIMEOUT_S)
         place.leave()
     began = time.monotonic()
-    batches = _spoiled(place, trainer, -1, lambda batch: batch)
     told: BaseException | None = None
     try:
         for _ in range(5):
