@@ -5,16 +5,21 @@ import csv
 import dataclasses
 import json
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed as dist
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap import backends, config
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import assert_same
 from tests.distributed.tiny_stage import Stage
 
@@ -167,6 +172,25 @@ def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
         # Between what was put in: numbers, names in capitals, and two dots for anything.
         for part in re.split(r"\.\.|\b\d+\b|\b[A-Z]{4,}(?!\w)", text):
             assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
+
+
+def test_the_example_of_captured_steps_trains(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = Path("docs/torchrec.md").read_text().partition("## Steps as CUDA graphs")[2]
+    program = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    example = runpy.run_path("examples/own_model.py")  # whose model the program trains
+    device = torch.device("cpu")
+    towers = example["TwoTowers"](device)
+    sharders = [OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")]
+    tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
+    sharding = construct_module_sharding_plan(towers.embedding, tables, sharders[0], 1, 1, device_type="cpu")
+    names = {"towers": towers, "device": device, "sharders": sharders, "plan": ShardingPlan({"embedding": sharding})}
+    names |= {"steps": 15, "batches": example["made_up"](15, rank=0)}
+    with caplog.at_level("WARNING", "dlrm_overlap"):
+        exec(program, names)
+    assert not [each for each in caplog.records if each.name == "dlrm_overlap"], "nothing should fall back"
+    assert names["loss"] < 0.65, f"it learns: the first loss is near log 2, the last is {names['loss']:.3f}"
 
 
 def test_the_example_of_a_backend_runs(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
