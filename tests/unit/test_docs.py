@@ -206,10 +206,10 @@ def test_the_example_of_captured_steps_trains(
     example = runpy.run_path("examples/own_model.py")  # whose model the program trains
     device = torch.device("cpu")
     towers = example["TwoTowers"](device)
-    sharder: ModuleSharder = OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")
+    sharders: list[ModuleSharder] = [OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")]
     tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
-    sharding = construct_module_sharding_plan(towers.embedding, tables, sharder, 1, 1, device_type="cpu")
-    names = {"towers": towers, "device": device, "sharders": [sharder], "plan": ShardingPlan({"embedding": sharding})}
+    sharding = construct_module_sharding_plan(towers.embedding, tables, sharders[0], 1, 1, device_type="cpu")
+    names = {"towers": towers, "device": device, "sharders": sharders, "plan": ShardingPlan({"embedding": sharding})}
     names |= {"steps": 15, "batches": example["made_up"](15, rank=0)}
     with caplog.at_level("WARNING", "dlrm_overlap"):
         exec(program, names)
