@@ -1,19 +1,20 @@
 """The training run: `Trainer.fit` takes it from its first step, or a checkpoint, to its summary.
 
-`Trainer.step` takes one step. What happens in it, in this order, and where that is written:
+`Trainer.step` takes one step. What happens in it, in this order, and where that is written; where two places are named,
+the first is that of steps as CUDA graphs, the second that of TorchRec's pipeline:
 
 | what happens | where |
 |---|---|
-| a batch is copied to the device (two steps ahead by default) | `data.loader`, `pipeline.build_pipeline` |
-| its ids go to the owners of their rows (one step ahead by default) | TorchRec's input_dist |
+| a batch is copied to the device, two steps ahead | `graphs.static_batch`; `pipeline.build_pipeline` |
+| its ids go to the owners of their rows, one step ahead | `embedding.backends.ids`; TorchRec's input_dist |
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
 | the pooled embeddings are awaited | `model.in_order` |
 | interaction and top MLP run | `model.Head` |
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
-| the dense gradients are summed over all ranks | DDP, by `pipeline.shard_model` |
-| the dense optimizer takes its step | `pipeline.build_dense_optimizer` |
+| the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `pipeline.join_dense` |
+| the dense optimizer takes its step | `dense.optimizer`; `pipeline.build_dense_optimizer` |
 """
 
 import itertools

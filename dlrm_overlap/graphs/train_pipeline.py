@@ -4,12 +4,15 @@ TorchRec's pipelines issue a step's kernels one by one and wait for numbers of i
 GPU needs for the step. Here nothing is read back. A step is captured twice, once for each of the two windows that steps
 take in turn, and the two graphs are replayed alternately:
 
-    copy stream   copy batch i + 2 from the host ------------------------------------
-    ids' stream   send the ids of batch i + 1 ----
-    main stream   lookup i | bottom MLP | wait | head, loss | backward | optimizers
+    copy stream     copy batch i + 2 from the host -------------------------------------------
+    ids' stream     send the ids of batch i + 1 ----
+    lookup stream   lookup i ---
+    main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
+    update stream                       sort ids i ---- | rows, as gradients arrive ------
 
-What changes from step to step is in device memory: epochs, the number of the step and learning rates, see
-`comm.counters`. On CPUs, and before the capture, the same steps are taken one by one.
+What changes from step to step is in device memory: epochs and the number of the step, see `comm.counters`, and learning
+rates. What the step does between ranks is in one order, see `comm.order`. On CPUs, and before the capture, the same
+steps are taken one by one.
 """
 
 import logging

@@ -5,16 +5,21 @@ import csv
 import dataclasses
 import json
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed as dist
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dlrm_overlap import backends, config
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import assert_same
 from tests.distributed.tiny_stage import Stage
 
@@ -138,6 +143,30 @@ def test_readme_and_its_plot_show_the_measured_rows() -> None:
         assert all(f">{median}</text>" in picture for median in expected)
 
 
+def test_the_pages_show_the_measured_steps() -> None:
+    with Path("docs/results/step.csv").open(newline="") as file:
+        measured = [row for row in csv.DictReader(file) if row["pinned_host"] == "False"]
+    runs: list[dict[str, float]] = []
+    for row in measured:  # a run begins with the reference
+        if row["contender"] == "torchrec":
+            runs.append({})
+        runs[-1][row["contender"]] = float(row["median_ms"])
+    shown, in_readme = _table("docs/results/step.md", "| shape |"), _table("README.md", "| model, samples a GPU |")
+    assert len(shown) == len(in_readme) == len(runs)
+    for run, cells, few in zip(runs, shown, in_readme, strict=True):
+        names = ("torchrec", "torchrec_strongest", "pgas_graph")
+        medians = [_digits(run[name]) if name in run else "-" for name in names]
+        speedups = [run[name] / run["pgas_graph"] for name in names[:2] if name in run]
+        assert [cell.rstrip("°") for cell in cells[1:4]] == medians
+        assert [cell.rstrip("°") for cell in cells[4:6] if cell != "-"] == [f"{each:.3g}x" for each in speedups]
+        ratios = ", ".join(f"{each:.2g}x" for each in speedups)
+        assert [cell.replace("°", "") for cell in few[1:]] == [*medians[:2], f"{medians[2]} ({ratios})"]
+
+
+def _digits(median_ms: float) -> str:
+    return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
+
+
 def test_the_table_of_floors_is_the_one_that_is_checked() -> None:
     contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [layer.replace("dlrm_overlap.", "").split(" | ") for layer in contracts[0]["layers"]]
@@ -167,6 +196,25 @@ def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
         # Between what was put in: numbers, names in capitals, and two dots for anything.
         for part in re.split(r"\.\.|\b\d+\b|\b[A-Z]{4,}(?!\w)", text):
             assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
+
+
+def test_the_example_of_captured_steps_trains(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = Path("docs/torchrec.md").read_text().partition("## Steps as CUDA graphs")[2]
+    program = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    example = runpy.run_path("examples/own_model.py")  # whose model the program trains
+    device = torch.device("cpu")
+    towers = example["TwoTowers"](device)
+    sharders: list[ModuleSharder] = [OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")]
+    tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
+    sharding = construct_module_sharding_plan(towers.embedding, tables, sharders[0], 1, 1, device_type="cpu")
+    names = {"towers": towers, "device": device, "sharders": sharders, "plan": ShardingPlan({"embedding": sharding})}
+    names |= {"steps": 15, "batches": example["made_up"](15, rank=0)}
+    with caplog.at_level("WARNING", "dlrm_overlap"):
+        exec(program, names)
+    assert not [each for each in caplog.records if each.name == "dlrm_overlap"], "nothing should fall back"
+    assert names["loss"] < 0.65, f"it learns: the first loss is near log 2, the last is {names['loss']:.3f}"
 
 
 def test_the_example_of_a_backend_runs(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
