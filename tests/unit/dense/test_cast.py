@@ -60,7 +60,10 @@ def test_the_same_bits_as_autocast(arch: str) -> None:
     ours, autocast = Dense(arch, casts=True), Dense(arch, casts=False)
     for number in range(4):
         for name, found, expected in zip(
-            ("logits", "pooled embeddings' gradient", "dense gradient"), ours.step(number), autocast.step(number), strict=True
+            ("logits", "pooled embeddings' gradient", "dense gradient"),
+            ours.step(number),
+            autocast.step(number),
+            strict=True,
         ):
             assert_same(found, expected, f"{name} in step {number}")
         assert_same(ours.flat.weights.tensor, autocast.flat.weights.tensor, f"weights after step {number}")
