@@ -215,7 +215,7 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
         return False
     reason = why_not_captured(model)
-    if reason is not None and kind == "graph":
+    if reason is not None and kind == "graph" and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
     return reason is None
 

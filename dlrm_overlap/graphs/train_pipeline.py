@@ -87,7 +87,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         if (reason := why_not_captured(model)) is not None:
-            log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
+            if dist.get_rank(group) == 0:
+                log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
             self._fallback = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
             return
         self._model, self._optimizer, self._device, self._bound = model, optimizer, device, bound

@@ -253,7 +253,9 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
 
 def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) -> None:
     sgd, adagrad, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    for optimizer, backward in ((sgd, "push"), (sgd, "atomic"), (adagrad, "push"), (rowwise, "push")):
+    ways = [(sgd, "push", False), (sgd, "atomic", False), (adagrad, "push", False), (rowwise, "push", False)]
+    # Within a capture: each part is awaited before the next one is pushed.
+    for optimizer, backward, captured in (*ways, (adagrad, "push", True), (sgd, "atomic", True)):
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
         exchange = expected.exchange(_group(), "pgas")
         generator = torch.Generator().manual_seed(rank)
@@ -262,6 +264,8 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
             halves = interpreted_halves(stage, _group(), options, samples=9)
             push: Any = halves.backward
             assert push.gradients.parts > 1
+            if captured:
+                push.order.begin()
             for number, sizes in enumerate(BATCH_SIZES[1:5]):
                 inputs, _ = stage.inputs(number, sizes)
                 gradient = torch.randn(sizes[rank], stage.layout.total_dim, generator=generator)
@@ -277,8 +281,8 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 push.check()
             halves.close()
         exchange.close()
-        wanted = _rows_and_states(expected)
-        assert_all_near(_rows_and_states(stage), wanted, WEIGHT_TOLERANCE["fp32"], f"{optimizer}, {backward}:")
+        wanted, what = _rows_and_states(expected), f"{optimizer}, {backward}{', captured' * captured}:"
+        assert_all_near(_rows_and_states(stage), wanted, WEIGHT_TOLERANCE["fp32"], what)
 
 
 def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:

@@ -27,7 +27,8 @@ def _train_with_all_optimizers(folder: Path) -> None:
 def _train_on_two_ranks(folder: Path) -> None:
     _train_with_all_optimizers(folder)
     _run(folder, "columns", "sgd", "--embedding.plan", "column_wise")
-    _run(folder, "graph", "sgd", "--embedding.backend", "pgas", "--train.pipeline", "graph")
+    for pipeline in ("torchrec", "graph"):
+        _run(folder, f"pgas_{pipeline}", "sgd", "--embedding.backend", "pgas", "--train.pipeline", pipeline)
 
 
 @pytest.fixture(scope="module")
@@ -64,4 +65,4 @@ def test_losses_agree_with_tables_cut_by_columns(reference: Path, two_ranks: Pat
 
 
 def test_the_pipeline_changes_nothing(two_ranks: Path) -> None:
-    assert_losses_agree(two_ranks / "graph", two_ranks / "sgd", 0.0)
+    assert_losses_agree(two_ranks / "pgas_graph", two_ranks / "pgas_torchrec", 0.0)

@@ -183,8 +183,8 @@ class _DevicePlaces(NamedTuple):
     tasks: torch.Tensor
     total: int
     """ids of a rank's batch, where lengths are known"""
-    arrived: list[ArrivedIds]
-    """that of even epochs, that of odd ones"""
+    arrived: list[tuple[torch.Tensor, torch.Tensor]]
+    """values and offsets as they arrive: those of even epochs, those of odd ones"""
 
 
 class DeviceIdExchange(IdExchange):
@@ -224,7 +224,7 @@ class DeviceIdExchange(IdExchange):
             capacities = [self.ids.capacity[feature] for feature in self.requested]
             padded = 0 if self.known else self._values[0].numel()
             tasks = pull_tasks(capacities, self.world_size, samples, padded, BLOCK_IDS)
-            arrived = [self.arrived(*tensors, samples) for tensors in zip(values, offsets, strict=True)]
+            arrived = list(zip(values, offsets, strict=True))
             self._places[samples] = _DevicePlaces(places, self._tensor(tasks).reshape(len(tasks), 3), total, arrived)
         return self._places[samples]
 
@@ -236,19 +236,19 @@ class DeviceIdExchange(IdExchange):
             raise_flags(self._flags, self.rank, 0, argument)
             wait_flags(self._flags, self.rank, argument)
         place_ids(published, found.places, status, samples, not self.known, found.total)
-        arrived = found.arrived[parity]
+        values, offsets = found.arrived[parity]
         pull_ids(
             published,
             found.places,
             found.tasks,
-            arrived.ids.values(),
-            arrived.ids.offsets(),
+            values,
+            offsets,
             status,
             samples,
             lengths=not self.known,
             check=self.bad_ids.mode != BoundsCheckMode.NONE,
         )
-        return arrived
+        return self.arrived(values, offsets, samples)  # of its own in every step: it remembers lengths it is asked for
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""

@@ -85,7 +85,7 @@ def test_dense_counts_are_those_of_the_model(arch: Any) -> None:
 def test_bytes_of_a_hand_computed_step(tmp_path: Path) -> None:
     """Two ranks of 2 samples; rank 0 has a table of dim 4, rank 1 one of dim 8; int32 ids, fp32 wire, SGD, bf16."""
     shards = [
-        FeatureShard(name, owner, 0, 0, 0, 0, 0, dim, False, torch.float32)
+        FeatureShard(name, owner, 0, 0, 0, 0, 0, dim, False, torch.float32, name)
         for name, owner, dim in (("a", 0, 4), ("b", 1, 8))
     ]
     layout = Layout(shards, ["a", "b"], world_size=2)

@@ -1,0 +1,319 @@
+"""Ids to the owners of their rows, between two processes: what arrives, and who is told of what cannot."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.arena import open_arena
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange, HostIdExchange, IdExchange
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.distributed.interpreted import without_streams
+from tests.distributed.models import world
+from tests.distributed.tiny_stage import CPU, ROWS, Stage
+from tests.distributed.workers import run_cases
+
+BOTH = [([8, 4], [4]), ([8], [])]  # dims of each rank's tables: summed ones, averaged ones
+ALONE = [([8, 4], [4]), ([], [])]  # rank 1 holds none
+KEYS = ["rank1_0", "unused", "rank0_2", "rank0_0", "rank0_1"]  # in another order than the owners'
+RANGES = {"rank1_0": (0, 3), "unused": (1, 1), "rank0_2": (0, 2), "rank0_0": (1, 1), "rank0_1": (2, 5)}
+KNOWN = {"rank1_0": (3, 3), "unused": (1, 1), "rank0_2": (2, 2), "rank0_0": (1, 1), "rank0_1": (5, 5)}
+SAMPLES = 4
+"""the bound's"""
+Sizes = Mapping[str, tuple[int, int]]
+TIMEOUT_S = {HostIdExchange: 20.0, DeviceIdExchange: 1e-3}  # which the interpreter takes for a million turns
+
+
+def _keys(stage: Stage) -> list[str]:
+    owned = {shard.feature_name for shard in stage.shards}
+    return [key for key in KEYS if key in owned or key == "unused"]
+
+
+def _bound(stage: Stage, sizes: Sizes) -> BatchBound:
+    return BatchBound(SAMPLES, {key: sizes[key] for key in _keys(stage)})
+
+
+def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
+    """Return an exchange of ids by itself, on a host, or on a GPU as the interpreter has it."""
+    layout = joined(stage.layout)
+    ids = IdLayout(layout, _keys(stage), _bound(stage, sizes))
+    options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind])
+    counters = StepCounters(CPU)
+    context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
+    arena = open_arena(ids.windows.regions(world().size()), world(), CPU)
+    return kind(context, ids, WindowPair(ids.windows, arena, counters.ids))
+
+
+def _batch(stage: Stage, sizes: Sizes, step: int, rank: int, samples: int, dtype: torch.dtype) -> KeyedJaggedTensor:
+    """Return the ids of a rank's samples, which every rank knows."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = [torch.randint(sizes[k][0], sizes[k][1] + 1, (samples,), generator=generator) for k in _keys(stage)]
+    values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
+    return KeyedJaggedTensor(_keys(stage), values.to(dtype), lengths=torch.cat(lengths).int())
+
+
+def _mine(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    return batches[dist.get_rank()]
+
+
+def _assert_arrived(arrived: ArrivedIds, stage: Stage, batches: Sequence[KeyedJaggedTensor], what: str) -> None:
+    """Check that the ids of this rank's shards are here, rank 0's samples first, and behind them only zeros."""
+    samples = batches[0].stride()
+    assert arrived.batch.per_rank == (samples,) * len(batches)
+    names = [shard.feature_name for shard in stage.layout.by_owner[stage.rank]]
+    bags = [batch[name] for name in names for batch in batches]
+    empty = torch.empty(0, dtype=torch.int32)
+    values = torch.cat([empty, *(each.values().int() for each in bags)])
+    lengths = torch.cat([empty, *(each.lengths().int() for each in bags)])
+    assert_same(arrived.ids.values()[: values.numel()].int(), values, f"{what}: values")
+    assert_same(arrived.ids.lengths()[: lengths.numel()].int(), lengths, f"{what}: lengths")
+    padding = arrived.ids.values()[values.numel() :]
+    assert not padding.any(), what
+    assert int(arrived.ids.lengths()[lengths.numel() :].sum()) == padding.numel(), what
+    assert len(arrived.ids.keys()) - len(names) in (0, 1), what
+
+
+def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype) -> None:
+    stage = Stage(owners, dist.get_rank())
+    exchange = _open(stage, sizes, kind)
+    before: tuple[ArrivedIds, list[KeyedJaggedTensor]] | None = None
+    for step, samples in enumerate((SAMPLES, SAMPLES, 2, 2, 3, SAMPLES, SAMPLES)):  # an evaluation's are fewer
+        batches = [_batch(stage, sizes, step, rank, samples, dtype) for rank in range(2)]
+        arrived = exchange.send(_mine(batches))
+        exchange.check()
+        _assert_arrived(arrived, stage, batches, f"step {step}")
+        if before is not None and before[0].batch == arrived.batch:
+            _assert_arrived(*_with_stage(before, stage), f"step {step - 1}, when the next has been sent")
+        before = arrived, batches
+    assert exchange.windows.epoch == 7
+    exchange.close()
+
+
+def _with_stage(
+    before: tuple[ArrivedIds, list[KeyedJaggedTensor]], stage: Stage
+) -> tuple[ArrivedIds, Stage, list[KeyedJaggedTensor]]:
+    return before[0], stage, before[1]
+
+
+def _check_shapes_stay(kind: type[IdExchange], sizes: Sizes) -> None:
+    """On a GPU the number of ids is the same in every step, and so are the addresses of every other one."""
+    stage = Stage(BOTH, dist.get_rank())
+    exchange = _open(stage, sizes, kind)
+    found = []
+    for step in range(4):
+        batches = [_batch(stage, sizes, step, rank, SAMPLES, torch.int32) for rank in range(2)]
+        ids = exchange.send(_mine(batches)).ids
+        found.append((ids.values().numel(), ids.keys(), ids.values().data_ptr(), ids.offsets().data_ptr()))
+    assert found[2:] == found[:2]
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] != found[1][2]
+
+
+def _check_room_beyond_the_ids(kind: type[IdExchange], sizes: Sizes) -> None:
+    """A static batch has more room than ids: lengths, or a count, say how many are there."""
+    stage = Stage(BOTH, dist.get_rank())
+    exchange = _open(stage, sizes, kind)
+    batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int64) for rank in range(2)]
+    ids = _mine(batches)
+    room = torch.cat([ids.values(), torch.full((500,), 7)])
+    count = torch.tensor([ids.values().numel()], dtype=torch.int32)
+    arrived = exchange.send(KeyedJaggedTensor(ids.keys(), room, lengths=ids.lengths(), stride=SAMPLES), count)
+    exchange.check()
+    _assert_arrived(arrived, stage, batches, "with room")
+
+
+def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
+    """Rank 1 brings an id more of a feature than its bound: every rank is told, whatever it owns."""
+    stage = Stage(ALONE, dist.get_rank())
+    exchange = _open(stage, sizes, kind)
+    batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
+    _assert_arrived(exchange.send(_mine(batches)), stage, batches, "a batch within its bound")
+    if stage.rank == 1:
+        lengths = batches[1].lengths().clone()
+        place = batches[1].keys().index("rank0_2") * SAMPLES
+        lengths[place : place + SAMPLES] = 2
+        lengths[place] = 3
+        batches[1] = KeyedJaggedTensor(_keys(stage), torch.ones(int(lengths.sum())).int(), lengths=lengths)
+    with pytest.raises(ValueError, match=told):
+        exchange.send(_mine(batches))
+        exchange.check()
+
+
+TOO_MANY = {
+    "ranges": "^the batch of rank 1 has 9 ids of feature rank0_2, beyond the 8 of its bound; correct the bound's bag_sizes",
+    "known": "^the batch of rank 1 has 37 ids, but by its bound, which gives every bag .* same number, it has 36; correct",
+}
+
+
+@contextmanager
+def _messages() -> Any:
+    messages: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("dlrm_overlap")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    log.addHandler(handler)
+    yield messages
+    log.removeHandler(handler)
+
+
+def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) -> None:
+    """Rank 1 brings an id outside the table of a feature that rank 0 owns: rank 0 is told, and takes row 0."""
+    for bad, said in ((ROWS, ROWS), (2**40, 2**31 - 1), (-1, -1), (-(2**40), -1)):
+        stage = Stage(BOTH, dist.get_rank(), mode)
+        exchange = _open(stage, sizes, kind)
+        batches = [_batch(stage, sizes, 3, rank, SAMPLES, torch.int64) for rank in range(2)]
+        ids = batches[1]
+        first = int(ids.offset_per_key()[ids.keys().index("rank0_1")])
+        ids.values()[first + 5] = bad
+        where = "id 5 of feature rank0_1 in the batch of rank 1"
+        told = f"{where}: rank0_1: id {said} is outside its table of {ROWS} rows; map ids into 0 .. {ROWS - 1}"
+        stops = mode == BoundsCheckMode.FATAL and stage.rank == 0
+        with _messages() as messages, pytest.raises(ValueError, match=told) if stops else nullcontext():
+            for _ in range(1 if mode == BoundsCheckMode.FATAL else 2):
+                arrived = exchange.send(_mine(batches).to(CPU))
+                exchange.check()
+        warned = mode == BoundsCheckMode.WARNING and stage.rank == 0
+        assert [message[: len(told)] for message in messages] == [told] * warned, "once"
+        if not stops:
+            ids.values()[first + 5] = 0
+            _assert_arrived(arrived, stage, batches, f"{bad} under {mode.name}")
+        dist.barrier()  # what the other still reads stays until here
+
+
+def _check_refusals(kind: type[IdExchange]) -> None:
+    """What a batch must be is checked before anything has begun."""
+    stage = Stage(BOTH, dist.get_rank())
+    exchange = _open(stage, RANGES, kind)
+    batches = [_batch(stage, RANGES, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
+    ids = _mine(batches)
+    others = KeyedJaggedTensor([*ids.keys()[1:], "x"], ids.values(), lengths=ids.lengths())
+    expected = f"ids: features {', '.join(others.keys())}, but every batch must have the same .*: {', '.join(KEYS)}$"
+    with pytest.raises(InputError, match=expected):
+        exchange.send(others)
+    larger = _batch(stage, RANGES, 0, 0, SAMPLES + 1, torch.int32)
+    with pytest.raises(
+        InputError, match=r"a batch of 5 samples is beyond its bound of 4; raise the bound's samples, or"
+    ):
+        exchange.send(larger)
+    assert exchange.windows.epoch == 0
+    _assert_arrived(exchange.send(ids), stage, batches, "the batch after")
+
+
+def _check_steps(backend: str, sizes: Sizes) -> None:
+    """A whole exchange that takes ids trains the rows that one does which is given them."""
+    rank = dist.get_rank()
+    stage, given = Stage(BOTH, rank), Stage(BOTH, rank)
+    ours, theirs = stage.exchange(world(), backend), given.exchange(world(), backend)
+    ours.take_ids(_keys(stage), _bound(stage, sizes))
+    every = [[_batch(stage, sizes, step, r, SAMPLES, torch.int32) for r in range(2)] for step in range(6)]
+    sent = 0
+    for step, batches in enumerate(every):
+        while sent <= min(step + (step % 3 > 0), len(every) - 1):  # ahead, or as late as can be
+            ours.send_ids(_mine(every[sent]))
+            sent += 1
+        pooled = ours.start_sent(_mine(batches)).wait()
+        expected = theirs.start(_as_inputs(given, batches), (SAMPLES,) * 2).wait()
+        assert_same(pooled.detach(), expected.detach(), f"{backend}, step {step}")
+        gradient = torch.randn(pooled.shape, generator=torch.Generator().manual_seed(10 * step + rank))
+        pooled.backward(gradient)
+        expected.backward(gradient)
+        del pooled, expected
+    _assert_same_rows(stage, given)
+    # An evaluation: nothing was sent ahead, or what was is not wanted any more; and its batches are smaller.
+    ours.send_ids(_mine(every[0]))
+    ours.forget_sent_ids()
+    for step, samples in ((7, 2), (8, 2), (9, SAMPLES)):
+        batches = [_batch(stage, sizes, step, r, samples, torch.int64) for r in range(2)]
+        with torch.no_grad():
+            pooled = ours.start_sent(_mine(batches)).wait()
+            expected = theirs.start(_as_inputs(given, batches), (samples,) * 2).wait()
+        assert_same(pooled, expected, f"{backend}, evaluation {step}")
+        del pooled, expected
+    dist.barrier()
+    for exchange in (ours, theirs):
+        exchange.close()
+
+
+def _as_inputs(stage: Stage, batches: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+    """Return what TorchRec would give the owner for these batches."""
+    names = [shard.feature_name for shard in stage.layout.by_owner[stage.rank]]
+    bags = [batch[name] for name in names for batch in batches]
+    values, lengths = (torch.cat([getattr(bag, part)() for bag in bags]) for part in ("values", "lengths"))
+    return [KeyedJaggedTensor(names, values, lengths=lengths)]
+
+
+def _assert_same_rows(stage: Stage, expected: Stage) -> None:
+    for shard in stage.layout.by_owner[stage.rank]:
+        rows = stage.tables.weight(shard)
+        assert not torch.equal(rows, stage.weights[shard.name])
+        assert_near(rows, expected.tables.weight(shard), WEIGHT_TOLERANCE["fp32"], shard.name)
+
+
+def _check_rows_at_the_end_of_a_captured_step() -> None:
+    """Under a capture the rows of all exchanges are updated by `finish_rows`, in the order of the backwards."""
+    stage = Stage(BOTH, dist.get_rank())
+    exchange = stage.exchange(world(), "pgas")
+    sizes = (SAMPLES,) * 2
+    rows = {shard.name: stage.tables.weight(shard) for shard in stage.layout.by_owner[stage.rank]}
+    with without_streams():
+        exchange.order.begin()
+        exchange.start(stage.inputs(0, sizes)[0], sizes).wait().sum().backward()
+        for name, weight in rows.items():
+            assert_same(weight, stage.weights[name], f"{name} before")
+        exchange.finish_rows()
+        exchange.order.end()
+    for name, weight in rows.items():
+        assert not torch.equal(weight, stage.weights[name]), name
+    after = {name: weight.clone() for name, weight in rows.items()}
+    exchange.finish_rows()
+    for name, weight in rows.items():
+        assert_same(weight, after[name], f"{name}: nothing is left to finish")
+    dist.barrier()
+    exchange.close()
+
+
+HOST, DEVICE = HostIdExchange, DeviceIdExchange
+CASES: dict[str, Callable[[], None]] = {
+    **{f"steps of {backend}": partial(_check_steps, backend, RANGES) for backend in ("pgas", "fused")},
+    "steps with known lengths": partial(_check_steps, "pgas", KNOWN),
+    "rows at the end": _check_rows_at_the_end_of_a_captured_step,
+}
+for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
+    _name = "host" if _kind is HOST else "device"
+    CASES[f"{_name}: refusals"] = partial(_check_refusals, _kind)
+    for _mode in ("FATAL", "WARNING", "IGNORE"):
+        CASES[f"{_name}: outside {_mode}"] = partial(_check_outside, _kind, RANGES, BoundsCheckMode[_mode])
+    for _lengths, _sizes in (("ranges", RANGES), ("known", KNOWN)):
+        _of = f"{_name}, {_lengths}:"
+        CASES[f"{_of} ids arrive"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int32)
+        CASES[f"{_of} int64"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int64)
+        CASES[f"{_of} a rank without tables"] = partial(_check_what_arrives, _kind, ALONE, _sizes, torch.int32)
+        CASES[f"{_of} room"] = partial(_check_room_beyond_the_ids, _kind, _sizes)
+        CASES[f"{_of} too many"] = partial(_check_too_many, _kind, _sizes, TOO_MANY[_lengths])
+        if _kind is DEVICE:
+            CASES[f"{_of} shapes stay"] = partial(_check_shapes_stay, _kind, _sizes)
+
+
+def _run(case: str) -> None:
+    CASES[case]()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    return run_cases(_run, 2, tmp_path_factory.mktemp("ids"), list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
+    ended(case)

@@ -1,0 +1,99 @@
+"""Numbers that rise by one a step, as kernels find them: in eager steps, captured ones, and after either."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.counters import Counters
+
+CPU = torch.device("cpu")
+FIRST, SECOND = 0, 1
+
+
+class Steps:
+    """Takes steps, and tells what a kernel within each finds as the counters' numbers: argument and word, added up."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+        self.captured: list[int] = []
+
+    def _kernel(self, arguments: Sequence[int]) -> list[int]:
+        return [int(each.word) + argument for each, argument in zip(self.counters.each, arguments, strict=True)]
+
+    def _count(self) -> list[int]:
+        for each in self.counters.each:
+            each.value += 1
+        return [each.argument for each in self.counters.each]
+
+    def eager(self) -> list[int]:
+        return self._kernel(self._count())
+
+    def capture(self) -> None:
+        """Capture a step as CapturedStep does: the kernels do not run, so the words stay."""
+        words = [each.word.clone() for each in self.counters.each]
+        self.counters.advance()
+        self.captured = self._count()
+        for each, word in zip(self.counters.each, words, strict=True):
+            each.word.copy_(word)
+
+    def launch(self) -> list[int]:
+        """Replay the step that was captured last, which is counted already: words as the host has them afterwards."""
+        for each in self.counters.each:
+            each.word += 1
+        assert [int(each.word) for each in self.counters.each] == [each.on_device for each in self.counters.each]
+        return self._kernel(self.captured)
+
+    def replay(self) -> list[int]:
+        self.counters.count_step()
+        return self.launch()
+
+
+def test_the_worked_example() -> None:
+    steps = Steps(Counters(CPU, 1))
+    (counter,) = steps.counters.each
+    assert [steps.eager() for _ in range(3)] == [[1], [2], [3]]
+    steps.capture()
+    assert steps.captured == [3]
+    assert steps.launch() == [4]
+    assert steps.replay() == [5]
+    assert steps.eager() == [6]
+    assert (counter.argument, int(counter.word), counter.value) == (4, 2, 6)
+
+
+def test_captured_steps_go_on_after_eager_ones_with_the_arguments_that_were_captured() -> None:
+    steps = Steps(Counters(CPU, 2))
+    steps.counters.each[SECOND].value = 10
+    steps.eager()
+    steps.capture()
+    assert steps.captured == [1, 11]
+    assert steps.launch() == [2, 12]
+    steps.eager()
+    steps.counters.each[FIRST].value += 2  # of which the second one knows nothing
+    steps.counters.set_arguments(steps.captured)
+    assert [each.argument for each in steps.counters.each] == [1, 11]
+    assert steps.replay() == [6, 14]
+    assert steps.replay() == [7, 15]
+    assert steps.eager() == [8, 16]
+
+
+def test_each_word_is_one_number_at_a_multiple_of_16_bytes() -> None:
+    counters = Counters(CPU, 3)
+    counters.advance()
+    counters.each[1].word.fill_(40)
+    assert [int(each.word) for each in counters.each] == [1, 40, 1]
+    for each in counters.each:
+        assert (each.word.shape, each.word.dtype) == ((1,), torch.int64)
+        assert each.word.data_ptr() % 16 == counters.each[0].word.data_ptr() % 16
+
+
+def test_arguments_that_stand_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters(CPU, 2)
+    counters.each[FIRST].value = 5
+    written: list[int] = []
+    fill = torch.Tensor.fill_
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda word, number: (written.append(number), fill(word, number))[1])
+    counters.set_arguments([2, 0])
+    assert written == [3], "the second has its argument already"
+    counters.set_arguments([2, 0])
+    assert written == [3]

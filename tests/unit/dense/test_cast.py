@@ -1,0 +1,160 @@
+"""Weights that are cast once a step compute what autocast computes, and get its gradients, bit for bit."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from dlrm_overlap.config import EmbeddingConfig, ModelConfig
+from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.pipeline import cast_once
+from tests.agreement import assert_same
+
+LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
+
+
+class Dense:
+    """A DLRM's dense part under bfloat16, with a flat optimizer; with or without cast weights."""
+
+    def __init__(self, arch: str, casts: bool) -> None:
+        config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[16, 1], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
+        dlrm = build_model(config, EmbeddingConfig(), [7] * TABLES, FEATURES, seed=0)
+        self.task = TrainTask(dlrm, "cpu", bf16=True)
+        parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
+        self.flat = FlatParameters(parameters)
+        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, shadow_dtype=torch.bfloat16)
+        keyed = KeyedOptimizerWrapper(parameters, lambda _: self.optimizer)
+        combined = CombinedOptimizer([("dense", keyed)])
+        self.casts = cast_once(self.task, self.flat, combined, compiled=False) if casts else None
+
+    def logits(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        dense = torch.randn(SAMPLES, FEATURES, generator=generator)
+        self.pooled = torch.randn(SAMPLES, TABLES * 8, generator=generator).requires_grad_()
+        with self.task.autocast():
+            return self.task.dlrm.head(self.task.dlrm.bottom(dense), self.pooled)
+
+    def step(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits, the gradient of the pooled embeddings, and the flat gradient; then update."""
+        if self.casts is not None:
+            self.casts.begin()
+        else:
+            self.flat.zero()
+        logits = self.logits(number)
+        logits.float().sigmoid().sum().backward()
+        if self.casts is not None:
+            self.casts.finish()
+        gradient = self.flat.gradients.tensor.clone()
+        self.optimizer.step()
+        assert self.pooled.grad is not None
+        return logits.detach(), self.pooled.grad, gradient
+
+
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_the_same_bits_as_autocast(arch: str) -> None:
+    ours, autocast = Dense(arch, casts=True), Dense(arch, casts=False)
+    for number in range(4):
+        for name, found, expected in zip(
+            ("logits", "pooled embeddings' gradient", "dense gradient"),
+            ours.step(number),
+            autocast.step(number),
+            strict=True,
+        ):
+            assert_same(found, expected, f"{name} in step {number}")
+        assert_same(ours.flat.weights.tensor, autocast.flat.weights.tensor, f"weights after step {number}")
+    live = [bool(view.any()) for view in ours.flat.gradients.views.values()]
+    assert all(live), "gradients of zero agree with anything"
+
+
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_the_shadows_are_computed_with(arch: str) -> None:
+    dense = Dense(arch, casts=True)
+    assert dense.casts is not None
+    dense.casts.begin()
+    before = dense.logits(0)
+    dense.flat.weights.tensor.mul_(2)  # by somebody else than the optimizer
+    assert_same(dense.logits(0), before, "the shadows are those of before")
+    dense.optimizer.cast_shadows()
+    assert not torch.equal(dense.logits(0), before)
+
+
+def test_evaluation_reads_the_weights() -> None:
+    dense, autocast = Dense("dcn", casts=True), Dense("dcn", casts=False)
+    for each in (dense, autocast):
+        each.flat.weights.tensor.mul_(2)
+        each.task.eval()
+    assert_same(dense.logits(0), autocast.logits(0), "without the shadows")
+    assert dense.task.state_dict().keys() == autocast.task.state_dict().keys()
+
+
+class Branches(nn.Module):
+    """Two layers of which one may take no part, and a scale that is not cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.first, self.second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.flat = FlatParameters(dict(self.named_parameters()))
+        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, shadow_dtype=torch.bfloat16)
+        self.casts = CastWeights(self.flat, self.optimizer, ["first", "second"])
+
+    def backward(self, *used: str) -> None:
+        self.casts.begin()
+        weights = self.casts.of({name: name for name in (*used, "scale")})
+        x = torch.ones(2, 4, dtype=torch.bfloat16)
+        for name in used:
+            assert weights[name].dtype == torch.bfloat16
+            x = x @ weights[name]
+        assert weights["scale"] is self.scale
+        (x.float() * weights["scale"]).sum().backward()
+        self.casts.finish()
+
+
+def test_a_weight_that_takes_no_part_gets_zeros() -> None:
+    model = Branches()
+    views = model.flat.gradients.views
+    model.backward("first", "second")
+    assert views["first"].any()
+    assert views["second"].any()
+    scale = views["scale"].clone()
+    model.backward("first")
+    assert views["first"].any()
+    assert_same(views["second"], torch.zeros(4, 4), "of the step before nothing is left")
+    assert scale.item() != 0
+    assert_same(views["scale"], (torch.ones(2, 4).bfloat16() @ model.first.bfloat16()).float().sum(), "not added up")
+    for name, parameter in model.flat.parameters.items():
+        assert parameter.grad is views[name], f"{name}: the optimizer reads it"
+
+
+def test_a_step_without_a_backward_leaves_zeros() -> None:
+    model = Branches()
+    model.backward("first")
+    model.casts.begin()
+    model.casts.finish()
+    assert not model.flat.gradients.tensor.any()
+
+
+def test_who_waits_for_gradients_is_told_of_each_once() -> None:
+    model = Branches()
+    told: list[str] = []
+    for name, parameter in model.flat.parameters.items():
+        hook = partial(lambda name, _: told.append(f"autograd: {name}"), name)
+        parameter.register_post_accumulate_grad_hook(hook)
+    gradients: list[torch.Tensor] = []
+
+    def complete(name: str) -> None:
+        told.append(name)
+        gradients.append(model.flat.gradients.views[name].clone())
+
+    model.casts.on_complete(complete)
+    for used in (("first", "second"), ("second",)):
+        model.backward(*used)
+        assert sorted(told) == sorted(["autograd: scale", *used])
+        assert all(gradient.any() for gradient in gradients), "they are in place when it is told"
+        told.clear()

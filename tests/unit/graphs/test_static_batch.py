@@ -1,0 +1,182 @@
+"""Batches of any make at fixed addresses: what is copied, what is refused, and whose memory is let go of."""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.batch import Batch, Lease
+from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.graphs.static_batch import StaticBatch, leaves_of
+from tests.agreement import assert_same
+
+CPU = torch.device("cpu")
+RANGES = BatchBound(2, {"f": (1, 1), "g": (0, 3)})
+KNOWN = BatchBound(2, {"f": (1, 1), "g": (2, 2)})
+
+
+def _ids(lengths: list[int], values: list[int], dtype: torch.dtype = torch.int32) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f", "g"], torch.tensor(values, dtype=dtype), lengths=torch.tensor(lengths).int())
+
+
+FIRST, SECOND = _ids([1, 1, 0, 3], [7, 8, 1, 2, 3]), _ids([1, 1, 2, 2], [5, 6, 4, 3, 2, 1])
+
+
+def _batch(ids: KeyedJaggedTensor, number: float = 0.0) -> Batch:
+    return Batch(torch.full((2, 3), number), ids, torch.tensor([number, 1.0]))
+
+
+class Pair(NamedTuple):
+    ids: KeyedJaggedTensor
+    dense: torch.Tensor
+
+
+@dataclass
+class Nested:
+    """Whatever a batch may be made of."""
+
+    pair: Pair
+    by_name: dict[str, Any]
+    several: list[Any] = field(default_factory=list)
+    text: str = "of no tensor"
+
+
+def _nested(number: float) -> Nested:
+    inner = _batch(FIRST if number else SECOND, number)
+    weights = {"weight": torch.tensor([number]), "inner": inner, "count": 3}
+    return Nested(Pair(SECOND if number else FIRST, torch.full((4,), number)), weights, [torch.tensor(number), "x"])
+
+
+def test_a_batch_is_copied_to_fixed_addresses() -> None:
+    static = StaticBatch(_batch(FIRST), CPU, RANGES)
+    addresses = [tensor.data_ptr() for tensor in _tensors(static.batch)]
+    for ids, number in ((FIRST, 1.0), (SECOND, 2.0), (FIRST, 3.0)):
+        static.fill(_batch(ids, number))
+        assert_same(static.batch.dense, torch.full((2, 3), number), "dense")
+        assert_same(static.batch.labels, torch.tensor([number, 1.0]), "labels")
+        assert_same(static.batch.sparse.lengths(), ids.lengths(), "lengths")
+        here = static.batch.sparse.values()[: ids.values().numel()]
+        assert_same(here, ids.values(), "values")
+    assert [tensor.data_ptr() for tensor in _tensors(static.batch)] == addresses
+    assert static.batch.sparse.values().numel() == 2 * (1 + 3), "room for the most ids"
+    assert static.batch.sparse.stride() == 2
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    return [batch.dense, batch.labels, batch.sparse.values(), batch.sparse.lengths()]
+
+
+def test_objects_dictionaries_lists_and_tuples() -> None:
+    static = StaticBatch(_nested(0.0), CPU, RANGES)
+    made = static.batch
+    assert isinstance(made, Nested)
+    assert isinstance(made.pair, Pair)
+    assert isinstance(made.by_name["inner"], Batch)
+    assert (made.text, made.by_name["count"], made.several[1]) == ("of no tensor", 3, "x")
+    static.fill(_nested(1.0))
+    assert_same(made.pair.dense, torch.ones(4), "a tuple's")
+    assert_same(made.by_name["weight"], torch.ones(1), "a dictionary's")
+    assert_same(made.several[0], torch.tensor(1.0), "a list's")
+    assert_same(made.by_name["inner"].sparse.lengths(), FIRST.lengths(), "of an object in a dictionary")
+    assert_same(made.pair.ids.lengths(), SECOND.lengths(), "a tuple's ids")
+    assert len(leaves_of(made)) == len(leaves_of(_nested(0.0))) == 7
+    assert static.find(made.pair.ids) == 0
+    assert static.find(made.by_name["inner"].sparse) == 4
+    assert static.find(FIRST) is None
+    assert static.ids(4).tensor is made.by_name["inner"].sparse
+
+
+def test_the_example_stays_as_it_was() -> None:
+    example = _nested(1.0)
+    static = StaticBatch(example, CPU, RANGES)
+    static.fill(_nested(0.0))
+    assert_same(example.pair.dense, torch.ones(4), "dense")
+    assert_same(example.by_name["inner"].sparse.values(), FIRST.values(), "ids")
+
+
+def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
+    static = StaticBatch(_batch(SECOND), CPU, KNOWN)
+    ids = static.ids(1)
+    assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
+    assert ids.count.tolist() == [6]
+    static.fill(_batch(FIRST))  # of fewer ids than it must have: the count tells the exchange, and all ranks
+    assert ids.count.tolist() == [5]
+    assert ids.count.dtype == torch.int32
+    static.fill(_batch(SECOND))
+    assert ids.count.tolist() == [6]
+    assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
+
+
+def test_ids_beyond_the_room_are_left_out_and_told_of() -> None:
+    values = list(range(10))
+    known, ranges = StaticBatch(_batch(SECOND), CPU, KNOWN), StaticBatch(_batch(FIRST), CPU, RANGES)
+    known.fill(_batch(_ids([1, 1, 4, 4], values)))
+    assert known.ids(1).count.tolist() == [10]
+    assert known.batch.sparse.values().tolist() == values[:6]
+    ranges.fill(_batch(_ids([1, 1, 4, 4], values)))
+    assert ranges.batch.sparse.lengths().tolist() == [1, 1, 4, 4]
+    assert ranges.batch.sparse.values().tolist() == values[:8]
+
+
+def test_ids_keep_their_type() -> None:
+    great = 2**40
+    static = StaticBatch(_batch(_ids([1, 1, 0, 0], [1, 2], torch.int64)), CPU, RANGES)
+    static.fill(_batch(_ids([1, 1, 0, 0], [great, 2], torch.int64)))
+    assert static.batch.sparse.values()[:2].tolist() == [great, 2]
+    assert static.batch.sparse.values().dtype == torch.int64
+
+
+@pytest.mark.parametrize("bound", [RANGES, KNOWN], ids=["ranges", "known"])
+def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
+    source, to = StaticBatch(_nested(0.0), CPU, bound), StaticBatch(_nested(0.0), CPU, bound)
+    source.fill(_nested(1.0))
+    to.copy_from(source)
+    assert_same(to.batch.pair.dense, torch.ones(4), "dense")
+    for index in (0, 4):
+        ids, expected = to.ids(index), source.ids(index)
+        assert ids.tensor is not expected.tensor
+        assert_same(ids.tensor.values(), expected.tensor.values(), f"values {index}")
+        assert_same(ids.tensor.lengths(), expected.tensor.lengths(), f"lengths {index}")
+        assert_same(ids.count, expected.count, f"count {index}")
+
+
+def test_another_shape_is_refused() -> None:
+    static = StaticBatch(_batch(FIRST), CPU, RANGES)
+    smaller = replace(_batch(FIRST), labels=torch.zeros(1))
+    with pytest.raises(InputError, match=r"a tensor of shape \(1,\), but that of the first batch is \(2,\)") as raised:
+        static.fill(smaller)
+    assert str(raised.value).endswith("drop the last, smaller batch")
+    assert "\n" not in str(raised.value)
+
+
+def test_ids_with_weights_are_refused() -> None:
+    weighted = KeyedJaggedTensor(
+        FIRST.keys(), FIRST.values(), weights=torch.rand(FIRST.values().numel()), lengths=FIRST.lengths()
+    )
+    with pytest.raises(InputError, match="ids with weights are not captured; use TorchRec's pipeline for them"):
+        StaticBatch(_batch(weighted), CPU, RANGES)
+
+
+def test_a_feature_without_a_bound_is_refused() -> None:
+    with pytest.raises(InputError, match="no bound for the ids of feature g"):
+        StaticBatch(_batch(FIRST), CPU, BatchBound(2, {"f": (1, 1)}))
+
+
+def test_lent_memory_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: deque[Lease] = deque()
+    copying: list[int] = []
+    monkeypatch.setattr(Lease, "copying", lambda lease: copying.append(lease.slot))
+    example = replace(_batch(FIRST), lease=Lease(0, returned))
+    static = StaticBatch(example, CPU, RANGES)
+    assert static.batch.lease is None
+    assert example.lease is not None
+    del example
+    assert [lease.slot for lease in returned] == [0], "the example's memory is free"
+    for slot in (1, 2):
+        static.fill(replace(_batch(SECOND), lease=Lease(slot, returned)))
+        assert copying == list(range(1, slot + 1)), "the slot waits for the copies"
+        assert [lease.slot for lease in returned] == list(range(slot + 1))

@@ -1,0 +1,127 @@
+"""Which models' steps are captured, by which pipeline a run takes them, and what is said where that cannot be."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    construct_module_sharding_plan,
+    data_parallel,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dlrm_overlap import pipeline
+from dlrm_overlap.config import Config, DataConfig, TablesConfig, TrainConfig
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline, why_not_captured
+from dlrm_overlap.pipeline import takes_graph
+from tests.distributed.models import CPU, SUM, table_configs
+
+ONE, TWO = {"one": (5, 4, ["f"], SUM)}, {"two": (5, 4, ["g"], SUM)}
+FUSED = table_wise(0, compute_kernel="fused")
+
+
+def _shard(
+    sharder: Any, group: dist.ProcessGroup, *ways: ParameterShardingGenerator, weighted: bool = False
+) -> nn.Module:
+    """Return a module of a table for each of `ways`."""
+    tables = ONE | (TWO if len(ways) == 2 else {})
+    module = EmbeddingBagCollection(table_configs(tables), is_weighted=weighted, device=torch.device("meta"))
+    by_table = dict(zip(tables, ways, strict=True))
+    plan = construct_module_sharding_plan(module, by_table, sharder, 1, 1, "cpu")
+    return sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
+
+
+@pytest.mark.parametrize("backend", ["pgas", "fused"])
+def test_stores_to_peers_are_captured(world_of_one: dist.ProcessGroup, backend: str) -> None:
+    sharder = OverlapEmbeddingBagCollectionSharder(backend=backend)
+    model = nn.ModuleList([_shard(sharder, world_of_one, FUSED), nn.Linear(2, 2), _shard(sharder, world_of_one, FUSED)])
+    assert why_not_captured(model) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"backend": "nccl"}, "backend nccl with backward collective waits for the host"),
+        ({"backward": "collective"}, "backend pgas with backward collective waits for the host"),
+        (
+            {"fused_params": {"weight_decay": 0.1}},
+            "backend pgas with backward collective waits for the host",
+        ),
+    ],
+    ids=["nccl", "collective", "weight_decay"],
+)
+def test_collectives_are_not_captured(world_of_one: dist.ProcessGroup, options: dict[str, Any], reason: str) -> None:
+    assert why_not_captured(_shard(OverlapEmbeddingBagCollectionSharder(**options), world_of_one, FUSED)) == reason
+
+
+def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -> None:
+    ours = OverlapEmbeddingBagCollectionSharder()
+    stock = _shard(EmbeddingBagCollectionSharder({}), world_of_one, FUSED)
+    none = "no module was sharded by OverlapEmbeddingBagCollectionSharder"
+    assert why_not_captured(nn.Linear(2, 2)) == none
+    assert why_not_captured(stock) == none
+    beside = nn.ModuleList([_shard(ours, world_of_one, FUSED), stock])
+    assert why_not_captured(beside) == "ShardedEmbeddingBagCollection is TorchRec's own, which waits for the host"
+    some = _shard(ours, world_of_one, FUSED, data_parallel())
+    assert why_not_captured(some) == "some of its tables stay with TorchRec"
+    nothing = _shard(ours, world_of_one, FUSED, weighted=True)
+    assert why_not_captured(nothing) == "it exchanges nothing"
+
+
+@pytest.mark.parametrize("where", ["post_lookup", "post_odist"])
+def test_trackers_are_not_captured(world_of_one: dist.ProcessGroup, where: str) -> None:
+    module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
+    getattr(module, f"register_{where}_tracker_fn")(lambda *_: None)
+    assert why_not_captured(module) == "a tracker is registered"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_type", "reason", "taken"),
+    [
+        ("torchrec", "cuda", None, False),
+        ("torchrec", "cpu", None, False),
+        ("graph", "cpu", None, True),
+        ("graph", "cuda", None, True),
+        ("graph", "cuda", "of this", False),
+        ("auto", "cpu", None, False),
+        ("auto", "cuda", None, True),
+        ("auto", "cuda", "of this", False),
+    ],
+)
+def test_which_pipeline_a_run_takes(
+    world_of_one: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: Any,
+    device_type: str,
+    reason: str | None,
+    taken: bool,
+) -> None:
+    monkeypatch.setattr(pipeline, "why_not_captured", lambda model: reason)
+    model: Any = nn.Linear(2, 2)
+    config = Config(data=DataConfig(tables=TablesConfig(rows=[3])), train=TrainConfig(steps=1, pipeline=kind))
+    assert takes_graph(config, model, torch.device(device_type)) == taken
+    told = kind == "graph" and reason is not None
+    assert caplog.messages == ["train.pipeline: torchrec, since the steps cannot be captured: of this"] * told
+
+
+def test_what_cannot_be_captured_is_told_by_rank_0_alone(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = _shard(OverlapEmbeddingBagCollectionSharder(backend="nccl"), world_of_one, FUSED)
+    bound: Any = None  # which the fallback has no use for
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {_NCCL}"])):
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        GraphTrainPipeline(model, optimizer, CPU, bound)
+        assert [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"] == told
+
+
+_NCCL = "backend nccl with backward collective waits for the host"
