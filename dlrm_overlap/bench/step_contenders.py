@@ -1,14 +1,14 @@
 """Who takes part in `bench step`: each contender is the configuration with a few keys of its own.
 
-To add one, an ablation for instance, add a line to `list_contenders`. This module loads no torch, so that an unknown
+To add one, an ablation for instance, add a line to STEP_CONTENDERS. This module loads no torch, so that an unknown
 name is reported at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
-from dlrm_overlap.config import Config, TrainConfig
+from dlrm_overlap.config import Config
 
 _GPU_ONLY = ("train.graph_dense",)
 
@@ -23,7 +23,7 @@ class StepContender(NamedTuple):
 
 
 def _contender(
-    backend: str, pipeline: str, *, compiled: bool = True, graphed: bool = True, int32_ids: bool = False
+    backend: str, pipeline: str = "torchrec", *, compiled: bool = True, graphed: bool = True, int32_ids: bool = False
 ) -> StepContender:
     keys = {
         "embedding.backend": backend,
@@ -34,21 +34,14 @@ def _contender(
     return StepContender(keys, int32_ids)
 
 
-def list_contenders(pipelines: Sequence[str]) -> dict[str, StepContender]:
-    """Return name -> contender, where `train.pipeline` may be one of `pipelines`."""
-    torchrecs = "torchrec" if "torchrec" in pipelines else "sparse_dist"  # the value that names TorchRec's own
-    contenders = {
-        "torchrec": _contender("torchrec", torchrecs, compiled=False, graphed=False),  # as users run it
-        "torchrec_strongest": _contender("torchrec", torchrecs, int32_ids=True),
-        "pgas": _contender("pgas", torchrecs),
-        "fused": _contender("fused", torchrecs),
-        "pgas_graph": _contender("pgas", "graph", graphed=False),  # the dense part is in the graph of the whole step
-        "fused_graph": _contender("fused", "graph", graphed=False),
-    }
-    return {name: each for name, each in contenders.items() if each.keys["train.pipeline"] in pipelines}
-
-
-STEP_CONTENDERS = list_contenders(get_args(get_type_hints(TrainConfig)["pipeline"]))
+STEP_CONTENDERS = {
+    "torchrec": _contender("torchrec", compiled=False, graphed=False),  # as users run it
+    "torchrec_strongest": _contender("torchrec", int32_ids=True),
+    "pgas": _contender("pgas"),
+    "fused": _contender("fused"),
+    "pgas_graph": _contender("pgas", "graph", graphed=False),  # the dense part is in the graph of the whole step
+    "fused_graph": _contender("fused", "graph", graphed=False),
+}
 
 
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:

@@ -21,7 +21,7 @@ class CommunicationOrder:
     def __init__(self) -> None:
         self.active = False
         """whether a step is being captured"""
-        self._last: torch.cuda.Event | None = None
+        self._last: torch.Event | None = None
 
     def begin(self) -> None:
         """Begin the order of a step that is captured from now on."""

@@ -30,7 +30,7 @@ class Record:
     def __init__(self, device: torch.device) -> None:
         words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words = words.numpy()  # a read costs nothing, and the array keeps the memory alive
-        self._first = memoryview(self._words).cast("B").cast("q")
+        self._first = memoryview(self._words).cast("B").cast("q")  # type: ignore[arg-type]
         self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
         """[1 + kinds] int64 on the device: what kernels are given, the records' address and a lock for each kind"""
 

@@ -60,7 +60,7 @@ class CastWeights:
         """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
         views = self._flat.gradients.views
         if self._taken:
-            torch._foreach_copy_([views[name] for name in self._taken], list(self._taken.values()))
+            torch._foreach_copy_([views[name] for name in self._taken], list(self._taken.values()))  # type: ignore
         self._flat.zero(self._names - self._taken.keys())
         for name in self._taken:
             self._complete(name)

@@ -91,8 +91,10 @@ class StaticBatch:
         """Copy from another one on the device."""
         for to, source in zip(self._leaves, other._leaves, strict=True):
             if isinstance(to, StaticIds):
+                assert isinstance(source, StaticIds)
                 to.copy_from(source)
             else:
+                assert isinstance(source, torch.Tensor)
                 to.copy_(source)
 
     def find(self, features: KeyedJaggedTensor) -> int | None:
@@ -104,7 +106,9 @@ class StaticBatch:
 
     def ids(self, index: int) -> StaticIds:
         """Return the leaf `index`, which holds ids."""
-        return self._leaves[index]
+        leaf = self._leaves[index]
+        assert isinstance(leaf, StaticIds)
+        return leaf
 
 
 def leaves_of(batch: Any) -> Sequence[Any]:

@@ -89,10 +89,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if (reason := why_not_captured(model)) is not None:
             if dist.get_rank(group) == 0:
                 log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
+            model.init_data_parallel()  # does nothing to a model that has been wrapped before
             self._fallback = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
             return
         self._model, self._optimizer, self._device, self._bound = model, optimizer, device, bound
         self._group = group or dist.group.WORLD
+        assert self._group is not None, "the process group is made before the pipeline"
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         self._dense, self._fused = _split(optimizer)

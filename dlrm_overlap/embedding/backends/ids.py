@@ -1,7 +1,8 @@
 """Ids to the owners of their rows: published by every rank in its window, read by the owners, see `protocol.ids`."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -201,7 +202,7 @@ class DeviceIdExchange(IdExchange):
         self._values = [torch.zeros(ids.arriving(self.rank), dtype=torch.int32, device=self.device) for _ in range(2)]
         self._places: dict[int, _DevicePlaces] = {}
 
-    def _tensor(self, numbers: list[int]) -> torch.Tensor:
+    def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
     def _places_of(self, samples: int) -> _DevicePlaces:

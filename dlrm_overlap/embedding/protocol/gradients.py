@@ -77,7 +77,8 @@ class GradientLayout:
         tables = self._layout.tables(rank)
         ids = [sum(self._bag_ids.get(shard.feature_name, 0.0) for shard in shards) for shards in tables]
         heavy = [each / max(sum(ids), 1e-9) > _HEAVY for each in ids]
-        return sorted(tables, key=lambda shards: not heavy[tables.index(shards)])
+        first = [table for table, travels_first in zip(tables, heavy, strict=True) if travels_first]
+        return first + [table for table, travels_first in zip(tables, heavy, strict=True) if not travels_first]
 
     @cached_property
     def shards(self) -> Sequence[Sequence[Sequence[FeatureShard]]]:

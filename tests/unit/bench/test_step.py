@@ -16,7 +16,7 @@ from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.step_floor import DenseCounts, StepFloor, _count_step, count_dense
 from dlrm_overlap.bench.request import StepRequest
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config, list_contenders
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.launching.launcher import LOOPBACK, World
@@ -41,14 +41,6 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
     assert same == config
     rehearsed = contender_config(config, contender, "cpu")
     assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
-
-
-def test_the_pipeline_of_graphs_has_contenders_once_there_is_one() -> None:
-    without, known = list_contenders(("sparse_dist", "none")), list_contenders(("auto", "torchrec", "graph"))
-    assert list(without) == ["torchrec", "torchrec_strongest", "pgas", "fused"]
-    assert list(known) == [*without, "pgas_graph", "fused_graph"]
-    pipelines = [[each.keys["train.pipeline"] for each in found.values()] for found in (without, known)]
-    assert pipelines == [["sparse_dist"] * 4, ["torchrec"] * 4 + ["graph"] * 2]
 
 
 def test_only_torchrecs_strongest_is_told_of_int32_ids_and_a_backward_is_left_to_those_who_have_it(

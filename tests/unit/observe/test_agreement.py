@@ -128,7 +128,7 @@ def test_the_verdict_tells_what_came_nearest_to_its_bound() -> None:
     assert "bound" in (parted.fault or "")
 
 
-def _refused(runs: list[dict[int, float]], references: list[list[Losses]]) -> float:
+def _refused(runs: Sequence[Losses], references: Sequence[Sequence[Losses]]) -> float:
     """Return the share of `runs` refused, over all `references`."""
     faults = [judge(run, reference, RTOL).fault for reference in references for run in runs]
     return sum(fault is not None for fault in faults) / len(faults)

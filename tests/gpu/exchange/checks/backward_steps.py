@@ -112,7 +112,7 @@ def _parts_far_apart(place: Place, chance: random.Random) -> Any:
     if place.on_gpu:
         from dlrm_overlap.embedding.backends import push  # needs Triton, which a CPU does not
 
-        return patch.object(push, "_PUSH_PROGRAMS", 1)
+        return patch.object(push, "_REMOTE_PROGRAMS", 0.5)  # one program on two ranks
 
     def slowly(raise_flag: Callable[[], None], _: int) -> None:
         raise_flag()
