@@ -32,7 +32,7 @@ class Backend(NamedTuple):
     backwards: tuple[str, ...]
     """the values of `embedding.backward` that it takes, auto aside; the first is what auto stands for"""
     stores_to_peers: bool = False
-    """it stores into the peers' memory: one host or NVLink domain; whole steps can be captured, by `GraphTrainPipeline`"""
+    """it stores into the peers' memory: one host or NVLink domain; `GraphTrainPipeline` can capture its steps"""
     has_slices: bool = False
     """it sends slices from a persistent kernel: `embedding.slice_bags` and `programs_per_sm` have an effect"""
 
