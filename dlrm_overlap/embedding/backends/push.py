@@ -50,9 +50,6 @@ class Push(WindowBackward):
         self._inputs: list[InputRows] = []
         self._seed = torch.initial_seed()
         self._steps = context.counters.steps
-        # Programs take remote and local rows in turns, and are busy with remote ones (W - 1) / W of the time.
-        others = self.world_size - 1
-        self._programs = round(_REMOTE_PROGRAMS * self.world_size / others) if others else _ALONE_PROGRAMS
         self._rules = DeviceRules(self.device)
 
     def _flags_of(self, part: int) -> Flags:
@@ -138,6 +135,12 @@ class Push(WindowBackward):
                         if not step.rules[updated.lookup].only_fbgemm:
                             self.update_range(step, number, rows, updated, window)
             self.update_by_fbgemm(step, window)
+
+    @property
+    def _programs(self) -> int:
+        """Programs of a launch: they take remote and local rows in turns, remote ones (W - 1) / W of the time."""
+        others = self.world_size - 1
+        return round(_REMOTE_PROGRAMS * self.world_size / others) if others else _ALONE_PROGRAMS
 
     def _push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Send the parts [first, end) of the gradient."""
