@@ -19,8 +19,8 @@ class GradientLayout:
 
     A shard whose columns begin at `start` of D_local has its gradient [B, D] from element start * B on, so that a
     table's gradients are together while its rows are updated. Parts are some of a rank's tables: the rows of one part
-    are updated while the next part travels. A part has a flag of its own. Where the ids of a bag are known, tables of more
-    than a quarter of a rank's ids travel first, since their update takes longest.
+    are updated while the next part travels. A part has a flag of its own. Where the ids of a bag are known, tables of
+    more than a quarter of a rank's ids travel first, since their update takes longest.
 
     Example: B is 2, a rank has shards of dims 4 and 8. The first one's gradient is [2, 4] at elements 0 .. 7, the
     second one's [2, 8] at 8 .. 23.
