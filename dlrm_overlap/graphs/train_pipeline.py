@@ -212,7 +212,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._landed[parity] = True
 
     def _take_step(self, parity: int, following: bool) -> Any:
-        if (captured := self._graphs[parity]) is not None:
+        # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find them.
+        # So the graphs are replayed once there are both; the first is captured anew where a segment's end came between.
+        if (captured := self._graphs[parity]) is not None and self._graphs[1 - parity] is not None:
             return captured.replay()
         if self._captures and self._steps >= _WARMUP_STEPS and following:
             return self._capture(parity).launch()

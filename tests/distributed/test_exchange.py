@@ -274,7 +274,11 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 push.note_forward(step)
                 if number == 1:
                     push.prepare(step)
-                push.start(step, gradient)
+                with patch.object(push, "_push", wraps=push._push) as pushed:
+                    push.start(step, gradient)
+                parts = push.gradients.parts
+                expected_calls = [(part, part + 1) for part in range(parts)] if captured else [(0, parts)]
+                assert [call.args[2:] for call in pushed.call_args_list] == expected_calls
                 if rank == 1:
                     time.sleep(0.05)  # nobody may overtake it
                 push.finish(step)

@@ -146,14 +146,14 @@ def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
         lengths[place : place + SAMPLES] = 2
         lengths[place] = 3
         batches[1] = KeyedJaggedTensor(_keys(stage), torch.ones(int(lengths.sum())).int(), lengths=lengths)
-    with pytest.raises(ValueError, match=told):  # noqa: PT012  a CPU is told at once, a GPU when it is asked
+    with pytest.raises(ValueError, match=told):  # noqa: PT012  a host raises in the first, a device in the second
         exchange.send(_mine(batches))
         exchange.check()
 
 
 TOO_MANY = {
-    "ranges": "^the batch of rank 1 has 9 ids of feature rank0_2, beyond the 8 of its bound; correct",
-    "known": "^the batch of rank 1 has 37 ids, but by its bound, which gives .* same number, it has 36; correct",
+    "ranges": "^the batch of rank 1 has 9 ids of feature rank0_2, beyond the 8 of its bound; correct the bound's bag_s",
+    "known": "^the batch of rank 1 has 37 ids, but by its bound, which gives every bag .* number, it has 36; correct",
 }
 
 

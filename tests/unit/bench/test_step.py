@@ -147,6 +147,7 @@ def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, St
 _TORCHREC = {"torchrec": StepContender({"embedding.backend": "torchrec", **EAGER})}
 
 
+@pytest.mark.slow  # torch.compile
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_speedup_is_over_each_of_torchrecs_contenders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]

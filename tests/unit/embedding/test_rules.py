@@ -1,4 +1,4 @@
-"""The numbers of the rows' optimizers in memory: kept for a step under way, or overwritten for captured ones."""
+"""The numbers of the rows' optimizers: kept for a step that is under way, or overwritten for captured steps."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,0 +1,120 @@
+"""Captured steps on a CPU: a stand-in for a CUDA graph that takes the step anew, with what a graph would find.
+
+A graph's replay reads and writes the memory of its capture, with the arguments of its capture, and nothing happens on
+the host. So the stand-in gives the step the buffers of ids that it had when it was captured, puts back what a replay
+leaves alone, and checks that every window is the one of the capture, and every number that of its argument and word.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.embedding import halves
+from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import StepCounters
+from dlrm_overlap.graphs import train_pipeline
+from dlrm_overlap.graphs.captured import CapturedStep
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from tests.distributed.interpreted import without_streams
+
+
+class StandIn(CapturedStep):
+    """See the module; `taken` counts what became of the steps."""
+
+    taken: dict[str, int]
+    exchanges: Sequence[Exchange]
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        order: CommunicationOrder,
+        counters: Sequence[Counters],
+        pool: Any,
+        stream: Any,
+    ) -> None:
+        self._step, self._order, self._counters, self.pool = step, order, counters, pool
+        self.captured_values = [[value + 1 for value in values] for values in self.values]
+        self.arguments = [[counter.argument for counter in each.each] for each in counters]
+        self._read = [list(exchange._sent) for exchange in self.exchanges]
+        self._captured = False
+
+    def launch(self) -> Any:
+        """Take the step that has been captured. On the host, that is all as in an eager step."""
+        assert not self._captured
+        self._captured = True
+        self.taken["captured"] += 1
+        return self._take()
+
+    def replay(self) -> Any:
+        self.taken["replayed"] += 1
+        on_the_host = [list(exchange._sent) for exchange in self.exchanges]
+        for exchange, read in zip(self.exchanges, self._read, strict=True):
+            exchange._sent.clear()
+            exchange._sent.extend(map(_anew, read))
+        output = self._take()
+        for exchange, sent in zip(self.exchanges, on_the_host, strict=True):
+            exchange._sent.clear()
+            exchange._sent.extend(sent)
+        return output
+
+    def _take(self) -> Any:
+        before = self.values
+        for each in self._counters:
+            each.advance()
+        with without_streams():
+            self._order.begin()
+            output = self._step()
+            self._order.end()
+        assert self.values == [[value + 1 for value in values] for values in before], f"{before} to {self.values}"
+        for each, values, arguments in zip(self._counters, self.captured_values, self.arguments, strict=True):
+            assert isinstance(each, StepCounters)
+            for name, counter, value, argument in zip(
+                ("forward", "backward", "ids", "steps"), each.each, values, arguments, strict=True
+            ):
+                assert counter.argument == argument, f"{name}: argument {counter.argument}, captured {argument}"
+                assert int(counter.word) + argument == counter.value, f"{name}: what a kernel finds"
+                assert name == "steps" or (counter.value - value) % 2 == 0, f"{name}: another window than captured"
+        return output
+
+
+def _anew(arrived: ArrivedIds) -> ArrivedIds:
+    """Return the ids that are in the memory of some that arrived before."""
+    ids = arrived.ids
+    return ArrivedIds(
+        KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), stride=ids.stride()), arrived.batch
+    )
+
+
+@contextmanager
+def captures() -> Iterator[dict[str, int]]:
+    """Let pipelines that are made within capture their steps by stand-ins; yields how many were captured, and replayed.
+
+    Ids are exchanged as on GPUs, into memory that is the same in every other step.
+    """
+    taken = {"captured": 0, "replayed": 0}
+    init, capture = GraphTrainPipeline.__init__, GraphTrainPipeline._capture
+
+    def begin(pipeline: Any, *arguments: Any, **options: Any) -> None:
+        init(pipeline, *arguments, **options | {"capture": True})
+        pipeline._streams.main_stream = None
+
+    def stand_in(pipeline: Any, parity: int) -> CapturedStep:
+        found = [train_pipeline._exchange(module) for module in pipeline._modules]
+        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found})
+        with patch.object(train_pipeline, "CapturedStep", kind):
+            return capture(pipeline, parity)
+
+    with (
+        patch.object(GraphTrainPipeline, "__init__", begin),
+        patch.object(GraphTrainPipeline, "_capture", stand_in),
+        patch.object(halves, "HostIdExchange", DeviceIdExchange),
+        patch.object(torch.cuda, "synchronize", lambda *_: None),
+    ):
+        yield taken

@@ -1,0 +1,342 @@
+"""GraphTrainPipeline trains as TorchRec's pipeline does, bit for bit, uncaptured and with a stand-in for graphs."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.trainer import Trainer
+from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
+from tests.distributed.captured import captures
+from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train
+from tests.distributed.workers import quickstart, run_cases
+
+SAMPLES = 16
+SHAPE = ["--train.batch_size", str(SAMPLES), "--train.steps", "100", "--data.eval_samples", "80"]
+SHAPE += ["--model.dim", "8", "--model.bottom_mlp", "[16,8]", "--model.top_mlp", "[16,1]", "--train.warmup_steps", "9"]
+SHAPE += ["--embedding.backend", "pgas", "--embedding.lr", "1.0"]
+DCN = ["--model.arch", "dcn", "--model.cross_rank", "4", "--model.cross_layers", "2"]
+BF16 = ["--train.precision", "bf16"]
+KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
+ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
+Losses = list[torch.Tensor]
+
+
+def _trainer(pipeline: str, *options: str) -> Trainer:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    config: Config = quickstart(Path("unused"), "run", *SHAPE, "--train.pipeline", pipeline, *options)
+    world = World(rank, rank, ranks, ranks, LOOPBACK, 1, "nproc")
+    trainer = Trainer(config, world, CPU, *open_datasets(config.data))
+    assert isinstance(trainer.pipeline, GraphTrainPipeline) == (pipeline == "graph")
+    return trainer
+
+
+def _batch(trainer: Trainer, step: int) -> Batch:
+    return trainer.train_data.read((step * trainer.world.world_size + trainer.world.rank) * SAMPLES, SAMPLES)
+
+
+def _batches(trainer: Trainer, first: int = 0) -> Iterator[Batch]:
+    while True:
+        yield _batch(trainer, first)
+        first += 1
+
+
+def _train(trainer: Trainer, first: int, end: int, batches: Iterator[Batch] | None = None) -> Losses:
+    """Take the steps [first, end) by the schedule of learning rates; the pipeline runs empty unless given `batches`."""
+    segment = batches or islice(_batches(trainer, first), end - first)
+    losses = []
+    for step in range(first, end):
+        trainer.learning_rate.set(step)
+        losses.append(trainer.step(segment).clone())
+    return losses
+
+
+def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    states = {
+        f"{name}, {key}": state
+        for name, each in trainer.optimizer.state_dict()["state"].items()
+        for key, state in each.items()
+        if isinstance(state, torch.Tensor) or hasattr(state, "local_shards")
+    }
+    return dict(local_tensors(trainer.model.state_dict())) | dict(local_tensors(states))
+
+
+def _assert_same(found: Losses, expected: Losses, what: str) -> None:
+    """Check losses, bit for bit on up to two ranks: more may add dense gradients up in another order."""
+    tolerance = 0.0 if dist.get_world_size() <= 2 else LOSS_TOLERANCE["adagrad"]
+    assert_near(torch.stack(found), torch.stack(expected), tolerance, what)
+
+
+def _assert_same_state(found: Trainer, expected: Trainer) -> None:
+    if dist.get_world_size() <= 2:
+        ours, theirs = _state(found), _state(expected)
+        assert_all_near(ours, {name: theirs[name] for name in ours}, 0.0, "after the last step")
+        assert ours.keys() == theirs.keys()
+
+
+def _close(*trainers: Trainer) -> None:
+    dist.barrier()
+    for trainer in trainers:
+        trainer.close()
+
+
+def _run(trainer: Trainer, borders: Sequence[int]) -> tuple[Losses, Losses]:
+    """Return the losses of segments of steps, and those of the evaluations between them."""
+    losses: Losses = []
+    evaluated: Losses = []
+    for first, end in pairwise(borders):
+        trainer.pipeline.reset()
+        losses += _train(trainer, first, end)
+        evaluated.append(torch.tensor(trainer.evaluate()["loss"]))
+    return losses, evaluated
+
+
+def _check_segments(*options: str) -> None:
+    borders = (0, 1, 5, 12)
+    theirs, ours = _trainer("torchrec", *options), _trainer("graph", *options)
+    expected, expected_evaluated = _run(theirs, borders)
+    losses, evaluated = _run(ours, borders)
+    _assert_same(losses, expected, "loss")
+    _assert_same(evaluated, expected_evaluated, "held-out loss")
+    _assert_same_state(ours, theirs)
+    _close(ours, theirs)
+
+
+def _evaluate(trainer: Trainer, steps: Sequence[int], batches: Iterator[Batch] | None = None) -> Losses:
+    trainer.model.eval()
+    with torch.no_grad():
+        segment = batches or iter([_batch(trainer, 1000 + step) for step in steps])
+        losses = [trainer.pipeline.progress(segment)[0].clone() for _ in steps]
+    trainer.model.train()
+    return losses
+
+
+def _check_evaluations_within_a_segment() -> None:
+    """An evaluation between two steps of a segment leaves the batches that wait for their step where they are."""
+    between = {2: 1, 5: 2, 7: 3, 8: 1, 11: 5, 15: 4}  # step -> batches that are evaluated before it
+    theirs, ours = _trainer("torchrec"), _trainer("graph")
+    expected: Losses = []
+    for first, end in pairwise((0, *between, 20)):
+        theirs.pipeline.reset()
+        expected += _train(theirs, first, end)
+        if end in between:
+            theirs.pipeline.reset()
+            expected += _evaluate(theirs, range(between[end]))
+    losses, batches = list[torch.Tensor](), _batches(ours)
+    for first, end in pairwise((0, *between, 20)):
+        losses += _train(ours, first, end, batches)
+        if end in between:
+            losses += _evaluate(ours, range(between[end]))
+    _assert_same(losses, expected, "loss")
+    _assert_same_state(ours, theirs)
+    _close(ours, theirs)
+
+
+def _check_ends_and_resets() -> None:
+    theirs, ours = _trainer("torchrec"), _trainer("graph")
+    order = [*range(4), *range(40, 43), *range(60, 61), *range(70, 75)]
+    expected: Losses = []
+    for step, number in enumerate(order):
+        theirs.learning_rate.set(step)
+        theirs.pipeline.reset()
+        expected.append(theirs.step(iter([_batch(theirs, number)])).clone())
+    ours.pipeline.reset()
+    losses = _train(ours, 0, 4, _batches(ours))  # two more are read, and not trained on
+    ours.pipeline.reset()
+    segment = islice(_batches(ours, 40), 3)
+    losses += _train(ours, 4, 7, segment)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            ours.step(segment)
+    losses += _train(ours, 7, 8, islice(_batches(ours, 60), 1))
+    with pytest.raises(StopIteration):
+        ours.step(iter([]))
+    losses += _train(ours, 8, 13, islice(_batches(ours, 70), 5))
+    _assert_same(losses, expected, "loss")
+    _close(ours, theirs)
+
+
+def _check_resume(writer: str, reader: str, *options: str) -> None:
+    """Half a run under one pipeline, and the rest under the other from its checkpoint, as under the first alone."""
+    names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    checkpointer = Checkpointer(Path(names[0]), keep=1, shape={})
+    first, second = _trainer(writer, *options), _trainer(reader, *options)
+    _train(second, 0, 2)  # what it has learnt is overwritten
+    second.pipeline.reset()
+    _train(first, 0, 6)
+    checkpointer.save(6, first.model, first.optimizer)
+    assert checkpointer.load(Path(names[0]) / "step_6", second.model, second.optimizer) == 6
+    first.pipeline.reset()
+    expected = _train(first, 6, 12)
+    _assert_same(_train(second, 6, 12), expected, f"{writer}, then {reader}")
+    _assert_same_state(second, first)
+    _close(first, second)
+
+
+def _check_refused_batches() -> None:
+    trainer = _trainer("graph")
+    _train(trainer, 0, 2)
+    first = _batch(trainer, 2)
+    with pytest.raises(InputError, match=r"a tensor of shape \(3,\), but that of the first batch is \(16,\)"):
+        trainer.step(iter([replace(first, labels=first.labels[:3])]))
+    _close(trainer)
+
+
+class OwnIds(Model):
+    """A model that makes the tensor of its ids itself."""
+
+    def forward(self, batch: Batch) -> Any:
+        ids = batch.sparse
+        made = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), stride=ids.stride())
+        return super().forward(replace(batch, sparse=made))
+
+
+def _check_models(kind: type[Model], reference: str) -> None:
+    """A model of two embedding modules, one of them of one rank alone, under torch.optim.SGD."""
+    last = dist.get_world_size() - 1
+    tables, other = {"a": (20, 8, ["f"], SUM), "b": (9, 4, ["g"], SUM)}, {"c": (12, 8, ["h"], SUM)}
+    batches = list(islice(_own_batches(), 9))
+    found = {}
+    for pipeline in (reference, "graph"):
+        model = kind(tables, other)
+        params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.5}
+        sharder = OverlapEmbeddingBagCollectionSharder(params, copy_output=True)
+        plan = make_plan(model, {"a": [last], "b": [0]}, {"c": [last]}, sharder)
+        found[pipeline] = train(model, plan, sharder, batches, pipeline)
+    for step, (ours, theirs) in enumerate(zip(found["graph"]["outputs"], found[reference]["outputs"], strict=True)):
+        assert_all_near(ours, theirs, 0.0, f"step {step}, output")
+    for what in ("weights", "states"):
+        assert_all_near(found["graph"][what], found[reference][what], 0.0, what)
+
+
+def _own_batches() -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    while True:
+        lengths = torch.randint(0, 3, (3 * 5,), generator=generator).int()
+        values = torch.randint(0, 9, (int(lengths.sum()),), generator=generator)
+        ids = KeyedJaggedTensor(["g", "h", "f"], values, lengths=lengths)
+        yield Batch(torch.rand(5, 1, generator=generator), ids, torch.empty(0))
+
+
+# Segments that end while one graph is captured, and none, and both; after an odd and an even number of steps.
+BORDERS = ((0, 5, 9, 16, 17, 21), (0, 5, 6, 9, 15), (0, 4, 12, 19), (0, 3, 7, 9, 11, 16))
+
+
+def _check_captured(borders: Sequence[int], *options: str) -> None:
+    theirs = _trainer("torchrec", *options)
+    expected, expected_evaluated = _run(theirs, borders)
+    with captures() as taken:
+        ours = _trainer("graph", *options)
+        losses, evaluated = _run(ours, borders)
+        _assert_same(losses, expected, "loss")
+        _assert_same(evaluated, expected_evaluated, "held-out loss")
+        _assert_same_state(ours, theirs)
+        _close(ours, theirs)
+    assert taken["captured"] >= 2
+    assert taken["replayed"] >= 4
+
+
+def _check_captured_evaluations() -> None:
+    with captures() as taken:
+        _check_evaluations_within_a_segment()
+    assert taken["replayed"] >= 4
+
+
+def _check_captured_models(kind: type[Model], reference: str) -> None:
+    with captures() as taken:
+        _check_models(kind, reference)
+    assert taken == {"captured": 2, "replayed": 9 - 3 - 2}
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "dot, fp32": partial(_check_segments),
+    "dot, bf16": partial(_check_segments, *BF16),
+    "dcn, fp32": partial(_check_segments, *DCN, *KNOWN),
+    "dcn, bf16": partial(_check_segments, *DCN, *BF16, *ADAM),
+    "evaluations within a segment": _check_evaluations_within_a_segment,
+    "ends and resets": _check_ends_and_resets,
+    "refused batches": _check_refused_batches,
+    "torchrec, then graph": partial(_check_resume, "torchrec", "graph"),
+    "graph, then torchrec": partial(_check_resume, "graph", "torchrec"),
+    "torchrec, then graph, bf16": partial(_check_resume, "torchrec", "graph", *BF16, *DCN),
+    "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
+    "another optimizer": partial(_check_models, Model, "sparse_dist"),
+    "a model's own ids": partial(_check_models, OwnIds, "none"),
+}
+if INTERPRETED:
+    CASES |= {f"captured, {borders}": partial(_check_captured, borders) for borders in BORDERS} | {
+        "captured, known lengths, bf16": partial(_check_captured, BORDERS[0], *KNOWN, *BF16),
+        "captured, evaluations within a segment": _check_captured_evaluations,
+        "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),
+        "captured, a model's own ids": partial(_check_captured_models, OwnIds, "none"),
+    }
+
+
+def _run_case(case: str) -> None:
+    CASES[case]()
+
+
+# What every `make test` runs; the rest differs little from it.
+CAPTURED = [case for case in CASES if case.startswith("captured")]
+QUICK_ALONE = ["dot, fp32", "ends and resets", "another optimizer", *CAPTURED[:1]]
+QUICK_OF_TWO = [case for case in CASES if case not in CAPTURED] + [*CAPTURED[:1], *CAPTURED[-3:]]
+OF_FOUR = [case for case in CASES if "optimizer" not in case and "own ids" not in case]  # which agree to the last bit
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK_ALONE else pytest.mark.slow) for case in CASES]
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.usefixtures("world_of_one")
+def test_a_rank_alone(case: str) -> None:
+    _run_case(case)
+
+
+def _ranks(count: int, cases: Sequence[str]) -> Any:
+    """Return a fixture that runs `cases` on `count` ranks."""
+
+    @pytest.fixture(scope="module")
+    def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+        return run_cases(_run_case, count, tmp_path_factory.mktemp("ranks"), cases)
+
+    return ended
+
+
+two_ranks = _ranks(2, QUICK_OF_TWO)
+two_ranks_more = _ranks(2, [case for case in CASES if case not in QUICK_OF_TWO])
+four_ranks = _ranks(4, OF_FOUR)
+
+
+@pytest.mark.parametrize("case", QUICK_OF_TWO)
+def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
+    two_ranks(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK_OF_TWO])
+def test_two_ranks_more(two_ranks_more: Callable[[str], None], case: str) -> None:
+    two_ranks_more(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OF_FOUR)
+def test_four_ranks(four_ranks: Callable[[str], None], case: str) -> None:
+    four_ranks(case)
