@@ -21,7 +21,7 @@ from dlrm_overlap.config import Config, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.graphs.train_pipeline import innermost, why_not_captured
+from dlrm_overlap.graphs.parts import innermost, why_not_captured
 from dlrm_overlap.model import TrainTask
 
 log = logging.getLogger("dlrm_overlap")

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -21,6 +20,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange, uncompiled
 from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
@@ -29,18 +29,6 @@ from dlrm_overlap.embedding.tables import LocalTables
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-
-
-def _uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs: it does what no graph of tensors holds, and must do it in every step."""
-    disabled = torch.compiler.disable(function)
-
-    @wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        # Asked for first, since calling a disabled function takes half a microsecond more.
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)  # type: ignore[return-value]
-
-    return run
 
 
 def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
@@ -117,8 +105,8 @@ class Exchange:
     def steps(self, steps: int) -> None:
         self.counters.steps.value = steps
 
-    @_uncompiled
-    def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
+    @uncompiled
+    def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> PooledAwaitable:
         """Start a step.
 
         Args:
@@ -141,7 +129,7 @@ class Exchange:
             )
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
         if torch.is_grad_enabled():
-            return PooledAwaitable(self, step, _StartExchange.apply(self._anchor, self, step))
+            return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step))
         self.start_forward(step)
         return PooledAwaitable(self, step, None)
 
@@ -184,7 +172,7 @@ class Exchange:
         self._ids = IdLayout(self.layout, list(keys), bound)
         self._require(bound.samples)
 
-    @_uncompiled
+    @uncompiled
     def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
         """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
 
@@ -216,8 +204,8 @@ class Exchange:
         """Forget ids that were sent for steps that will not be taken."""
         self._sent.clear()
 
-    @_uncompiled
-    def start_sent(self, features: KeyedJaggedTensor) -> "PooledAwaitable":
+    @uncompiled
+    def start_sent(self, features: KeyedJaggedTensor) -> PooledAwaitable:
         """Start a step whose ids have been sent first among those that wait; where none wait, send `features`.
 
         Returns:
@@ -326,56 +314,3 @@ class Exchange:
                 halves.close()
         if stopped is not None:
             raise stopped
-
-
-class _StartExchange(torch.autograd.Function):
-    """The first half of the forward and the last of the backward: what is issued early and needed late.
-
-    Autograd runs later nodes first. So in the backward `_FinishExchange` sends the gradients; then the bottom MLP's
-    nodes, made between the two, run while gradients travel; and the update comes last.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
-        ctx.exchange, ctx.step = exchange, step
-        exchange.start_forward(step)
-        exchange.expect_gradient(step)
-        return torch.empty_like(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None, None]:
-        ctx.exchange.finish_backward(ctx.step)
-        return None, None, None
-
-
-class _FinishExchange(torch.autograd.Function):
-    """The second half of the forward and the first of the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
-        ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return exchange.finish_forward(step).float()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = gradients
-        ctx.exchange.start_backward(ctx.step, gradient)
-        return gradient.new_empty(ctx.token, dtype=torch.float32), None, None
-
-
-class PooledAwaitable(Awaitable[torch.Tensor]):
-    """The pooled embeddings of a step under way; `wait` returns them in float32."""
-
-    def __init__(self, exchange: Exchange, step: Step, token: torch.Tensor | None) -> None:
-        super().__init__()
-        self._exchange, self._step, self._token = exchange, step, token
-
-    @_uncompiled
-    def wait(self) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] float32."""
-        # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
-        if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
-            return self._exchange.finish_forward(self._step).float()
-        return _FinishExchange.apply(self._token, self._exchange, self._step)
-
-    _wait_impl = wait

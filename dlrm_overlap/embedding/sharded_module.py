@@ -23,8 +23,9 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.pooled import PooledAwaitable
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm, unsupported

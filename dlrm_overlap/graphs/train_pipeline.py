@@ -26,9 +26,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
-from torchrec.distributed.types import ShardedModule
-from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -40,6 +38,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
+from dlrm_overlap.graphs.parts import exchange_of, innermost, split_optimizer, why_not_captured
 from dlrm_overlap.graphs.static_batch import StaticBatch
 
 log = logging.getLogger("dlrm_overlap")
@@ -97,7 +96,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         assert self._group is not None, "the process group is made before the pipeline"
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
-        self._dense, self._fused = _split(optimizer)
+        self._dense, self._fused = split_optimizer(optimizer)
         # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
         self._captures_update = all(isinstance(innermost(each), FlatOptimizer) for each in self._dense)
         if self._captures and not self._captures_update:
@@ -154,7 +153,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def check(self) -> None:
         """Raise what kernels have recorded; never waits for the device."""
         for module in self._modules:
-            _exchange(module).check()
+            exchange_of(module).check()
 
     def close(self) -> None:
         """Release the graphs, which must be gone before the process group."""
@@ -238,7 +237,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         loss.backward()
         self._update()
         for module in self._modules:
-            _exchange(module).finish_rows()
+            exchange_of(module).finish_rows()
         self._streams.join_ids()
         return output
 
@@ -270,7 +269,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forget_sent_ids(self) -> None:
         for module in self._modules:
-            _exchange(module).forget_sent_ids()
+            exchange_of(module).forget_sent_ids()
         self._sent = False
 
     @contextmanager
@@ -280,11 +279,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         def find(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             assert isinstance(module, OverlapShardedEmbeddingBagCollection)
             (features,) = inputs
-            _exchange(module).order = self._order
+            exchange_of(module).order = self._order
             module.take_ids(features.keys(), self._bound)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
-                self._ahead.append((_exchange(module), index))
+                self._ahead.append((exchange_of(module), index))
             else:
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
@@ -305,19 +304,19 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             if isinstance(optimizer, FlatOptimizer):
                 optimizer.refresh()
         for module in self._modules:
-            _exchange(module).keep_rules_in_place()
+            exchange_of(module).keep_rules_in_place()
 
     def _capture(self, parity: int) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
         for module in self._modules:
-            exchange = _exchange(module)
+            exchange = exchange_of(module)
             exchange.captured = True
             exchange.keep_rules_in_place()
         other = self._graphs[1 - parity]
         captured = CapturedStep(
             lambda: self._step(parity, following=True),
             self._order,
-            [_exchange(module).counters for module in self._modules],
+            [exchange_of(module).counters for module in self._modules],
             pool=other.pool if other is not None else None,
             stream=self._streams.main_stream,
         )
@@ -335,7 +334,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if captured is not None:
             captured_other = captured is self._graphs[1 - parity]
             for module, values in zip(self._modules, captured.captured_values, strict=True):
-                exchange = _exchange(module)
+                exchange = exchange_of(module)
                 counters = exchange.counters
                 for counter, value in zip(counters.each, values, strict=True):
                     sends = counter is counters.ids and any(ahead is exchange for ahead, _ in self._ahead)
@@ -347,37 +346,4 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._sent = True
         if captured is not None:
             for module, arguments in zip(self._modules, captured.arguments, strict=True):
-                _exchange(module).counters.set_arguments(arguments)
-
-
-def why_not_captured(model: nn.Module) -> str | None:
-    """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
-    sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if not any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in sharded):
-        return "no module was sharded by OverlapEmbeddingBagCollectionSharder"
-    for module in sharded:
-        if not isinstance(module, OverlapShardedEmbeddingBagCollection):
-            return f"{type(module).__name__} is TorchRec's own, which waits for the host"
-        if (reason := module.why_ids_are_not_taken()) is not None:
-            return reason
-    return None
-
-
-def _exchange(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
-    assert module.exchange is not None
-    return module.exchange
-
-
-def _split(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups."""
-    if isinstance(optimizer, CombinedOptimizer):
-        parts = [_split(each) for _, each in optimizer.optimizers]
-        return [o for dense, _ in parts for o in dense], [o for _, fused in parts for o in fused]
-    return ([], [optimizer]) if isinstance(optimizer, FusedOptimizer) else ([optimizer], [])
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that TorchRec's wrappers hold."""
-    while hasattr(optimizer, "_optimizer"):
-        optimizer = optimizer._optimizer
-    return optimizer
+                exchange_of(module).counters.set_arguments(arguments)

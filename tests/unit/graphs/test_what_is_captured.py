@@ -19,7 +19,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dlrm_overlap import pipeline
 from dlrm_overlap.config import Config, DataConfig, TablesConfig, TrainConfig
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline, why_not_captured
+from dlrm_overlap.graphs.parts import why_not_captured
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.pipeline import takes_graph
 from tests.distributed.models import CPU, SUM, table_configs
 
