@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding import halves
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
@@ -68,7 +69,8 @@ class StandIn(CapturedStep):
         before = self.values
         for each in self._counters:
             each.advance()
-        with without_streams():
+        # Within a graph nothing hands the learning rate on: what comes before each replay does.
+        with without_streams(), patch.object(FlatOptimizer, "refresh", lambda _: None):
             self._order.begin()
             output = self._step()
             self._order.end()

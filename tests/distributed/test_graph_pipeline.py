@@ -1,4 +1,4 @@
-"""GraphTrainPipeline trains as TorchRec's pipeline does, bit for bit, uncaptured and with a stand-in for graphs."""
+"""GraphTrainPipeline trains as TorchRec's pipeline does, bit for bit, uncaptured or by a stand-in for CUDA graphs."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
