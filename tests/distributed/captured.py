@@ -20,7 +20,7 @@ from dlrm_overlap.embedding import halves
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
-from dlrm_overlap.graphs import train_pipeline
+from dlrm_overlap.graphs import parts, train_pipeline
 from dlrm_overlap.graphs.captured import CapturedStep
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from tests.distributed.interpreted import without_streams
@@ -108,7 +108,7 @@ def captures() -> Iterator[dict[str, int]]:
         pipeline._streams.main_stream = None
 
     def stand_in(pipeline: Any, parity: int) -> CapturedStep:
-        found = [train_pipeline._exchange(module) for module in pipeline._modules]
+        found = [parts.exchange_of(module) for module in pipeline._modules]
         kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found})
         with patch.object(train_pipeline, "CapturedStep", kind):
             return capture(pipeline, parity)

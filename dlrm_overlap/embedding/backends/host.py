@@ -44,6 +44,16 @@ def check_on_host(forward: Forward, step: Step) -> None:
         here.masked_fill_(outside, 0)
 
 
+def skip_on_host(windows: WindowPair, timeout_s: float) -> None:
+    """Take an epoch of a pair in which nothing is stored: raise a flag at each rank, and await one of each."""
+    arena = windows.arena
+    assert isinstance(arena, HostArena)
+    epoch = windows.begin()
+    for peer in range(arena.world_size):
+        arena.raise_flag(windows.flags, peer, 0, epoch)
+    arena.wait(windows.flags, torch.ones(arena.world_size, dtype=torch.int32), epoch, timeout_s)
+
+
 class _HostWindowForward(WindowForward):
     """Stores pooled embeddings into the peers' windows."""
 
@@ -73,6 +83,10 @@ class _HostWindowForward(WindowForward):
 
     def _raise(self, peer: int, slot: int = 0) -> None:
         self._arena.raise_flag(self.windows.flags, peer, slot, self.windows.epoch)
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored."""
+        skip_on_host(self.windows, self.options.wait_timeout_s)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Wait for the flags, and lend the window or copy it."""
@@ -151,6 +165,12 @@ class HostPush(WindowBackward):
         for shards in self.layout.tables(self.rank):
             if not step.rules[shards[0].lookup].only_fbgemm:
                 self._update_table(shards, step, window)
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored, once the rows of the step before are updated."""
+        if self._unfinished is not None:
+            self.finish(self._unfinished)
+        skip_on_host(self.windows, self.options.wait_timeout_s)
 
     def _update_table(self, shards: list[FeatureShard], step: Step, window: torch.Tensor) -> None:
         """Update a table's rows by the gradients of all features that share it."""

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends.host import skip_on_host
 from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.ids import IdLayout
@@ -120,9 +121,9 @@ class IdExchange(ABC):
             text = f"{count} ids of feature {name}, beyond the {most} of its bound"
         return ValueError(f"the batch of rank {rank} has {text}; correct the bound's bag_sizes, and start again")
 
+    @abstractmethod
     def skip(self) -> None:
         """Take an epoch in which nothing is published, as `Half.skip`."""
-        raise NotImplementedError(f"{type(self).__name__} is not captured")
 
     def check(self) -> None:  # noqa: B027  a CPU raises at once
         """Raise what a kernel has recorded; never waits for the device."""
@@ -145,6 +146,10 @@ class HostIdExchange(IdExchange):
         values, offsets = reference.pull_ids(published, self.requested, samples)
         self._check_rows(values, offsets, samples)
         return self.arrived(values, offsets, samples)
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is published."""
+        skip_on_host(self.windows, self.options.wait_timeout_s)
 
     def _published(self, rank: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         window, keys = self.windows.arena.view(self.windows.name, rank), self.ids.keys
