@@ -8,6 +8,7 @@ import torch
 
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 
 
 class CapturedStep:
@@ -46,7 +47,11 @@ class CapturedStep:
                 self._output = step()
             finally:
                 order.end()
-        assert self.values == [[value + 1 for value in values] for values in before], "each number rises by one"
+        if self.values != [[value + 1 for value in values] for values in before]:
+            raise InputError(
+                "GraphTrainPipeline: an embedding module is not called once a step, with a part in the loss, and a "
+                "captured step cannot leave it out; train this model by TorchRec's TrainPipelineSparseDist"
+            )
         self.pool = self._graph.pool()
         self.captured_values = self.values
         self.arguments = [[counter.argument for counter in each.each] for each in counters]

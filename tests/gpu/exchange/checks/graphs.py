@@ -33,7 +33,7 @@ from tests.gpu.exchange.place import Check, Place
 TIMEOUT_S = 3.0
 CULPRIT = 1  # the rank that stalls
 _STEPS = 40
-_BORDERS = (0, 6, 7, 23, _STEPS)  # of segments: one before both graphs are captured, one of a single step
+_BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single graph captured, one of a single step
 _BACKENDS = ("pgas", "fused")
 
 
