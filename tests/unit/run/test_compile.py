@@ -28,7 +28,8 @@ def _trainer(config: Config) -> Trainer:
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-@pytest.mark.parametrize("arch", ["dot", pytest.param("dcn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_a_compiled_dense_part_trains_the_same_and_is_compiled_once(tmp_path: Path, arch: str) -> None:
     shape = [*SMALL, "--model.arch", arch, *(["--model.cross_rank", "8"] if arch == "dcn" else [])]
     eager = _trainer(quickstart(tmp_path, "eager", *shape))
