@@ -15,13 +15,12 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.config import Config, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.graphs.parts import innermost, why_not_captured
+from dlrm_overlap.graphs.parts import dense_parameters, innermost, why_not_captured
 from dlrm_overlap.model import TrainTask
 
 log = logging.getLogger("dlrm_overlap")
@@ -163,7 +162,7 @@ def build_dense_optimizer(
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),
         "adam": partial(torch.optim.Adam, eps=config.eps),
     }
-    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    parameters = dense_parameters(model)
     if flat is not None:
         shadow = torch.bfloat16 if config.precision == "bf16" else None
         kind, numbers = config.optimizer, (config.lr, config.eps)

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with, weights_are_finite
 from dlrm_overlap.config import Config, InputError
@@ -42,6 +41,7 @@ from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.preflight import total_steps
@@ -115,7 +115,7 @@ class Trainer:
             compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
         if graph:
-            flat = FlatParameters(dict(in_backward_optimizer_filter(self.model.named_parameters())))
+            flat = FlatParameters(dense_parameters(self.model))
         else:
             join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
         initialise_tables(self.model, config.train.seed)

@@ -93,8 +93,6 @@ class Exchange:
         self._sent: deque[ArrivedIds] = deque()
         self._lookup_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
-        self.captured = False
-        """whether steps may be captured in a CUDA graph: their counters are then advanced on the device"""
 
     @property
     def steps(self) -> int:
@@ -122,7 +120,7 @@ class Exchange:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
-        if self._counts_epochs and not self.captured and torch.cuda.is_current_stream_capturing():
+        if self._counts_epochs and not self.order.active and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
                 f"step's epoch for ever; leave the embedding stage out of the graph"

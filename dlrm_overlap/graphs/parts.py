@@ -6,6 +6,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -22,6 +23,11 @@ def why_not_captured(model: nn.Module) -> str | None:
         if (reason := module.why_ids_are_not_taken()) is not None:
             return reason
     return None
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a sharded model, by name, that no fused lookup updates in its backward."""
+    return dict(in_backward_optimizer_filter(model.named_parameters()))
 
 
 def exchange_of(module: OverlapShardedEmbeddingBagCollection) -> Exchange:

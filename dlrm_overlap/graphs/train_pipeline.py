@@ -27,7 +27,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
@@ -38,7 +37,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
-from dlrm_overlap.graphs.parts import exchange_of, innermost, split_optimizer, why_not_captured
+from dlrm_overlap.graphs.parts import dense_parameters, exchange_of, innermost, split_optimizer, why_not_captured
 from dlrm_overlap.graphs.static_batch import StaticBatch
 
 log = logging.getLogger("dlrm_overlap")
@@ -98,10 +97,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         self._dense, self._fused = split_optimizer(optimizer)
         # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
-        self._captures_update = all(isinstance(innermost(each), FlatOptimizer) for each in self._dense)
+        self._flat_optimizers = [each for each in map(innermost, self._dense) if isinstance(each, FlatOptimizer)]
+        self._captures_update = len(self._flat_optimizers) == len(self._dense)
         if self._captures and not self._captures_update:
             log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
-        self._flat = flat or FlatParameters(dict(in_backward_optimizer_filter(model.named_parameters())))
+        self._flat = flat or FlatParameters(dense_parameters(model))
         if self._group.size() > 1:  # all ranks start alike, as under DDP
             dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
         self._order = CommunicationOrder()
@@ -177,9 +177,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._land(batches, 1 - parity)
             self._working[parity].copy_from(self._landing[parity])
             self._streams.step_is_issued(1 - parity)
-            for optimizer in map(innermost, self._dense):
-                if isinstance(optimizer, FlatOptimizer):
-                    optimizer.cast_shadows()  # a checkpoint may have been loaded since the last step
+            for optimizer in self._flat_optimizers:
+                optimizer.cast_shadows()  # a checkpoint may have been loaded since the last step
         if not self._sent:
             self._align(parity)
         self._follow_learning_rates()
@@ -300,18 +299,15 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._learning_rates = rates
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
-        for optimizer in map(innermost, self._dense):
-            if isinstance(optimizer, FlatOptimizer):
-                optimizer.refresh()
+        for optimizer in self._flat_optimizers:
+            optimizer.refresh()
         for module in self._modules:
             exchange_of(module).keep_rules_in_place()
 
     def _capture(self, parity: int) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
         for module in self._modules:
-            exchange = exchange_of(module)
-            exchange.captured = True
-            exchange.keep_rules_in_place()
+            exchange_of(module).keep_rules_in_place()
         other = self._graphs[1 - parity]
         captured = CapturedStep(
             lambda: self._step(parity, following=True),

@@ -44,14 +44,19 @@ def check_on_host(forward: Forward, step: Step) -> None:
         here.masked_fill_(outside, 0)
 
 
-def skip_on_host(windows: WindowPair, timeout_s: float) -> None:
-    """Take an epoch of a pair in which nothing is stored: raise a flag at each rank, and await one of each."""
+def meet_on_host(windows: WindowPair, timeout_s: float, what: str = "slice") -> None:
+    """Raise a pair's first flag at each rank in the current epoch, and await each rank's; it stands for a `what`."""
     arena = windows.arena
     assert isinstance(arena, HostArena)
-    epoch = windows.begin()
     for peer in range(arena.world_size):
-        arena.raise_flag(windows.flags, peer, 0, epoch)
-    arena.wait(windows.flags, torch.ones(arena.world_size, dtype=torch.int32), epoch, timeout_s)
+        arena.raise_flag(windows.flags, peer, 0, windows.epoch)
+    arena.wait(windows.flags, torch.ones(arena.world_size, dtype=torch.int32), windows.epoch, timeout_s, what)
+
+
+def skip_on_host(windows: WindowPair, timeout_s: float) -> None:
+    """Take an epoch of a pair in which nothing is stored."""
+    windows.begin()
+    meet_on_host(windows, timeout_s)
 
 
 class _HostWindowForward(WindowForward):

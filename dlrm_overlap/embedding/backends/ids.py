@@ -8,10 +8,9 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.host import skip_on_host
+from dlrm_overlap.embedding.backends.host import meet_on_host, skip_on_host
 from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.ids import IdLayout
@@ -137,11 +136,7 @@ class HostIdExchange(IdExchange):
     """Between processes of one host, by the reference's copies."""
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        arena, epoch, timeout = self.windows.arena, self.windows.epoch, self.options.wait_timeout_s
-        assert isinstance(arena, HostArena)
-        for peer in range(self.world_size):
-            arena.raise_flag(self.windows.flags, peer, 0, epoch)
-        arena.wait(self.windows.flags, torch.ones(self.world_size, dtype=torch.int32), epoch, timeout, "ids")
+        meet_on_host(self.windows, self.options.wait_timeout_s, "ids")
         published = [self._published(rank, samples) for rank in range(self.world_size)]
         values, offsets = reference.pull_ids(published, self.requested, samples)
         self._check_rows(values, offsets, samples)
@@ -155,11 +150,10 @@ class HostIdExchange(IdExchange):
         window, keys = self.windows.arena.view(self.windows.name, rank), self.ids.keys
         offsets = window[self.ids.offsets_at :]
         if self.known:
-            sizes = torch.tensor([self.ids.bound.bag_sizes[key][1] for key in keys])
-            if int(offsets[0]) != (total := samples * int(sizes.sum())):
+            known = self.ids.known_offsets(range(len(keys)), samples)
+            if int(offsets[0]) != (total := int(known[-1])):
                 raise self.overflow(rank, 0, int(offsets[0]), total)
-            ends = sizes.repeat_interleave(samples).cumsum(0, dtype=torch.int32)
-            return window, torch.cat([ends.new_zeros(1), ends])
+            return window, known
         offsets = offsets[: len(keys) * samples + 1]
         counts = offsets[::samples].diff().tolist()
         for feature, (count, most) in enumerate(zip(counts, self.ids.capacity, strict=True)):
@@ -219,9 +213,7 @@ class DeviceIdExchange(IdExchange):
             if self.known:
                 sources, counts, arrivals, starts = self.ids.known_places(self.rank, samples)
                 places = Places(self._tensor(sources), self._tensor(counts), self._tensor([*arrivals, starts[-1]]))
-                sizes = torch.tensor([self.ids.bound.bag_sizes[self.ids.keys[f]][1] for f in self.requested]).int()
-                ends = sizes.repeat_interleave(batch).cumsum(0, dtype=torch.int32)
-                offsets = [torch.cat([ends.new_zeros(1), ends]).to(self.device)] * 2
+                offsets = [self.ids.known_offsets(self.requested, batch).to(self.device)] * 2
                 values = [each[: starts[-1]] for each in values]
             else:
                 pairs = shards * self.world_size

@@ -112,6 +112,17 @@ class IdLayout:
         """Return the most ids that arrive at `rank`."""
         return self.layout.world_size * sum(self.capacity[feature] for feature in self.features(rank))
 
+    def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
+        """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.
+
+        Args:
+            features: indices in `keys`.
+            bags: of each feature.
+        """
+        sizes = torch.tensor([self.bound.bag_sizes[self.keys[feature]][1] for feature in features], dtype=torch.int32)
+        ends = sizes.repeat_interleave(bags).cumsum(0, dtype=torch.int32)
+        return torch.cat([ends.new_zeros(1), ends])
+
     def known_places(self, rank: int, samples: int) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return where ids are that have known lengths, for batches of `samples`.
 
