@@ -58,9 +58,14 @@ class CastWeights:
     @torch.no_grad()
     def finish(self) -> None:
         """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
-        views = self._flat.gradients.views
-        if self._taken:
-            torch._foreach_copy_([views[name] for name in self._taken], list(self._taken.values()))  # type: ignore
+        pairs = [(self._flat.gradients.views[name], gradient) for name, gradient in self._taken.items()]
+        # PyTorch takes all tensors by one kernel only if each pair has the same strides; one product's weight has not.
+        alike = [(view, gradient) for view, gradient in pairs if view.stride() == gradient.stride()]
+        for view, gradient in pairs:
+            if view.stride() != gradient.stride():
+                view.copy_(gradient)
+        if alike:
+            torch._foreach_copy_(*map(list, zip(*alike, strict=True)))  # type: ignore[arg-type]
         self._flat.zero(self._names - self._taken.keys())
         for name in self._taken:
             self._complete(name)
