@@ -91,7 +91,8 @@ class Exchange:
         self._failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[ArrivedIds] = deque()
-        self._lookup_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # Of lowest priority, so that the small kernels of a bottom MLP need not wait for the lookup's many programs.
+        self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
 
     @property
@@ -137,6 +138,8 @@ class Exchange:
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
         forward = self._require(step.batch.most).forward
+        if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
+            step.ids_ready = torch.cuda.current_stream(self.device).record_event()
         with self._beside():
             forward.start(step)
         self._pending = step

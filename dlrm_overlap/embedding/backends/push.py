@@ -1,9 +1,10 @@
 """The backward on GPUs: gradients stored into the owners' windows, rows updated by ids that were sorted long before.
 
-Everything runs beside the main stream. Ids are sorted once the forward has looked them up, while the dense part
-computes; the host, which has the dense part to issue first, issues the sort with the backward. Gradients travel on one
-stream, part by part. Rows are updated on another, part by part as the gradients arrive, while the main stream goes on
-with the bottom MLP's backward and the dense all-reduce; it waits for the rows at the end of the backward.
+Everything runs beside the main stream. Ids are sorted once they have arrived and none is outside its table, beside the
+lookup or the dense part; the host, which has the dense part to issue first, issues the sort with the backward.
+Gradients travel on one stream, part by part. Rows are updated on another, part by part as the gradients arrive, while
+the main stream goes on with the bottom MLP's backward and the dense all-reduce; it waits for the rows at the end of the
+backward.
 """
 
 from itertools import groupby
@@ -88,16 +89,17 @@ class Push(WindowBackward):
         self._rules.keep_in_place(self.tables.rules())
 
     def note_forward(self, step: Step) -> None:
-        """Mark where on the stream the forward has looked the ids up, and so has replaced those outside their table."""
+        """Mark where on the stream no id is outside its table any more: the lookup replaces them, or the arrival."""
         super().note_forward(step)
-        step.looked_up = torch.cuda.current_stream(self.device).record_event()
+        if step.ids_ready is None:
+            step.ids_ready = torch.cuda.current_stream(self.device).record_event()
         for ids in step.inputs:
             ids.values().record_stream(self._update_stream)
             ids.offsets().record_stream(self._update_stream)
 
     def prepare(self, step: Step) -> None:
         """Sort the ids, beside the main stream."""
-        self._update_stream.wait_event(step.looked_up)
+        self._update_stream.wait_event(step.ids_ready)
         with torch.cuda.stream(self._update_stream):
             step.runs = [rows.sort(step) for rows in self._input_rows()]
 

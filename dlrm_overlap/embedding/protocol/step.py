@@ -55,7 +55,7 @@ class Step:
     """a copy of the pooled embeddings, if the next step began before they were asked for"""
     set_aside_event: Any = None
     """on GPUs: the event after which that copy may be read"""
-    looked_up: Any = None
+    ids_ready: Any = None
     """on GPUs: the event after which the backward may read the ids"""
     number: int = 0
     """number of the step among those that have a backward, counted from the run's first"""
