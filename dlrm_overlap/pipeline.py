@@ -96,6 +96,13 @@ def _compiled_in_training(part: nn.Module) -> Callable[..., torch.Tensor]:
     return lambda *inputs: (compiled if part.training else eager)(*inputs)
 
 
+def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
+    """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
+    task.loss.forward = _compiled_in_training(task.loss)
+    logits = torch.zeros(samples, device=device, requires_grad=True)
+    torch.autograd.grad(task.loss(logits, torch.zeros(samples, device=device)), logits)
+
+
 def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimizer, compiled: bool) -> CastWeights:
     """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
 

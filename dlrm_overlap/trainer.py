@@ -54,6 +54,7 @@ from dlrm_overlap.pipeline import (
     build_pipeline,
     cast_once,
     compile_dense,
+    compile_loss,
     join_dense,
     shard_model,
     takes_graph,
@@ -111,8 +112,10 @@ class Trainer:
         )
         self.model = shard_model(task, self.plan, sharder, group, device)
         graph, casts_once = takes_graph(config, self.model, device), config.train.precision == "bf16"
-        if config.train.compile_dense and not (graph and casts_once):
-            compile_dense(task, self.samples_per_rank, device)
+        if config.train.compile_dense:
+            compile_loss(task, self.samples_per_rank, device)
+            if not (graph and casts_once):
+                compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
         if graph:
             flat = FlatParameters(dense_parameters(self.model))
