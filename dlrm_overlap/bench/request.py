@@ -146,6 +146,11 @@ class TimelineRequest(Request):
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, STEP_CONTENDERS)
+        if self.output.suffix != ".csv":
+            raise InputError(
+                f"--output {self.output}: must end in .csv, since the picture beside it has the same name with another "
+                f"ending, and the folder of the traces without one; give one that does"
+            )
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
         """Check that every contender has a configuration, and that the ranks are on GPUs.

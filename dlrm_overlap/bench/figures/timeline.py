@@ -57,9 +57,9 @@ def run(request: TimelineRequest, ranks: Ranks) -> int:
             f"{first['tables']} tables, dim {first['dim']}, {first['arch']}, {first['precision']}, global batch "
             f"{first['global_batch']}"
         )
-        report(rows, [], request.output, f"{shape}, {ranks.world.world_size} ranks", _SHOWN)
         command = shlex.join(["dlrm-overlap", *sys.argv[1:], "--nproc", str(ranks.world.world_size)])
-        draw(traced, f"A training step on rank 0 of {environment().get('gpu', 'a CPU')}; {shape}", command, picture)
+        draw(traced, f"A traced step on rank 0 of {environment().get('gpu', 'a CPU')}; {shape}", command, picture)
+        report(rows, [], request.output, f"{shape}, {ranks.world.world_size} ranks", _SHOWN)
         print(f"picture: {picture}\ntraces:  {request.output.with_suffix('')}")
     return 0
 

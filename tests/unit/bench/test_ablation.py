@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.figures import ablation
+from dlrm_overlap.bench.figures import ablation, step
+from dlrm_overlap.bench.harness import training_runs
 from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, StepContender
 from dlrm_overlap.config import InputError
@@ -45,6 +46,9 @@ def test_groups_take_turns_with_both_references(
         contender = STEP_CONTENDERS[name]
         monkeypatch.setitem(STEP_CONTENDERS, name, StepContender({**contender.keys, **eager}))
     monkeypatch.setattr(ablation, "_IN_A_GROUP", 1)
+    monkeypatch.setattr(training_runs, "_WARMUP_STEPS", 1)
+    for figure in (ablation, step):
+        monkeypatch.setattr(figure, "CHECKED_STEPS", 3)
     config = quickstart(tmp_path, "run", "--train.batch_size", "64", "--train.steps", "4")
     request = AblationRequest(
         "ablation", tmp_path / "a.csv", contenders=("pgas_eager", "torchrec_no_balance"), steps=4, batches=2

@@ -95,7 +95,9 @@ def test_the_figure_has_a_row_a_rank_and_a_picture(
     assert str(tmp_path / "made" / "t.svg") in capsys.readouterr().out
 
 
-def test_a_cpu_has_no_timeline(tmp_path: Path) -> None:
+def test_what_has_no_timeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--output runs/made: must end in \.csv"):
+        TimelineRequest("timeline", Path("runs/made"))
     request = TimelineRequest("timeline", tmp_path / "t.csv")
     with pytest.raises(InputError, match="bench timeline: a CPU's trace has no kernels and no streams"):
         request.check_ranks(quickstart(tmp_path, "run"), 2, "cpu")
