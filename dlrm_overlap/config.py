@@ -202,6 +202,9 @@ class EmbeddingConfig:
     backward: BackwardName = "auto"
     """pgas, fused: the gradients' way. push, which auto is: stored at their owners, each touched row updated once.
     collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd only, not deterministic"""
+    gradient_parts: PositiveInt | None = None
+    """push: the most parts in which a rank's gradients travel, each some of its tables: rows of one part are updated
+    while the next part travels. null takes as many as pay, up to six"""
     wait_timeout_s: PositiveFloat = 600.0
     """pgas, fused: a wait for a peer that lasts longer stops the run"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
@@ -282,6 +285,12 @@ class TrainConfig:
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs
     where it can, else torchrec"""
+    capture: bool = True
+    """pipeline graph: capture steps in CUDA graphs (GPU); false has the host issue the same kernels one by one, for
+    debuggers and for comparison"""
+    flat_dense: bool = True
+    """pipeline graph: keep the dense parameters in one tensor, which one kernel updates and, under bf16, casts for the
+    next step; false leaves them to the optimizer of torch.optim, behind the graph, and to autocast"""
     eval_every: NonNegativeInt = 0
     """steps between evaluations; 0 evaluates at the end only"""
     target_auroc: NonNegativeFloat = 0.0

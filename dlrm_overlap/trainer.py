@@ -111,15 +111,17 @@ class Trainer:
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
         self.model = shard_model(task, self.plan, sharder, group, device)
-        graph, casts_once = takes_graph(config, self.model, device), config.train.precision == "bf16"
+        graph = takes_graph(config, self.model, device)
+        is_flat = graph and config.train.flat_dense
+        casts_once = is_flat and config.train.precision == "bf16"
         if config.train.compile_dense:
             compile_loss(task, self.samples_per_rank, device)
-            if not (graph and casts_once):
+            if not casts_once:
                 compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
-        if graph:
+        if is_flat:
             flat = FlatParameters(dense_parameters(self.model))
-        else:
+        if not graph:
             join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
         initialise_tables(self.model, config.train.seed)
         self.optimizer = build_optimizer(self.model, config.train, flat)
@@ -129,7 +131,15 @@ class Trainer:
             bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
             casts = cast_once(task, flat, self.optimizer, config.train.compile_dense) if flat and casts_once else None
             self.pipeline = GraphTrainPipeline(
-                self.model, self.optimizer, device, bound, group, flat, casts, WIRE_DTYPES[config.train.gradient_dtype]
+                self.model,
+                self.optimizer,
+                device,
+                bound,
+                group,
+                flat,
+                casts,
+                WIRE_DTYPES[config.train.gradient_dtype],
+                capture=None if config.train.capture else False,
             )
         else:
             self.pipeline = build_pipeline(self.model, self.optimizer, device)

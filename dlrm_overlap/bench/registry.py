@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from dlrm_overlap.bench.request import (
+    AblationRequest,
     BackwardRequest,
     ForwardRequest,
     InputRequest,
@@ -17,6 +18,7 @@ from dlrm_overlap.bench.request import (
     Request,
     StepRequest,
     StrongRequest,
+    TimelineRequest,
     WeakRequest,
 )
 
@@ -39,6 +41,10 @@ class Figure(NamedTuple):
 FIGURES = {
     "input": Figure("the step fed by the loader, against the step on one cached batch", InputRequest, "input"),
     "step": Figure("the whole training step under TorchRec and under our backends", StepRequest, "step"),
+    "ablation": Figure("the whole step with one thing more or less", AblationRequest, "ablation"),
+    "timeline": Figure(
+        "what of a traced step is exposed communication, with a picture (GPU)", TimelineRequest, "timeline"
+    ),
     "stage": Figure("all contenders on one shape", ForwardRequest, "stage"),
     "weak": Figure("the same on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"),
     "strong": Figure("the same on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"),

@@ -10,7 +10,13 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
+from dlrm_overlap.bench.step_contenders import (
+    ABLATION,
+    STEP_CONTENDERS,
+    USUAL,
+    check_contenders,
+    contender_config,
+)
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
 
@@ -71,9 +77,7 @@ class InputRequest(Request):
 class StepRequest(Request):
     """What is asked of the figure of the whole training step."""
 
-    contenders: tuple[str, ...] = _option(
-        tuple(STEP_CONTENDERS), "who takes part; losses are compared with the first one's", nargs="+"
-    )
+    contenders: tuple[str, ...] = _option(USUAL, "who takes part; losses are compared with the first one's", nargs="+")
     steps: int = _option(200, "timed steps of each contender", type=PositiveInt)
     batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
     pinned_host: bool = _option(
@@ -84,11 +88,7 @@ class StepRequest(Request):
     )
 
     def __post_init__(self) -> None:
-        for name in self.contenders:
-            if name not in STEP_CONTENDERS:
-                raise InputError(f"--contenders {name}: not a contender; known: {', '.join(STEP_CONTENDERS)}")
-        if len(set(self.contenders)) < len(self.contenders):
-            raise InputError(f"--contenders {' '.join(self.contenders)}: one is there twice; name each once")
+        check_contenders(self.contenders, STEP_CONTENDERS)
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
         """Check that every contender has a configuration, and that the step's bytes can be counted.
@@ -103,6 +103,65 @@ class StepRequest(Request):
             )
         for name in self.contenders:
             contender_config(config, STEP_CONTENDERS[name], device_type)
+
+
+@dataclass(frozen=True)
+class AblationRequest(Request):
+    """What is asked of the ablation of the whole step."""
+
+    contenders: tuple[str, ...] = _option(
+        tuple(name for others in ABLATION.values() for name in others),
+        "who takes part beside the references torchrec and pgas_graph",
+        nargs="+",
+    )
+    steps: int = _option(100, "timed steps of each contender", type=PositiveInt)
+    batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
+
+    def __post_init__(self) -> None:
+        check_contenders(self.contenders, {name: others for others in ABLATION.values() for name in others})
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that every contender and reference has a configuration.
+
+        Raises:
+            InputError: naming the key.
+        """
+        for name in (*ABLATION, *self.contenders):
+            contender_config(config, STEP_CONTENDERS[name], device_type)
+
+
+@dataclass(frozen=True)
+class TimelineRequest(Request):
+    """What is asked of the figure of a step's timeline, which needs GPUs."""
+
+    contenders: tuple[str, ...] = _option(
+        ("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced", nargs="+"
+    )
+    steps: int = _option(5, "traced steps of each contender", type=PositiveInt)
+    batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
+
+    output_help: ClassVar[str] = (
+        "CSV file to append the rows to; the picture is beside it as .svg, the traces are in a folder of its name"
+    )
+
+    def __post_init__(self) -> None:
+        check_contenders(self.contenders, STEP_CONTENDERS)
+        if self.output.suffix != ".csv":
+            raise InputError(
+                f"--output {self.output}: must end in .csv, since the picture beside it has the same name with another "
+                f"ending, and the folder of the traces without one; give one that does"
+            )
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that every contender has a configuration, and that the ranks are on GPUs.
+
+        Raises:
+            InputError: naming the key, or because the ranks are on a CPU.
+        """
+        for name in self.contenders:
+            contender_config(config, STEP_CONTENDERS[name], device_type)
+        if device_type == "cpu":
+            raise InputError(f"bench {self.kind}: a CPU's trace has no kernels and no streams; run it on GPUs")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""Who takes part in `bench step`: each contender is the configuration with a few keys of its own.
+"""Who takes part in `bench step`, `ablation` and `timeline`: each contender is the configuration with keys of its own.
 
-To add one, an ablation for instance, add a line to STEP_CONTENDERS. This module loads no torch, so that an unknown
-name is reported at once.
+To add one, add a line to STEP_CONTENDERS; to make it a row of the ablation, one to ABLATION as well. This module loads
+no torch, so that an unknown name is reported at once.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, InputError
 
 _GPU_ONLY = ("train.graph_dense",)
 
@@ -23,25 +23,88 @@ class StepContender(NamedTuple):
 
 
 def _contender(
-    backend: str, pipeline: str = "torchrec", *, compiled: bool = True, graphed: bool = True, int32_ids: bool = False
+    backend: str,
+    pipeline: str = "torchrec",
+    *,
+    compiled: bool = True,
+    graphed: bool = True,
+    int32_ids: bool = False,
+    **others: Any,
 ) -> StepContender:
+    """Return a contender with these keys and `others`, whose dots are written as two underscores."""
     keys = {
         "embedding.backend": backend,
         "train.pipeline": pipeline,
         "train.compile_dense": compiled,
         "train.graph_dense": graphed,
     }
-    return StepContender(keys, int32_ids)
+    return StepContender(keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids)
+
+
+def _torchrec(*, compiled: bool = False, graphed: bool = False, **others: Any) -> StepContender:
+    """Return TorchRec as users run it, or with something more."""
+    return _contender("torchrec", compiled=compiled, graphed=graphed, **others)
+
+
+def _pgas_graph(**others: Any) -> StepContender:
+    """Return the whole step as a CUDA graph, the dense part with it."""
+    return _contender("pgas", "graph", graphed=False, **others)
 
 
 STEP_CONTENDERS = {
-    "torchrec": _contender("torchrec", compiled=False, graphed=False),  # as users run it
+    "torchrec": _torchrec(),  # as users run it
     "torchrec_strongest": _contender("torchrec", int32_ids=True),
     "pgas": _contender("pgas"),
     "fused": _contender("fused"),
-    "pgas_graph": _contender("pgas", "graph", graphed=False),  # the dense part is in the graph of the whole step
+    "pgas_graph": _pgas_graph(),
     "fused_graph": _contender("fused", "graph", graphed=False),
+    "torchrec_no_balance": _torchrec(embedding__plan="table_wise"),
+    "torchrec_int32": _torchrec(int32_ids=True),
+    "torchrec_compiled": _torchrec(compiled=True),
+    "torchrec_captured": _torchrec(graphed=True),
+    "pgas_eager": _contender("pgas", compiled=False, graphed=False),
+    "pgas_graph_no_capture": _pgas_graph(train__capture=False),
+    "pgas_graph_no_compile": _pgas_graph(compiled=False),
+    "pgas_graph_no_flat": _pgas_graph(train__flat_dense=False),
+    "pgas_graph_no_balance": _pgas_graph(embedding__plan="table_wise"),
+    "pgas_graph_one_part": _pgas_graph(embedding__gradient_parts=1),
 }
+
+# Those that `bench step` times where none are named.
+USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
+
+# Reference -> contender -> what it has beside torchrec, or what it lacks of pgas_graph, and has in its stead.
+ABLATION: Mapping[str, Mapping[str, str]] = {
+    "torchrec": {
+        "torchrec_no_balance": "TorchRec's planner, whole tables, instead of the balanced plan",
+        "torchrec_int32": "ids as int32",
+        "torchrec_compiled": "the dense part compiled",
+        "torchrec_captured": "the dense part in CUDA graphs",
+        "torchrec_strongest": "ids as int32, the dense part compiled and in CUDA graphs, together",
+        "pgas_eager": "our exchange and update of rows, nothing else",
+    },
+    "pgas_graph": {
+        "pgas_graph_no_capture": "the capture; the host issues the kernels one by one",
+        "pgas": "the capture, and ids without the host; TorchRec's pipeline and DDP, the dense part in CUDA graphs",
+        "pgas_graph_no_compile": "the compiled dense part; eager operators, captured",
+        "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim behind the graph, and autocast",
+        "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
+        "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
+    },
+}
+
+
+def check_contenders(names: tuple[str, ...], known: Mapping[str, Any]) -> None:
+    """Check the values of an option `--contenders`.
+
+    Raises:
+        InputError: if a name is unknown or there twice.
+    """
+    for name in names:
+        if name not in known:
+            raise InputError(f"--contenders {name}: not a contender; known: {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise InputError(f"--contenders {' '.join(names)}: one is there twice; name each once")
 
 
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:

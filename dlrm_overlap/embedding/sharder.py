@@ -45,6 +45,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         wire_dtype: str = "fp32",
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
         backward: str = "auto",
+        gradient_parts: int | None = None,
         copy_output: bool = True,
         output_order: str = "plan",
     ) -> None:
@@ -78,8 +79,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             schedule,
             slice_bags,
             programs_per_sm,
+            gradient_parts,
             WIRE_DTYPES[wire_dtype],
-            wait_timeout_s,
+            wait_timeout_s=wait_timeout_s,
             backward=backward,
             copy_output=copy_output,
         )
@@ -134,6 +136,7 @@ def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
             wire_dtype=config.wire_dtype,
             wait_timeout_s=config.wait_timeout_s,
             backward=config.backward,
+            gradient_parts=config.gradient_parts,
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
         )

@@ -1,6 +1,9 @@
-"""Sums up a GPU's trace: the time of each kind of work, and how much of that time the kind ran alone.
+"""Sums up a GPU's trace: the time of each kind of work, how much of it ran alone, what communication is exposed.
 
-Communication is hidden where other work runs at the same time; what runs alone is exposed.
+Communication is hidden where other work runs at the same time. It is exposed where a kernel runs that moves data
+between GPUs or waits for a peer, and none that computes. A kernel that both looks up rows and puts them to peers
+computes as long as it runs, since it reads rows to its end; what of its time is the links' alone a trace cannot show.
+So there are two numbers: `exposed` takes such a kernel for computing, `exposed_most` for communication.
 """
 
 import gzip
@@ -8,24 +11,32 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.text_table import format_table
 
-# Kinds of work, by patterns for the names of FBGEMM's, NCCL's and our kernels. The first that matches counts; what none
-# matches is dense.
+# Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
+# matches counts; what none matches is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
-    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags",
+    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
     "all-reduce": r"AllReduce",
-    "ids": r"[Rr]adix|RunLength|DeviceScan|cumsum|linearize|permute_\dD|bucketize|bounds_check"
+    "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",
+    "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_find_ranges|_cut_runs",
-    "copies": r"^Memcpy|^Memset",
+    "samples": r"_draw_\w+",
+    "copies": r"^[Mm]emcpy|^[Mm]emset",  # in CUDA graphs they are kernels, named memcpy128 and the like
+    "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce",
 }
+KINDS = (*_KINDS, "dense")
+_PUTS = r"_store_pooled|_put_slices"
+_COMMUNICATES_TOO = r"_pull_ids"
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -45,8 +56,23 @@ class Work(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of work: lookup, exchange, update, all-reduce, ids, copies or dense."""
+        """The kind of work, one of `KINDS`; dense is the dense part's pointwise work."""
         return next((kind for kind, names in _KINDS.items() if re.search(names, self.name)), "dense")
+
+    @property
+    def puts(self) -> bool:
+        """Whether it looks up rows and puts them to peers at once."""
+        return re.search(_PUTS, self.name) is not None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it moves data between GPUs, or waits for a peer, and does nothing else."""
+        return self.kind in ("exchange", "all-reduce") or re.search(_COMMUNICATES_TOO, self.name) is not None
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is neither communication nor a copy within this GPU or from the host."""
+        return not self.communicates and self.kind != "copies"
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -92,6 +118,81 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in merge(spans))
 
 
+def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """Return, in order, the stretches that `spans` cover and `others` do not.
+
+    Example: 0 .. 10 less 2 .. 3 and 8 .. 20 leaves 0 .. 2 and 3 .. 8.
+    """
+    left: list[Span] = []
+    covered, passed = merge(others), 0
+    for begin, end in merge(spans):
+        while passed < len(covered) and covered[passed].begin < end:
+            other = covered[passed]
+            if other.begin > begin:
+                left.append(Span(begin, other.begin))
+            begin = max(begin, other.end)
+            if other.end > end:
+                break  # it may cover some of the next one, too
+            passed += 1
+        if begin < end:
+            left.append(Span(begin, end))
+    return left
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a GPU did in a stretch of time, in us. `compute`, `exposed`, `copying` and `idle` add up to its length."""
+
+    length: float
+    compute: float
+    """a kernel ran that computes"""
+    exposed: float
+    """a kernel ran that communicates, and none that computes"""
+    exposed_most: float
+    """the same, kernels that look up and put at once taken for communication"""
+    copying: float
+    """nothing but copies ran, within this GPU or from the host"""
+    idle: float
+    """nothing ran"""
+
+
+def share(work: Sequence[Work], window: Span) -> Shares:
+    """Return what the GPU did in `window`, of whose work `work` holds at least that part."""
+    compute = [each.span for each in work if each.computes]
+    most = subtract(
+        [each.span for each in work if each.communicates or each.puts],
+        [each.span for each in work if each.computes and not each.puts],
+    )
+    busy = [each.span for each in work]
+
+    def within(spans: Iterable[Span]) -> float:
+        return sum(max(0.0, min(end, window.end) - max(begin, window.begin)) for begin, end in spans)
+
+    exposed = exposed_spans(work)
+    copying = subtract([each.span for each in work if each.kind == "copies"], [*compute, *exposed])
+    return Shares(
+        window.end - window.begin,
+        within(merge(compute)),
+        within(exposed),
+        within(most),
+        within(copying),
+        within(subtract([window], busy)),
+    )
+
+
+def exposed_spans(work: Sequence[Work]) -> list[Span]:
+    """Return, in order, the stretches in which a kernel runs that communicates and none that computes."""
+    return subtract([each.span for each in work if each.communicates], [each.span for each in work if each.computes])
+
+
+def spans_by_kind(work: Iterable[Work]) -> dict[str, list[Span]]:
+    """Return the spans of each of `KINDS`, in its order."""
+    by_kind: dict[str, list[Span]] = {kind: [] for kind in KINDS}
+    for each in work:
+        by_kind[each.kind].append(each.span)
+    return by_kind
+
+
 def summarise(path: Path) -> str:
     """Return a table of the kinds of work in a trace of training steps: ms a step, and ms of these it runs alone.
 
@@ -108,9 +209,7 @@ def summarise(path: Path) -> str:
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     steps = max(1, len(marks))
     ms = 1e-3 / steps
-    by_kind: dict[str, list[Span]] = {kind: [] for kind in (*_KINDS, "dense")}
-    for each in work:
-        by_kind[each.kind].append(each.span)
+    by_kind = spans_by_kind(work)
     merged = merge(each.span for each in work)
     whole, busy = merged[-1].end - merged[0].begin, length(merged)
     lines = [["work", "ms a step", "alone"]]
@@ -119,4 +218,9 @@ def summarise(path: Path) -> str:
             others = itertools.chain.from_iterable(by_kind[other] for other in by_kind if other != kind)
             lines.append([kind, f"{length(spans) * ms:.3f}", f"{(busy - length(others)) * ms:.3f}"])
     text = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
-    return f"{path}: {text}\n{format_table(lines)}"
+    shares = share(work, Span(merged[0].begin, merged[-1].end))
+    exposed = f"exposed communication: {shares.exposed * ms:.3f} ms a step, {shares.exposed / whole:.1%}"
+    if any(each.puts for each in work):
+        most = f"{shares.exposed_most * ms:.3f} ms, {shares.exposed_most / whole:.1%}"
+        exposed += f"; at most {most}, if kernels that look up and put do nothing but put"
+    return f"{path}: {text}\n{format_table(lines)}\n{exposed}"

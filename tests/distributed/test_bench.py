@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS
+from dlrm_overlap.bench.step_contenders import USUAL
 from tests.conftest import run_cli
 
 
@@ -131,7 +131,7 @@ def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: 
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     contenders = [(row["pinned_host"], row["contender"]) for row in rows]
-    assert contenders == [(pinned, name) for pinned in ("False", "True") for name in STEP_CONTENDERS]
+    assert contenders == [(pinned, name) for pinned in ("False", "True") for name in USUAL]
     for row in rows:
         assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
         assert float(row["max_relative_difference"]) <= float(row["tolerance"])

@@ -163,6 +163,17 @@ def test_the_pages_show_the_measured_steps() -> None:
         assert [cell.replace("°", "") for cell in few[1:]] == [*medians[:2], f"{medians[2]} ({ratios})"]
 
 
+def test_the_page_shows_the_measured_ablation() -> None:
+    page, measured = Path("docs/results/step.md").read_text(), Path("docs/results/ablation.csv")
+    assert measured.exists() == ("\n## Ablation\n" in page), "the section comes with its rows"
+    if measured.exists():
+        made = runpy.run_path("docs/results/ablation_table.py")
+        with measured.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for reference in made["ABLATION"]:
+            assert "\n".join(made["ablation_table"](rows, reference)) in page
+
+
 def _digits(median_ms: float) -> str:
     return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
 

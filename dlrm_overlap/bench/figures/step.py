@@ -1,19 +1,20 @@
 """`bench step`: what does a user gain who switches the backend? The whole training step, contenders in turns.
 
 Every contender is a trainer of the one configuration with a few keys of its own (`bench.step_contenders`), with the
-same plan, samples, seeds and types. Each trains 20 steps from the same weights on the same batches before anything is
-timed; one whose losses part from the first contender's gets no speedup, and the exit code is 1. All train at 3% of
-the configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding grow to some percent of the loss
-within 20 steps, in which a wrong gradient would hide. A step copies its batch to the device; the batches are read
-before.
+same samples, seeds and types, and the same plan unless `embedding.plan` is among its keys. Each trains 20 steps from
+the same weights on the same batches before anything is timed; one whose losses part from the first contender's gets no
+speedup, and the exit code is 1. All train at 3% of the configuration's learning rates: at MLPerf's, Adagrad's first
+steps make rounding grow to some percent of the loss within 20 steps, in which a wrong gradient would hide. A step
+copies its batch to the device; the batches are read before.
 
 A row is a contender, once more with `pinned_host` if that is asked for. Its speedups are over the two contenders of
 TorchRec, as users run it and at its strongest; `fraction_of_floor` is of the time that products, memory or links must
-take (`harness.step_floor`).
+take (`harness.step_floor`), under the first contender's plan.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,9 @@ from dlrm_overlap.launching.preflight import check_start
 from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.trainer import Trainer
 
-_CHECKED_STEPS = 20
+Found = TypeVar("Found")
+
+CHECKED_STEPS = 20
 _RATE = 0.03  # of the configuration's learning rates
 _BASELINES = ("torchrec", "torchrec_strongest")
 _SHOWN = (
@@ -50,18 +53,18 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if losses disagree.
     """
-    shared = _slowed(ranks.config)
-    configs = {name: contender_config(shared, STEP_CONTENDERS[name], ranks.device.type) for name in request.contenders}
-    for config in configs.values():
-        check_start(config, ranks.device)  # for every contender, before the first one trains
-    reference = request.contenders[0]
-    compiled = any(config.train.compile_dense for config in configs.values())
-    apart = replace(configs[reference], train=replace(configs[reference].train, compile_dense=compiled))
-    again, batches, floor = _train_apart(request, ranks, reference, apart)
-    runs = [TrainingRun(name, _build(ranks, name, config), batches) for name, config in configs.items()]
-    plans = {describe_plan(each.trainer.plan) for each in runs}
-    assert len(plans) == 1, "the plan does not depend on the backend"
-    losses = {each.name: each.losses(_CHECKED_STEPS) for each in runs}
+    configs = contender_configs(ranks, request.contenders)
+
+    def look(trainer: Trainer, batches: Sequence[Batch]) -> StepFloor:
+        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+        ceilings = measure_ceilings(dist.group.WORLD, ranks.device)
+        return find_floor(trainer, batches, ceilings, request.dense_tflop_per_s)
+
+    again, batches, floor = train_apart(ranks, configs, request.batches, look)
+    runs = [TrainingRun(name, build(ranks, name, config), batches) for name, config in configs.items()]
+    plans = {(each.trainer.config.embedding.plan, describe_plan(each.trainer.plan)) for each in runs}
+    assert len(plans) == len({kind for kind, _ in plans}), "the plan does not depend on the backend"
+    losses = {each.name: each.losses(CHECKED_STEPS) for each in runs}
     agreements, faults = judge(ranks.config.train.precision, losses, again)
 
     times = {False: time_in_turns(runs, request.steps)}
@@ -73,7 +76,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
         found = dict(zip(configs, timings, strict=True))
         rows += [
             {"kind": request.kind, "contender": each.name, "pinned_host": pinned}
-            | _describe(each, request)
+            | describe_run(each, request.batches)
             | _times(each, found, agreements, floor)
             for each in runs
         ]
@@ -85,38 +88,52 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     return 1 if faults else 0
 
 
-def _slowed(config: Config) -> Config:
-    """Return `config` at the learning rates of this figure."""
-    embedding, train = config.embedding, config.train
-    return replace(
-        config, embedding=replace(embedding, lr=_RATE * embedding.lr), train=replace(train, lr=_RATE * train.lr)
+def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
+    """Return each contender's configuration at the learning rates of this figure; all are checked before one trains.
+
+    Raises:
+        InputError: if the device or the data do not fit one of them.
+    """
+    embedding, train = ranks.config.embedding, ranks.config.train
+    slowed = replace(
+        ranks.config, embedding=replace(embedding, lr=_RATE * embedding.lr), train=replace(train, lr=_RATE * train.lr)
     )
+    configs = {name: contender_config(slowed, STEP_CONTENDERS[name], ranks.device.type) for name in names}
+    for config in configs.values():
+        check_start(config, ranks.device)
+    return configs
 
 
-def _build(ranks: Ranks, name: str, config: Config) -> Trainer:
+def build(ranks: Ranks, name: str, config: Config) -> Trainer:
+    """Return the trainer of the contender `name`. All ranks call this."""
     int32 = {"embedding_table_index_type": torch.int32}
     return ranks.trainer(config, int32 if STEP_CONTENDERS[name].int32_ids else None)
 
 
-def _train_apart(
-    request: StepRequest, ranks: Ranks, name: str, config: Config
-) -> tuple[list[float], list[Batch], StepFloor]:
-    """Return the losses of a run of the reference beside its timed one, the batches of all runs, and the step's floor.
+def train_apart(
+    ranks: Ranks, configs: Mapping[str, Config], batches: int, look: Callable[[Trainer, Sequence[Batch]], Found]
+) -> tuple[list[float], list[Batch], Found]:
+    """Return the losses of a run of the first contender beside its timed one, all runs' batches, and what `look` finds.
 
     The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
     contender's is, so that its losses show what rounding makes of the reference's.
+
+    Args:
+        configs: by contender.
+        batches: how many to read.
+        look: called with the trainer and the batches before the first step.
     """
-    trainer = _build(ranks, name, config)
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    batches = read_batches(trainer, request.batches)
-    floor = find_floor(trainer, batches, measure_ceilings(group, ranks.device), request.dense_tflop_per_s)
-    apart = TrainingRun(name, trainer, batches)
-    losses = apart.losses(_CHECKED_STEPS)
+    name, config = next(iter(configs.items()))
+    compiled = any(each.train.compile_dense for each in configs.values())
+    trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
+    read = read_batches(trainer, batches)
+    found = look(trainer, read)
+    apart = TrainingRun(name, trainer, read)
+    losses = apart.losses(CHECKED_STEPS)
     apart.close()
     del trainer, apart
     collect_garbage(ranks.device)
-    return losses, batches, floor
+    return losses, read, found
 
 
 def judge(
@@ -149,13 +166,17 @@ def judge(
     return agreements, faults
 
 
-def _describe(run: TrainingRun, request: StepRequest) -> dict[str, Any]:
+def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     """Return the columns of what the contender is, and of the shape."""
     trainer, config = run.trainer, run.trainer.config
     return {
         "backend": config.embedding.backend,
         "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
+        "plan": config.embedding.plan,
+        "gradient_parts": config.embedding.gradient_parts,
         "pipeline": config.train.pipeline,
+        "capture": config.train.capture,
+        "flat_dense": config.train.flat_dense,
         "compile_dense": config.train.compile_dense,
         "graph_dense": config.train.graph_dense,
         "arch": config.model.arch,
@@ -163,7 +184,7 @@ def _describe(run: TrainingRun, request: StepRequest) -> dict[str, Any]:
         "world_size": trainer.world.world_size,
         **describe_tables(config),
         "global_batch": trainer.global_batch,
-        "batches": request.batches,
+        "batches": batches,
         "optimizer": config.embedding.optimizer,
         "weight_dtype": config.embedding.weight_dtype,
         "wire_dtype": config.embedding.wire_dtype,
@@ -191,7 +212,7 @@ def _times(
         },
         **columns,
         "fraction_of_floor": columns["floor_ms"] / median_ms,
-        "checked_steps": _CHECKED_STEPS,
+        "checked_steps": CHECKED_STEPS,
         "max_relative_difference": agreement.max_relative_difference,
         "tolerance": agreement.tolerance,
         "agrees": agreement.agrees,

@@ -5,10 +5,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from dlrm_overlap.bench.harness.step_trace import mark_time
 from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -77,6 +80,30 @@ class TrainingRun:
             self._take_step(segment)
         self._finish()
         return timer.take_ms(), host_ms
+
+    def trace(self, steps: int, path: Path) -> None:
+        """Write a Chrome trace of `steps` steps to `path`, each between two kernels that only mark time.
+
+        The marks are on the current stream, where `time` marks the ends of steps. What the host does within a step is
+        not traced, since that would slow it down. GPU only.
+        """
+        segment = itertools.islice(itertools.cycle(self._batches), 2 * _WARMUP_STEPS + steps + _AHEAD)
+        self.trainer.pipeline.reset()
+        for _ in range(_WARMUP_STEPS):
+            self._take_step(segment)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            dist.barrier()  # behind the start of the profilers, which takes a second the first time
+            for _ in range(_WARMUP_STEPS):
+                self._take_step(segment)
+            mark_time()
+            for _ in range(steps):
+                self._take_step(segment)
+                mark_time()
+            for _ in range(_AHEAD):
+                self._take_step(segment)
+            self._finish()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
     def _finish(self) -> None:
         """Wait for the device, and raise what kernels have recorded."""

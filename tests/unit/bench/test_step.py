@@ -37,16 +37,15 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
     for key, value in contender.keys.items():
         section, field = key.split(".")
         assert getattr(getattr(made, section), field) == value
-    same = replace(made, embedding=replace(made.embedding, backend="fused"), train=config.train)
-    assert same == config
+    same = replace(made.embedding, backend="fused", plan=config.embedding.plan, gradient_parts=None)
+    assert replace(made, embedding=same, train=config.train) == config
     rehearsed = contender_config(config, contender, "cpu")
     assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
 
 
-def test_only_torchrecs_strongest_is_told_of_int32_ids_and_a_backward_is_left_to_those_who_have_it(
-    tmp_path: Path,
-) -> None:
-    assert [name for name, contender in STEP_CONTENDERS.items() if contender.int32_ids] == ["torchrec_strongest"]
+def test_int32_ids_are_told_to_torchrec_alone_and_a_backward_is_left_to_those_who_have_it(tmp_path: Path) -> None:
+    told = [name for name, contender in STEP_CONTENDERS.items() if contender.int32_ids]
+    assert told == ["torchrec_strongest", "torchrec_int32"]
     config = quickstart(tmp_path, "run", "--embedding.backend", "pgas", "--embedding.backward", "collective")
     backwards = [contender_config(config, STEP_CONTENDERS[name], "cuda").embedding.backward for name in STEP_CONTENDERS]
     assert backwards[:4] == ["auto", "auto", "collective", "collective"]
@@ -193,7 +192,7 @@ def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
 def test_what_one_contender_cannot_do_is_refused_before_the_first_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "_build", lambda *_: pytest.fail("a contender was built"))
+    monkeypatch.setattr(step, "build", lambda *_: pytest.fail("a contender was built"))
     other = {"other": StepContender({"embedding.backend": "pgas", "train.precision": "tf32"})}
     with pytest.raises(InputError, match=r"train\.precision: tf32 needs a GPU"):
         _run(tmp_path, monkeypatch, _TORCHREC | other)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.trace_summary import Span, Work, length, merge, summarise
+from dlrm_overlap.observe.trace_summary import Shares, Span, Work, length, merge, share, subtract, summarise
 
 
 def _event(name: str, begin: float, end: float, cat: str = "kernel", stream: int = 7) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _write(path: Path, events: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: str) -> None:
     path = _write(tmp_path / name, STEPS)
-    headline, *lines = summarise(path).splitlines()
+    headline, *lines, exposed = summarise(path).splitlines()
     assert headline == f"{path}: 2 steps of 0.500 ms, the GPU idle in 0.050 of them"
     assert [line.split() for line in lines] == [
         ["work", "ms", "a", "step", "alone"],
@@ -46,8 +46,12 @@ def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: 
         ["exchange", "0.100", "0.050"],
         ["update", "0.200", "0.150"],
         ["copies", "0.075", "0.025"],
-        ["dense", "0.125", "0.025"],
+        ["products", "0.125", "0.025"],
     ]
+    assert exposed == (
+        "exposed communication: 0.050 ms a step, 10.0%; at most 0.150 ms, 30.0%, if kernels that look up and put do "
+        "nothing but put"
+    )
 
 
 def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
@@ -67,9 +71,16 @@ def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
         ("_add_to_rows", "update"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all-reduce"),
-        ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "ids"),
-        ("_cut_runs", "ids"),
+        ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "sort"),
+        ("_cut_runs", "sort"),
+        ("_pull_ids", "ids"),
+        ("_draw_ids", "samples"),
         ("Memset (Device)", "copies"),
+        ("memcpy128", "copies"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", "optimizer"),
+        ("_update_parameters", "optimizer"),
+        ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "products"),
+        ("triton_poi_fused__to_copy_add_mul_14", "dense"),
         ("void at::native::vectorized_elementwise_kernel<4, ...>", "dense"),
     ],
 )
@@ -83,6 +94,27 @@ def test_spans() -> None:
     assert length(spans) == 8
     assert length([*spans, Span(2, 6), Span(20, 30)]) == 8 + 14 - 2
     assert length([]) == 0
+
+
+def test_subtract() -> None:
+    assert subtract([Span(0, 10)], [Span(2, 3), Span(8, 20)]) == [Span(0, 2), Span(3, 8)]
+    assert subtract([Span(5, 6), Span(0, 4), Span(9, 12)], [Span(3, 10)]) == [Span(0, 3), Span(10, 12)]
+    assert subtract([Span(0, 2), Span(4, 6)], [Span(2, 3), Span(7, 8)]) == [Span(0, 2), Span(4, 6)]
+    assert subtract([Span(1, 2)], [Span(0, 3)]) == subtract([], [Span(0, 1)]) == []
+
+
+def test_a_window_is_shared_among_computing_exposed_communication_copies_and_nothing() -> None:
+    """A lookup that puts, 0 .. 10, with a product from 6 to 8; a wait to 14; a copy 12 .. 16; ids pulled 20 .. 24."""
+    names = {
+        "_put_slices": (0, 10),
+        "sm90_gemm": (6, 8),
+        "_await_flags": (8, 14),
+        "Memcpy HtoD": (12, 16),
+        "_pull_ids": (20, 24),
+    }
+    work = [Work(name, stream, Span(*span)) for stream, (name, span) in enumerate(names.items())]
+    assert share(work, Span(0, 25)) == Shares(25, compute=10, exposed=8, exposed_most=16, copying=2, idle=5)
+    assert share(work, Span(7, 21)) == Shares(14, compute=3, exposed=5, exposed_most=7, copying=2, idle=4)
 
 
 @pytest.mark.parametrize(

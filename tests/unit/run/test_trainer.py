@@ -13,6 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.graphs.parts import innermost
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.trainer import NotFiniteError, Trainer
@@ -52,6 +55,32 @@ def test_the_last_step_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (line,) = [line for line in caplog.messages if line.startswith("checkpoint: ")]
     assert line.startswith(f"checkpoint: {tmp_path}/run/checkpoints/step_4, 0.")
     assert line.endswith(" s")
+
+
+def test_steps_of_the_graphs_pipeline_learn_the_same_without_flat_dense_parameters(tmp_path: Path) -> None:
+    losses = []
+    for is_flat in ("true", "false"):
+        options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.precision", "bf16"]
+        trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *options, "--train.flat_dense", is_flat))
+        assert isinstance(trainer.pipeline, GraphTrainPipeline)
+        dense = innermost(dict(trainer.optimizer.optimizers)["dense"])
+        assert isinstance(dense, FlatOptimizer if is_flat == "true" else torch.optim.Adagrad)
+        with trainer.loader(trainer.train_data, 0, 4) as loader:
+            batches = iter(loader)
+            losses.append([trainer.step(batches).item() for _ in range(4)])
+        trainer.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("captures", "given"), [("true", None), ("false", False)])
+def test_whether_steps_are_captured_is_told_to_the_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: str, given: bool | None
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("dlrm_overlap.trainer.GraphTrainPipeline", lambda *_, capture: told.append(capture))
+    options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.capture", captures]
+    _trainer(quickstart(tmp_path, "run", *SMALL, *options))
+    assert told == [given]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Traced training steps: where each begins and ends on the GPU, and what ran in it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_overlap.observe.trace_summary import Shares, Span, Work, gpu_work, length, read_events, share, spans_by_kind
+
+_MARK = re.compile(r"\bspin_kernel\b")
+
+
+def mark_time() -> None:
+    """Launch a kernel on the current stream that does nothing but be found in a trace."""
+    torch.cuda._sleep(1)
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """The steps of a trace on one rank."""
+
+    steps: Sequence[Span]
+    """each from one mark to the next"""
+    work: Sequence[Work]
+    """all kernels and copies but the marks"""
+
+    @property
+    def window(self) -> Span:
+        """All steps together."""
+        return Span(self.steps[0].begin, self.steps[-1].end)
+
+    @property
+    def shares(self) -> Shares:
+        """What the GPU did in all steps together."""
+        return share(self.work, self.window)
+
+    @property
+    def typical(self) -> Span:
+        """The step of median length, of two the shorter one."""
+        return sorted(self.steps, key=lambda step: step.end - step.begin)[(len(self.steps) - 1) // 2]
+
+    def during(self, step: Span) -> list[Work]:
+        """Return the work of one step; what began before it or ends after it is cut off there."""
+        cut = [
+            each._replace(span=Span(max(each.span.begin, step.begin), min(each.span.end, step.end)))
+            for each in self.work
+        ]
+        return [each for each in cut if each.span.begin < each.span.end]
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a mean step: what the GPU did, in ms and as fractions, and the ms of each kind."""
+        shares, ms = self.shares, 1e-3 / len(self.steps)
+        parts: Mapping[str, float] = {name: value for name, value in vars(shares).items() if name != "length"}
+        kinds = spans_by_kind([each for step in self.steps for each in self.during(step)])
+        return {
+            "traced_steps": len(self.steps),
+            "step_ms": shares.length * ms,
+            **{f"{name}_ms": value * ms for name, value in parts.items()},
+            **{f"{name}_fraction": value / shares.length for name, value in parts.items()},
+            **{f"{kind.replace('-', '_')}_kernels_ms": length(spans) * ms for kind, spans in kinds.items()},
+        }
+
+
+def read_steps(path: Path) -> TracedSteps:
+    """Return the steps of a Chrome trace that `TrainingRun.trace` has written.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    work = sorted(gpu_work(read_events(path)), key=lambda each: each.span)
+    marks = [each.span.begin for each in work if _MARK.search(each.name)]
+    assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
+    steps = [Span(begin, end) for begin, end in pairwise(marks)]
+    return TracedSteps(steps, [each for each in work if not _MARK.search(each.name)])
