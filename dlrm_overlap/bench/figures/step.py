@@ -166,7 +166,7 @@ def _describe(run: TrainingRun, request: StepRequest) -> dict[str, Any]:
         "batches": request.batches,
         "optimizer": config.embedding.optimizer,
         "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.wire_dtype,
+        "wire_dtype": config.embedding.resolved_wire_dtype(config.train.precision),
     }
 
 
