@@ -20,10 +20,19 @@ class StepContender(NamedTuple):
     """dotted key -> value, instead of the configuration's"""
     int32_ids: bool = False
     """whether TorchRec's lookups are told to take ids as int32, as they are read; otherwise they cast them to int64"""
+    bf16_output: bool = False
+    """whether TorchRec's lookups are told to return bfloat16 where the dense part computes in it, so that this is what
+    the collective carries and what the dense part reads; otherwise both are in float32"""
 
 
 def _contender(
-    backend: str, pipeline: str = "torchrec", *, compiled: bool = True, graphed: bool = True, int32_ids: bool = False
+    backend: str,
+    pipeline: str = "torchrec",
+    *,
+    compiled: bool = True,
+    graphed: bool = True,
+    int32_ids: bool = False,
+    bf16_output: bool = False,
 ) -> StepContender:
     keys = {
         "embedding.backend": backend,
@@ -31,12 +40,13 @@ def _contender(
         "train.compile_dense": compiled,
         "train.graph_dense": graphed,
     }
-    return StepContender(keys, int32_ids)
+    return StepContender(keys, int32_ids, bf16_output)
 
 
 STEP_CONTENDERS = {
     "torchrec": _contender("torchrec", compiled=False, graphed=False),  # as users run it
     "torchrec_strongest": _contender("torchrec", int32_ids=True),
+    "torchrec_bf16_output": _contender("torchrec", int32_ids=True, bf16_output=True),
     "pgas": _contender("pgas"),
     "fused": _contender("fused"),
     "pgas_graph": _contender("pgas", "graph", graphed=False),  # the dense part is in the graph of the whole step

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
 
 from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
 from dlrm_overlap.bench.harness.limits import measure_ceilings
@@ -94,8 +95,14 @@ def _slowed(config: Config) -> Config:
 
 
 def _build(ranks: Ranks, name: str, config: Config) -> Trainer:
-    int32 = {"embedding_table_index_type": torch.int32}
-    return ranks.trainer(config, int32 if STEP_CONTENDERS[name].int32_ids else None)
+    contender = STEP_CONTENDERS[name]
+    fused_params: dict[str, Any] = {}
+    if contender.int32_ids:
+        fused_params["embedding_table_index_type"] = torch.int32
+    takes_bf16 = config.train.precision == "bf16" and ranks.device.type == "cuda"  # FBGEMM has no such output on CPUs
+    if contender.bf16_output and takes_bf16:
+        fused_params["output_dtype"] = SparseType.BF16
+    return ranks.trainer(config, fused_params)
 
 
 def _train_apart(
@@ -155,6 +162,7 @@ def _describe(run: TrainingRun, request: StepRequest) -> dict[str, Any]:
     return {
         "backend": config.embedding.backend,
         "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
+        "bf16_output": STEP_CONTENDERS[run.name].bf16_output,
         "pipeline": config.train.pipeline,
         "compile_dense": config.train.compile_dense,
         "graph_dense": config.train.graph_dense,
