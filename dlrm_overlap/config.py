@@ -219,8 +219,9 @@ class EmbeddingConfig:
     """Adagrad's epsilon"""
     weight_dtype: Literal["fp32", "fp16"] = "fp32"
     """storage of the rows"""
-    wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """pooled embeddings and their gradients between ranks"""
+    wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """pooled embeddings and their gradients between ranks; auto is bf16 where train.precision is bf16 and the backend
+    is not torchrec, since the model rounds to bf16 in any case, else fp32"""
 
     def __post_init__(self) -> None:
         if self.slice_bags < 4 or self.slice_bags & (self.slice_bags - 1):
@@ -239,6 +240,12 @@ class EmbeddingConfig:
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
                 f"{self.optimizer}; take push"
             )
+
+    def resolved_wire_dtype(self, precision: str) -> str:
+        """Return `wire_dtype`, or what auto stands for where the dense part computes in `precision`."""
+        if self.wire_dtype != "auto":
+            return self.wire_dtype
+        return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
 
     @property
     def has_backward(self) -> bool:

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class DotInteraction(nn.Module):
 
 
 class Head(nn.Module):
-    """What follows the embeddings: interaction, top MLP, logit."""
+    """What follows the bottom MLP and the embeddings: interaction, top MLP, logit."""
 
     def __init__(self, config: ModelConfig, tables: int) -> None:
         super().__init__()
@@ -60,9 +61,13 @@ class Head(nn.Module):
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
         self.logit = nn.Linear(config.top_mlp[-2], 1)
 
-    def forward(self, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Map the bottom MLP's output [b, D] and the pooled embeddings [b, T * D] to logits [b]."""
-        embeddings = torch.cat((dense_bD, pooled.to(dense_bD.dtype)), dim=1)
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b].
+
+        Args:
+            parts: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to be joined.
+        """
+        embeddings = parts[0] if len(parts) == 1 else concatenated(*parts)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
 
@@ -96,7 +101,14 @@ class DLRM(nn.Module):
         """Map dense features [b, F] float32 and the bags of T tables to logits [b]."""
         pooled = self.embedding(sparse)  # returns at once: the exchange runs while the bottom MLP does
         dense_bD = self.bottom(dense)
+        if self.joins_in_place:
+            return self.head(joined(dense_bD, pooled, self.keys))
         return self.head(dense_bD, in_order(pooled, self.keys))
+
+    @property
+    def joins_in_place(self) -> bool:
+        """Whether the embedding leaves room for the bottom MLP's output in front of what it returns."""
+        return getattr(self.embedding, "leading_columns", 0) == self.dim
 
 
 @torch.fx.wrap  # TorchRec's pipeline traces the model, but not through this function, which depends on values
@@ -109,6 +121,52 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
         return pooled.values()
     by_table = pooled.to_dict()
     return torch.cat([by_table[key] for key in keys], dim=1)
+
+
+@torch.fx.wrap
+def joined(dense_bD: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
+    """Wait for an exchange that leaves D columns in front of its output, and return embeddings [b, (T + 1) * D].
+
+    The bottom MLP's output is written into that room. A step that the exchange leaves to TorchRec, or whose output was
+    set aside, has none, and is concatenated.
+    """
+    values, dim = in_order(pooled, keys), dense_bD.shape[1]
+    width = dim + values.shape[1]
+    has_room = values.stride() == (width, 1) and values.storage_offset() == dim
+    if not has_room or values.dtype != dense_bD.dtype:
+        return concatenated(dense_bD, values)
+    return JoinInPlace.apply(dense_bD, values)
+
+
+def concatenated(dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    """Return the bottom MLP's output [b, D] and the pooled embeddings [b, T * D] side by side, of the former's type."""
+    return torch.cat((dense_bD, pooled.to(dense_bD.dtype)), dim=1)
+
+
+class JoinInPlace(torch.autograd.Function):
+    """The bottom MLP's output [b, D], written in front of each row of the pooled embeddings, and both as one tensor.
+
+    Nothing else is copied, forward or back. The result is another tensor on the storage of the pooled embeddings, so
+    whoever has lent that storage sees that it is in use.
+
+    Example: D = 2, T = 1, b = 2. The storage is _ _ 3 4 _ _ 7 8, of which the pooled embeddings are [[3, 4], [7, 8]].
+    Joined with [[1, 2], [5, 6]] they are [[1, 2, 3, 4], [5, 6, 7, 8]].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Return [b, (T + 1) * D]. The rows of `pooled` have room for D elements in front, in its storage."""
+        ctx.dim = dense_bD.shape[1]
+        shape, first = (pooled.shape[0], ctx.dim + pooled.shape[1]), pooled.storage_offset() - ctx.dim
+        embeddings = pooled.new_empty(0).set_(pooled.untyped_storage(), first, shape, pooled.stride())
+        embeddings[:, : ctx.dim].copy_(dense_bD)
+        return embeddings
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the columns of one gradient tensor that belong to either."""
+        (gradient,) = gradients
+        return gradient[:, : ctx.dim], gradient[:, ctx.dim :]
 
 
 class TrainTask(nn.Module):

@@ -20,8 +20,9 @@ from dlrm_overlap.config import Config, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.graphs.parts import dense_parameters, innermost, why_not_captured
-from dlrm_overlap.model import TrainTask
+from dlrm_overlap.model import TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -62,13 +63,15 @@ def join_dense(
 
 def _example_inputs(
     task: TrainTask, samples: int, device: torch.device
-) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, ...]]:
     """Return inputs of the bottom MLP and of the head as a training batch of `samples` has them; under autocast."""
     dlrm = task.dlrm
     dense = torch.randn(samples, dlrm.dense_features, device=device)
     dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
-    pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device, requires_grad=True)
-    return (dense,), (dense_bD, pooled)
+    pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device)
+    if dlrm.joins_in_place:
+        return (dense,), (concatenated(dense_bD, pooled).detach().requires_grad_(),)
+    return (dense,), (dense_bD, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:

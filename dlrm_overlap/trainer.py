@@ -9,7 +9,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | its ids go to the owners of their rows, one step ahead | `embedding.backends.ids`; TorchRec's input_dist |
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
-| the pooled embeddings are awaited | `model.in_order` |
+| the pooled embeddings are awaited, the bottom MLP's output is put in front of them | `model.joined` |
 | interaction and top MLP run | `model.Head` |
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
@@ -102,7 +102,7 @@ class Trainer:
         assert group is not None, "the process group is made before the trainer"
         dlrm = build_model(config.model, config.embedding, rows, config.data.dense_features, config.train.seed)
         task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
-        sharder = build_sharder(config.embedding)
+        sharder = build_sharder(config.embedding, config.train.precision, config.model.dim)
         if fused_params is not None:
             assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
             sharder.fused_params.update(fused_params)

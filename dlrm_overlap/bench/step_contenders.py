@@ -20,6 +20,9 @@ class StepContender(NamedTuple):
     """dotted key -> value, instead of the configuration's"""
     int32_ids: bool = False
     """whether TorchRec's lookups are told to take ids as int32, as they are read; otherwise they cast them to int64"""
+    bf16_output: bool = False
+    """whether TorchRec's lookups are told to return bfloat16 where the dense part computes in it, so that this is what
+    the collective carries and what the dense part reads; otherwise both are in float32"""
 
 
 def _contender(
@@ -29,6 +32,7 @@ def _contender(
     compiled: bool = True,
     graphed: bool = True,
     int32_ids: bool = False,
+    bf16_output: bool = False,
     **others: Any,
 ) -> StepContender:
     """Return a contender with these keys and `others`, whose dots are written as two underscores."""
@@ -38,7 +42,9 @@ def _contender(
         "train.compile_dense": compiled,
         "train.graph_dense": graphed,
     }
-    return StepContender(keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids)
+    return StepContender(
+        keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids, bf16_output
+    )
 
 
 def _torchrec(*, compiled: bool = False, graphed: bool = False, **others: Any) -> StepContender:
@@ -54,6 +60,7 @@ def _pgas_graph(**others: Any) -> StepContender:
 STEP_CONTENDERS = {
     "torchrec": _torchrec(),  # as users run it
     "torchrec_strongest": _contender("torchrec", int32_ids=True),
+    "torchrec_bf16_output": _contender("torchrec", int32_ids=True, bf16_output=True),
     "pgas": _contender("pgas"),
     "fused": _contender("fused"),
     "pgas_graph": _pgas_graph(),
@@ -71,7 +78,7 @@ STEP_CONTENDERS = {
 }
 
 # Those that `bench step` times where none are named.
-USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
+USUAL = ("torchrec", "torchrec_strongest", "torchrec_bf16_output", "pgas", "fused", "pgas_graph", "fused_graph")
 
 # Reference -> contender -> what it has beside torchrec, or what it lacks of pgas_graph, and has in its stead.
 ABLATION: Mapping[str, Mapping[str, str]] = {

@@ -110,19 +110,20 @@ class Loan:
     """A region that is lent as a tensor, and knows whether anything still uses it."""
 
     def __init__(self, region: torch.Tensor) -> None:
-        """Take a tensor with a storage of its own."""
+        """Take a tensor [rows, columns] with a storage of its own."""
         self._region, self._storage = region, region.untyped_storage()
-        self._row, self._strides = region.shape[1:], region.stride()
+        self._columns, self._strides = region.shape[1], region.stride()
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
         self._address = self._storage._cdata
         self._idle = self._count_users(self._address)
 
-    def lend(self, rows: int) -> torch.Tensor:
-        """Return the first `rows` rows: a tensor of its own on the region's storage.
+    def lend(self, rows: int, first_column: int = 0) -> torch.Tensor:
+        """Return the first `rows` rows, from `first_column` on: a tensor of its own on the region's storage.
 
         A view would be one made within an autograd function, which autograd does not let anyone change in place.
         """
-        return self._region.new_empty(0).set_(self._storage, 0, (rows, *self._row), self._strides)
+        shape = rows, self._columns - first_column
+        return self._region.new_empty(0).set_(self._storage, first_column, shape, self._strides)
 
     @property
     def held(self) -> bool:

@@ -85,7 +85,7 @@ class Exchange:
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
         self._capacity = 0
-        self._copies = options.copy_output and options.wire_dtype == torch.float32  # else the cast to it is a copy
+        self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._pending: Step | None = None
         self._failure: str | None = None
@@ -114,8 +114,9 @@ class Exchange:
             batch_sizes: samples of each rank.
 
         Returns:
-            An awaitable of the pooled embeddings [b, D_total] float32 of this rank's samples, the features side by side
-            in the layout's order.
+            An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
+            the features side by side in the layout's order. Of a lent window with leading columns these are in front
+            of each row, in the same storage.
 
         Raises:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
@@ -254,7 +255,7 @@ class Exchange:
 
     @_fails_for_good
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of what `finish_forward` returned to the rows' owners.
+        """Start to send the gradient [b, D_total] of what `wait` returned to the rows' owners, from where it lies.
 
         If another lookup has begun since, whose rows autograd may want updated before this one's, `finish_backward`
         does so.

@@ -32,7 +32,7 @@ class ExchangeOptions:
     gradient_parts: int | None = None
     """push: the most parts in which a rank's gradients travel; None takes as many as pay"""
     wire_dtype: torch.dtype = torch.float32
-    """type of pooled embeddings and their gradients between ranks"""
+    """type of pooled embeddings and their gradients between ranks, and so of the windows"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
     """bound of a wait for a peer"""
     trace: bool = False
@@ -42,6 +42,19 @@ class ExchangeOptions:
     copy_output: bool = False
     """backends that store to peers: return a copy of the pooled embeddings. Else the window itself is returned, which
     its user must let go of before the next forward"""
+    output_dtype: torch.dtype = torch.float32
+    """type in which pooled embeddings are returned and their gradient is taken: float32, or that of the wire"""
+    leading_columns: int = 0
+    """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
+    what its user joins with them. No rank stores there, and nothing reads them"""
+
+    def __post_init__(self) -> None:
+        assert self.output_dtype in (torch.float32, self.wire_dtype), "the wire would round what is then widened"
+
+    @property
+    def casts_output(self) -> bool:
+        """Whether what has arrived is cast, and its gradient before it is sent."""
+        return self.output_dtype != self.wire_dtype
 
     @property
     def resolved_backward(self) -> str:

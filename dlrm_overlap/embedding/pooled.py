@@ -55,9 +55,9 @@ class FinishExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: "Exchange", step: Step) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] float32."""
+        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return exchange.finish_forward(step).float()
+        return exchange.finish_forward(step).to(exchange.options.output_dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -68,7 +68,7 @@ class FinishExchange(torch.autograd.Function):
 
 
 class PooledAwaitable(Awaitable[torch.Tensor]):
-    """The pooled embeddings of a step under way; `wait` returns them in float32."""
+    """The pooled embeddings of a step under way."""
 
     def __init__(self, exchange: "Exchange", step: Step, token: torch.Tensor | None) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
 
     @uncompiled
     def wait(self) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] float32."""
+        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
-            return self._exchange.finish_forward(self._step).float()
+            return self._exchange.finish_forward(self._step).to(self._exchange.options.output_dtype)
         return FinishExchange.apply(self._token, self._exchange, self._step)
 
     _wait_impl = wait

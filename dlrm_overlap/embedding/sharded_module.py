@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm, unsupported
 
 log = logging.getLogger("dlrm_overlap")
 
+_OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
 _MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 
 
@@ -54,6 +55,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _set_up_exchange(self) -> None:
         reasons = [self._reason_to_fall_back(sharding) for sharding in self._embedding_shardings]
+        found = zip(self._embedding_shardings, reasons, strict=True)
+        types = {output for sharding, reason in found if reason is None for output in _output_types(sharding)}
+        if len(types) > 1:
+            unlike = f"outputs of types {' and '.join(sorted(output.value for output in types))}"
+            reasons = [reason or unlike for reason in reasons]
         for sharding_type, reason in zip(self._sharding_types, reasons, strict=True):
             if reason and self._env.rank == 0:
                 log.warning(
@@ -81,11 +87,10 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the collective's backward where the rows' update is FBGEMM's alone."""
-        options = self._options
-        groups = [
-            g for sharding in shardings for groups in sharding._grouped_embedding_configs_per_rank for g in groups
-        ]
+        """Return the options, with the lookups' type, and the collective where the rows' update is FBGEMM's alone."""
+        options, groups = self._options, [group for sharding in shardings for group in _groups(sharding)]
+        if (output := _output_types(shardings[0]).pop()) != SparseType.FP32:
+            options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
         backward = options.resolved_backward
         reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
         if backward == "collective" or not reasons:
@@ -104,7 +109,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return "2D parallelism"
         if sharding.qcomm_codecs_registry:
             return "quantised communication: use wire_dtype instead"
-        for group in (group for groups in sharding._grouped_embedding_configs_per_rank for group in groups):
+        for group in _groups(sharding):
             kernels = {table.compute_kernel for table in group.embedding_tables}
             if kernels != {EmbeddingComputeKernel.FUSED}:
                 return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
@@ -115,11 +120,25 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
                 return f"rows of type {group.data_type.value}"
             params = group.fused_params or {}
-            if params.get("output_dtype", SparseType.FP32) != SparseType.FP32:
-                return f"output of type {params['output_dtype']}"
+            if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
+                return f"output of type {output.value}"
+            if output != SparseType.FP32 and self._options.wire_dtype not in (torch.float32, output.as_dtype()):
+                return f"output of type {output.value}: leave wire_dtype out"
             if (reason := unsupported(params)) is not None:
                 return reason
         return None
+
+    @property
+    def leading_columns(self) -> int:
+        """Columns that the model may fill in front of the output, see `ExchangeOptions`; 0 where there are none."""
+        if (
+            self.exchange is None
+            or self._output_order != "model"
+            or len(self._exchanged) < len(self._embedding_shardings)
+        ):
+            return 0
+        options = self.exchange.options
+        return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
@@ -233,6 +252,16 @@ class _Part(Awaitable[torch.Tensor]):
         return self._parts()[self._number]
 
 
+def _groups(sharding: Any) -> list[Any]:
+    """Return what a sharding's lookups on all ranks are made of, a `GroupedEmbeddingConfig` each."""
+    return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
+
+
+def _output_types(sharding: Any) -> set[SparseType]:
+    """Return the types in which a sharding's lookups return pooled embeddings."""
+    return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in _groups(sharding)}
+
+
 def _weighted(ids: KeyedJaggedTensor) -> bool:
     weights = ids.weights_or_none()
     return weights is not None and weights.is_floating_point()
@@ -274,6 +303,19 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                         feature += 1
                 lookup += 1
     return Layout(shards, names, world_size)
+
+
+def output_dtype(module: nn.Module) -> torch.dtype:
+    """Return the type of a module's pooled embeddings, sharded by TorchRec's sharder or by ours; else float32."""
+    if not isinstance(module, ShardedEmbeddingBagCollection):
+        return torch.float32
+    exchange, exchanged = None, []
+    if isinstance(module, OverlapShardedEmbeddingBagCollection):
+        exchange, exchanged = module.exchange, module._exchanged
+    types = [] if exchange is None else [exchange.options.output_dtype]
+    others = [each for number, each in enumerate(module._embedding_shardings) if number not in exchanged]
+    types += [output.as_dtype() for sharding in others for output in _output_types(sharding)]
+    return reduce(torch.promote_types, types)
 
 
 def exchanges(model: nn.Module) -> list[Exchange]:

@@ -48,6 +48,8 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         gradient_parts: int | None = None,
         copy_output: bool = True,
         output_order: str = "plan",
+        output_dtype: str = "fp32",
+        leading_columns: int = 0,
     ) -> None:
         """Take TorchRec's arguments, the configuration's keys of section `embedding`, and what the output is.
 
@@ -57,6 +59,10 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 module, which raises `WindowHeldError` otherwise.
             output_order: of the features in the output: "plan", as TorchRec has it, or "model", as the unsharded
                 module has it.
+            output_dtype: of what is exchanged: "fp32", or that of the wire. `output_dtype` in `fused_params` sets both,
+                and the type of what stays with TorchRec.
+            leading_columns: that each row of a window has in front of the pooled embeddings, under copy_output False;
+                the module's `leading_columns` says whether they are there.
 
         Raises:
             InputError: if a value breaks a rule.
@@ -71,6 +77,8 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         ):
             if value not in known:
                 raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
+        if output_dtype not in ("fp32", wire_dtype):
+            raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
         # The configuration's own checks of the other keys.
         EmbeddingConfig(slice_bags=slice_bags, programs_per_sm=programs_per_sm, wait_timeout_s=wait_timeout_s)
         self.output_order = output_order
@@ -84,6 +92,8 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             wait_timeout_s=wait_timeout_s,
             backward=backward,
             copy_output=copy_output,
+            output_dtype=WIRE_DTYPES[output_dtype],
+            leading_columns=leading_columns,
         )
 
     def shard(
@@ -114,8 +124,13 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return OverlapShardedEmbeddingBagCollection
 
 
-def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
+def build_sharder(
+    config: EmbeddingConfig, precision: str = "fp32", leading_columns: int = 0
+) -> EmbeddingBagCollectionSharder:
     """Return the sharder of the configured backend, with the table optimizer fused into the backward.
+
+    Where pooled embeddings travel in the type of the dense part, fp32 or bf16 by its `precision`, they are returned in
+    it, behind `leading_columns` columns that the model fills with what it joins with them. Else they are float32.
 
     Ids were checked where they were read; the kernels' own check stays on and stops the run, since FBGEMM's default
     would map a bad id to row 0 and go on.
@@ -126,6 +141,7 @@ def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
         "eps": config.eps,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
+    wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), "bf16" if precision == "bf16" else "fp32"
     if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
             fused_params,
@@ -133,15 +149,17 @@ def build_sharder(config: EmbeddingConfig) -> EmbeddingBagCollectionSharder:
             schedule=config.schedule,
             slice_bags=config.slice_bags,
             programs_per_sm=config.programs_per_sm,
-            wire_dtype=config.wire_dtype,
+            wire_dtype=wire_dtype,
             wait_timeout_s=config.wait_timeout_s,
             backward=config.backward,
             gradient_parts=config.gradient_parts,
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
+            output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",
+            leading_columns=leading_columns if dense_dtype == wire_dtype else 0,
         )
     codecs = None
-    if config.wire_dtype != "fp32":
-        wire = CommType(config.wire_dtype)
+    if wire_dtype != "fp32":
+        wire = CommType(wire_dtype)
         codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
     return EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs)

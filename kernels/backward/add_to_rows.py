@@ -15,15 +15,15 @@ from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
 
 @triton.jit(
-    do_not_specialize=["first_feature", "blocks", "batch", "weight_at"],
+    do_not_specialize=["first_feature", "blocks", "batch", "weight_at", "factor"],
     do_not_specialize_on_alignment=["values", "offsets"],
 )
 def _add_to_rows(
     values, offsets, input_features, gradient, weights, numbers,
-    first_feature, blocks, batch: tl.int64, weight_at: tl.int64,
+    first_feature, blocks, batch: tl.int64, weight_at: tl.int64, factor,
     BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Add -lr times the gradient of each of BAGS bags of one feature to every row that the bag's ids name.
+    """Add -lr * factor times the gradient of each of BAGS bags of one feature to every row that the bag's ids name.
 
     Memory: the program reads lr, numbers[0], the offsets and ids of its bags and, from this rank's `gradient` window,
     their gradients. It changes rows in `weights` by atomic additions alone, relaxed, at GPU scope, since other programs
@@ -47,7 +47,7 @@ def _add_to_rows(
     length = tl.load(bag + 1, mask=live, other=0) - first
     mask = (length > 0)[:, None] & (column < DIM)[None, :]
     at = (tl.load(entry + START_AT) * batch + sample * (DIM // 4))[:, None] * 4 + column[None, :]
-    step = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32) * -tl.load(numbers)
+    step = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32) * factor * -tl.load(numbers)
     if tl.load(entry + MEAN) != 0:
         step = step * (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
     step = step.to(WEIGHT)
@@ -61,7 +61,7 @@ def _add_to_rows(
 
 _ARGUMENTS = (
     "values", "offsets", "input_features", "gradient", "weights", "numbers",
-    "first_feature", "blocks", "batch", "weight_at",
+    "first_feature", "blocks", "batch", "weight_at", "factor",
 )  # fmt: skip
 
 
@@ -101,5 +101,5 @@ def add_to_rows(
         blocks * (end - first),
         (values.dtype, offsets.dtype, gradient.dtype),
         values, offsets, features.entries, gradient, rows.weights, rule.numbers,
-        first, blocks, samples, rows.weight_at,
+        first, blocks, samples, rows.weight_at, rule.factor,
     )  # fmt: skip

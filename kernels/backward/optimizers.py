@@ -46,6 +46,8 @@ class Rule(NamedTuple):
     """[1] int64: steps to add to those that `seed` has counted, see `comm/counters.py`"""
     seed: int = 0
     """of stochastic rounding, from 0 to 2^31 - 1"""
+    factor: float = 1.0
+    """of the gradients' sums"""
 
 
 @triton.jit
@@ -87,15 +89,16 @@ def load_rows(
 
 @triton.jit
 def store_updated_rows(
-    weights, states, weight_at, state_at, key, mask, weight, state, total, lr, eps, seed,
+    weights, states, weight_at, state_at, key, mask, weight, state, total, lr, eps, seed, factor,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Update what `load_rows` has returned by the gradients `total` [N, BLOCK_DIM], and store it.
+    """Update what `load_rows` has returned by `factor` times the gradients `total` [N, BLOCK_DIM], and store it.
 
     SGD takes lr * total from the row. The others first add the squares of `total` to the state, row-wise Adagrad their
     mean over the row, and then take lr / (sqrt(state) + eps) * total from the row.
     """
     both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    total = total * factor
     if OPTIMIZER == "sgd":
         step = lr * total
     elif OPTIMIZER == "adagrad":
@@ -112,14 +115,14 @@ def store_updated_rows(
 
 @triton.jit
 def update_row(
-    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Load the row of `run`, update it by the sum `total` [BLOCK_DIM] of its gradients, and store it."""
+    """Load the row of `run`, update it by `factor` times the sum `total` [BLOCK_DIM] of its gradients, and store it."""
     one = tl.arange(0, 1)
     key = tl.load(run_keys + run + one).to(tl.int64)
     weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
     store_updated_rows(
         weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
-        lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip

@@ -34,7 +34,7 @@ PRESENT = tl.constexpr(2)  # 0: no shard, since this rank has fewer in this part
 SHARD_COLUMNS = tl.constexpr(3)
 
 _NUM_WARPS = 32
-_TASK_ELEMENTS = 1024  # of a warp: so much in flight keeps the links busy beside dense kernels, too
+_TASK_BYTES = 4096  # of a warp's gradients: so much in flight keeps the links busy beside dense kernels, too
 _SIZES = [
     "rank", "world_size", "parts", "first_part", "end_part", "most", "blocks", "samples", "batch", "first_sample",
     "programs",
@@ -77,7 +77,7 @@ def _push_gradients(
     most, blocks, samples, batch: tl.int64, first_sample: tl.int64, scale, programs, epoch: tl.int64,
     SCHEDULE: tl.constexpr, PEERS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     WIRE: tl.constexpr, STRIDE: tl.constexpr, WINDOW_ALIGNMENT: tl.constexpr, SOURCE_ALIGNMENT: tl.constexpr,
-    START_ALIGNMENT: tl.constexpr,
+    START_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Store this program's share of the shards of one dim, part after part, into the windows of their owners.
 
@@ -85,9 +85,10 @@ def _push_gradients(
 
     The parts are first_part .. end_part - 1 of all `parts`.
 
-    Memory: the program reads this rank's `gradient` [b, STRIDE]. It stores `scale` times the gradient, in the wire's
-    type, to the rows from `first_sample` on of the shard's [B, DIM] in one window, this rank's or a peer's. No two
-    programs store to one place. `done` [parts] counts the programs of all dims' launches that are through with a part.
+    Memory: the program reads this rank's `gradient`, b rows STRIDE elements apart. It stores the gradient in the wire's
+    type, SCALED times `scale`, to the rows from `first_sample` on of the shard's [B, DIM] in one window, this rank's or
+    a peer's; where it is not SCALED and has the wire's type, rows are copied as they are. No two programs store to one
+    place. `done` [parts] counts the programs of all dims' launches that are through with a part.
 
     Order: the program stores its share of a part, passes a barrier, and counts itself in `done` (acquire and release,
     GPU scope). The one of `programs` that counts last has so acquired what the others have released. It sets the count
@@ -112,7 +113,8 @@ def _push_gradients(
                 sample = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
                 mask = (sample < samples)[:, None] & (at < DIM)[None, :]
                 rows = tl.load(gradient + sample[:, None] * STRIDE + (source + at)[None, :], mask=mask, other=0.0)
-                rows = rows.to(tl.float32) * scale
+                if SCALED:
+                    rows = rows.to(tl.float32) * scale
                 into = start * batch + (first_sample + sample)[:, None] * DIM + at[None, :]
                 tl.store(window + into, rows.to(WIRE), mask=mask)
         tl.debug_barrier()  # all threads have stored before one of them counts the program
@@ -140,12 +142,14 @@ def _compiled(
     window_alignment: int,
     source_alignment: int,
     start_alignment: int,
+    gradient_bytes: int,
+    scaled: bool,
 ) -> CompiledKernel:
     block = power_of_2(dim)
     constants: dict[str, Any] = {
         "SCHEDULE": schedule,
         "PEERS": power_of_2(world_size),
-        "ROWS": max(1, _TASK_ELEMENTS * _NUM_WARPS // block),
+        "ROWS": max(1, _TASK_BYTES * _NUM_WARPS // (block * gradient_bytes)),
         "DIM": dim,
         "BLOCK_DIM": block,
         "WIRE": TYPES[wire],
@@ -153,6 +157,7 @@ def _compiled(
         "WINDOW_ALIGNMENT": window_alignment,
         "SOURCE_ALIGNMENT": source_alignment,
         "START_ALIGNMENT": start_alignment,
+        "SCALED": scaled,
     }
     return CompiledKernel(_push_gradients, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
@@ -176,8 +181,8 @@ def push_gradients(
     """Store parts of this rank's gradient into the windows of the rows' owners, and raise their flags at every rank.
 
     Args:
-        gradient: [b, at least D_total] float32, of this rank's samples: rows `stride(0)` elements apart, the first at a
-            multiple of 16 bytes.
+        gradient: [b, D_total] float32, bfloat16 or float16, of this rank's samples: rows `stride(0)` elements apart,
+            each at a multiple of 16 bytes, their elements side by side. It may be some columns of a wider tensor.
         tables: one for each dim, each with all parts.
         windows: each rank's gradient window, [D_local * B]; their stride is not used.
         rank: of the caller.
@@ -197,7 +202,7 @@ def push_gradients(
         parts, world_size, most, _ = table.entries.shape
         kernel = _compiled(
             schedule, world_size, table.dim, windows.dtype, gradient.stride(0),
-            windows.alignment, table.source_alignment, table.start_alignment,
+            windows.alignment, table.source_alignment, table.start_alignment, gradient.element_size(), scale != 1.0,
         )  # fmt: skip
         blocks, counted = -(-most_samples // kernel.constants["ROWS"]), programs * len(tables)
         kernel(

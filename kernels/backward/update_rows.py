@@ -60,7 +60,7 @@ def _sum_gradients(
 @triton.jit
 def _sum_chunk(
     chunk, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
-    weight_at, state_at, lr, eps, seed,
+    weight_at, state_at, lr, eps, seed, factor,
     TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def _sum_chunk(
             mask = (of_run < count)[:, None] & (column < DIM)[None, :]
             total += tl.load(chunk_sums + (first_chunk + of_run)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
         update_row(
-            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ def _sum_chunk(
 @triton.jit
 def _update_runs(
     run, live, run_keys, run_starts, places, scales, gradient, weights, states,
-    weight_at, state_at, lr, eps, seed,
+    weight_at, state_at, lr, eps, seed, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -134,7 +134,7 @@ def _update_runs(
         total += next_rows
     store_updated_rows(
         weights, states, weight_at, state_at, key, live, weight, state, total,
-        lr, eps, seed, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
     return longest
 
@@ -142,7 +142,7 @@ def _update_runs(
 @triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
     run, run_keys, run_starts, places, scales, gradient, weights, states,
-    weight_at, state_at, lr, eps, seed,
+    weight_at, state_at, lr, eps, seed, factor,
     TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -157,17 +157,17 @@ def _update_run(
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
         total = _sum_gradients(gradient, places, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
         update_row(
-            run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed,
+            run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed"])
+@triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed", "factor"])
 def _update_rows(
     run_keys, run_starts, places, scales, shared, chunk_run, chunk_first, bounds,
     gradient, weights, states, chunk_sums,
     range_index, weight_at: tl.int64, state_at: tl.int64,
-    numbers, clock, seed: tl.int64,
+    numbers, clock, seed: tl.int64, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +202,7 @@ def _update_rows(
             if (run >= begin) & (run < end):
                 _sum_chunk(
                     task, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states,
-                    chunk_sums, weight_at, state_at, lr, eps, seed,
+                    chunk_sums, weight_at, state_at, lr, eps, seed, factor,
                     TILE, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
@@ -210,14 +210,14 @@ def _update_rows(
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, places, scales, gradient, weights, states,
-                weight_at, state_at, lr, eps, seed,
+                weight_at, state_at, lr, eps, seed, factor,
                 RUNS, BESIDE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
                         run, run_keys, run_starts, places, scales, gradient, weights, states,
-                        weight_at, state_at, lr, eps, seed,
+                        weight_at, state_at, lr, eps, seed, factor,
                         TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 

@@ -221,8 +221,9 @@ def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None
 
 def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
-    for backend, wire in (("nccl", torch.float16), ("pgas", torch.float32), ("fused", torch.float32)):
-        options = ExchangeOptions(backend=backend, slice_bags=4, wire_dtype=wire, wait_timeout_s=1e-4)
+    half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
+    for backend, more in (("nccl", half), ("pgas", {}), ("pgas", half), ("fused", {}), ("fused", half)):
+        options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4, **more)
         forward = interpreted_forward(stage, _group(), options, samples=9)
         for number, sizes in enumerate(BATCH_SIZES[1:5]):
             inputs, expected = stage.inputs(number, sizes)
@@ -232,7 +233,7 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
             forward.check()
             if rank == 1:
                 time.sleep(0.05)  # nobody may overtake it
-            assert_same(pooled, expected.to(wire), f"{backend} in {wire}, step {number}")
+            assert_same(pooled, expected.to(options.output_dtype), f"{options}, step {number}")
             del pooled
         forward.close()
 
@@ -254,13 +255,15 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
 def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) -> None:
     sgd, adagrad, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
     ways = [(sgd, "push", False), (sgd, "atomic", False), (adagrad, "push", False), (rowwise, "push", False)]
+    half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16}
     # Within a capture: each part is awaited before the next one is pushed.
-    for optimizer, backward, captured in (*ways, (adagrad, "push", True), (sgd, "atomic", True)):
+    ways += [(adagrad, "push", True), (sgd, "atomic", True)]
+    for optimizer, backward, captured, more in (*((*way, {}) for way in ways), *((*way, half) for way in ways[1:4])):
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
-        exchange = expected.exchange(_group(), "pgas")
+        exchange = expected.exchange(_group(), "pgas", **more)
         generator = torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
-            options = ExchangeOptions(backward=backward, wait_timeout_s=1e-4)
+            options = ExchangeOptions(backward=backward, wait_timeout_s=1e-4, **more)
             halves = interpreted_halves(stage, _group(), options, samples=9)
             push: Any = halves.backward
             assert push.gradients.parts > 1
@@ -268,7 +271,10 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 push.order.begin()
             for number, sizes in enumerate(BATCH_SIZES[1:5]):
                 inputs, _ = stage.inputs(number, sizes)
-                gradient = torch.randn(sizes[rank], stage.layout.total_dim, generator=generator)
+                # Some columns of a wider tensor, whose rows begin at multiples of 16 bytes or do not.
+                columns = 8 + stage.layout.total_dim + (-stage.layout.total_dim % 8) * (number % 2)
+                gradient = torch.randn(sizes[rank], columns, generator=generator).to(options.output_dtype)
+                gradient = gradient[:, 8 : 8 + stage.layout.total_dim]
                 exchange.start(inputs, sizes).wait().backward(gradient)
                 step = Step(inputs, BatchSizes.of(sizes))
                 push.note_forward(step)
@@ -285,7 +291,8 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 push.check()
             halves.close()
         exchange.close()
-        wanted, what = _rows_and_states(expected), f"{optimizer}, {backward}{', captured' * captured}:"
+        wanted = _rows_and_states(expected)
+        what = f"{optimizer}, {backward}{', captured' * captured}{', half precision' * bool(more)}:"
         assert_all_near(_rows_and_states(stage), wanted, WEIGHT_TOLERANCE["fp32"], what)
 
 

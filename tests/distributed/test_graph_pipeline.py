@@ -22,6 +22,7 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
 from tests.distributed.captured import captures
@@ -209,6 +210,20 @@ def _check_gradient_dtype() -> None:
     _close(rounded, exact)
 
 
+def _check_in_place(pipelines: Sequence[str], *options: str) -> None:
+    """Pooled embeddings that travel in bfloat16 and are joined in place train as those that the model rounds."""
+    borders = (0, 3, 7)
+    for pipeline in pipelines:
+        ours, cast = (_trainer(pipeline, *BF16, *more, *options) for more in ([], ["--embedding.wire_dtype", "fp32"]))
+        found, expected = (_run(trainer, borders) for trainer in (ours, cast))
+        for losses, wanted, what in zip(found, expected, ("loss", "held-out loss"), strict=True):
+            _assert_same(losses, wanted, f"{pipeline}, {what}")
+        _assert_same_state(ours, cast)
+        models = [each for trainer in (ours, cast) for each in trainer.model.modules() if isinstance(each, DLRM)]
+        assert [model.joins_in_place for model in models] == [True, False]
+        _close(ours, cast)
+
+
 class OwnIds(Model):
     """A model that makes the tensor of its ids itself."""
 
@@ -280,6 +295,8 @@ CASES: dict[str, Callable[[], None]] = {
     "dot, bf16": partial(_check_segments, *BF16),
     "dcn, fp32": partial(_check_segments, *DCN, *KNOWN),
     "dcn, bf16": partial(_check_segments, *DCN, *BF16, *ADAM),
+    "dot, in place": partial(_check_in_place, ["graph"]),
+    "dcn, in place": partial(_check_in_place, ["graph", "torchrec"], *DCN, "--embedding.backend", "fused"),
     "evaluations within a segment": _check_evaluations_within_a_segment,
     "ends and resets": _check_ends_and_resets,
     "refused batches": _check_refused_batches,
@@ -307,7 +324,14 @@ def _run_case(case: str) -> None:
 # What every `make test` runs; the rest differs little from it.
 CAPTURED = [case for case in CASES if case.startswith("captured")]
 QUICK_ALONE = ["ends and resets", "another optimizer"]
-SLOW_OF_TWO = ["dcn, fp32", "torchrec, then graph", "graph, then torchrec", *CAPTURED[1:-3], *CAPTURED[-2:]]
+SLOW_OF_TWO = [
+    "dcn, fp32",
+    "dcn, in place",
+    "torchrec, then graph",
+    "graph, then torchrec",
+    *CAPTURED[1:-3],
+    *CAPTURED[-2:],
+]
 QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
 OF_FOUR = ["dot, fp32", "dcn, bf16", "ends and resets", *CAPTURED[:2], *CAPTURED[4:5]]
 

@@ -23,15 +23,16 @@ class Numbers(NamedTuple):
     lr: float
     eps: float
     seed: int
+    factor: float
 
     def rule(self) -> Rule:
         """Return them as kernels take them, some steps of the seed on the device."""
         steps = 5
         seed = (self.seed - 0x5EED * steps) % 2**31
-        return Rule(torch.tensor([self.lr, self.eps]), torch.tensor([steps]), seed)
+        return Rule(torch.tensor([self.lr, self.eps]), torch.tensor([steps]), seed, self.factor)
 
 
-RULE = Numbers(lr=0.5, eps=0.25, seed=3)
+RULE = Numbers(lr=0.5, eps=0.25, seed=3, factor=0.5)
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,11 @@ class Model:
 
     def expected(self, index: int = 0, rule: Numbers = RULE) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights and the states of a range as an update of those at hand is to leave them, float64."""
-        dim, optimizer, total = self.case.ranges[index].dim, self.case.ranges[index].optimizer, self.totals(index)
+        dim, optimizer, total = (
+            self.case.ranges[index].dim,
+            self.case.ranges[index].optimizer,
+            rule.factor * self.totals(index),
+        )
         weights, states = self.weights[index].double(), self.states[index].double()
         step = rule.lr * total
         if optimizer == "adagrad":

@@ -27,6 +27,9 @@ class Case:
     dims: tuple[tuple[int, ...], ...] = ((12, 12, 12), (12,))
     """of each rank's shards"""
     wire: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.float32
+    leading: int = 0
+    """columns of a wider tensor in front of the gradient"""
     schedule: str = "balanced"
     gap: int = 4
     """guard columns around each shard, in the gradient and in the windows"""
@@ -53,7 +56,11 @@ class World:
                 starts[owner] += dim + case.gap
                 column += dim + case.gap
         generator = torch.Generator().manual_seed(0)
-        self.gradients = [torch.full((samples, column + case.spare), torch.nan) for samples in case.batch_sizes]
+        width = case.leading + column + case.spare
+        self.gradients = [
+            torch.full((samples, width), torch.nan, dtype=case.gradient)[:, case.leading :]
+            for samples in case.batch_sizes
+        ]
         self.storage = [torch.full((start * self.batch + 2 * 4,), GUARD, dtype=case.wire) for start in starts]
         for _, owner, column, start, dim in self.shards:
             self.storage[owner][4:-4][start * self.batch : (start + dim) * self.batch] = torch.nan
@@ -106,7 +113,7 @@ class World:
         """Check every element of every window, guards included."""
         expected = [torch.full_like(storage, GUARD) for storage in self.storage]
         for _, owner, column, start, dim in self.shards:
-            shard = torch.cat([gradient[:, column : column + dim] for gradient in self.gradients]) * scale
+            shard = torch.cat([gradient[:, column : column + dim] for gradient in self.gradients]).float() * scale
             into = expected[owner][4:-4][start * self.batch : (start + dim) * self.batch]
             into.copy_(to_wire(shard, self.case.wire).flatten())
         for rank, (storage, wanted) in enumerate(zip(self.storage, expected, strict=True)):
@@ -208,6 +215,15 @@ def test_the_last_program_raises_the_flags() -> None:
 @pytest.mark.parametrize(("gap", "spare"), [(0, 0), (0, 4), (4, 3), (8, 100)])
 def test_columns_and_rows_begin_anywhere(gap: int, spare: int) -> None:
     _check(Case((5, 3), ((12, 12), (12,)), gap=gap, spare=spare))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("leading", "scale"), [(0, 1.0), (8, 1.0), (128, 1.0), (16, 0.5)])
+def test_gradients_of_the_wires_type_are_read_where_they_lie(dtype: torch.dtype, leading: int, scale: float) -> None:
+    world = World(Case((5, 3), ((12, 128), (12,)), dtype, dtype, leading))
+    for rank in range(2):
+        world.push(rank, scale)
+    world.assert_windows(scale)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1 / 3, 0.0, -4.0])

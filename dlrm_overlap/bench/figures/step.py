@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
 
 from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
 from dlrm_overlap.bench.harness.limits import measure_ceilings
@@ -106,8 +107,14 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
 
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`. All ranks call this."""
-    int32 = {"embedding_table_index_type": torch.int32}
-    return ranks.trainer(config, int32 if STEP_CONTENDERS[name].int32_ids else None)
+    contender = STEP_CONTENDERS[name]
+    fused_params: dict[str, Any] = {}
+    if contender.int32_ids:
+        fused_params["embedding_table_index_type"] = torch.int32
+    takes_bf16 = config.train.precision == "bf16" and ranks.device.type == "cuda"  # FBGEMM has no such output on CPUs
+    if contender.bf16_output and takes_bf16:
+        fused_params["output_dtype"] = SparseType.BF16
+    return ranks.trainer(config, fused_params)
 
 
 def train_apart(
@@ -172,6 +179,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     return {
         "backend": config.embedding.backend,
         "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
+        "bf16_output": STEP_CONTENDERS[run.name].bf16_output,
         "plan": config.embedding.plan,
         "gradient_parts": config.embedding.gradient_parts,
         "pipeline": config.train.pipeline,
@@ -187,7 +195,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
         "batches": batches,
         "optimizer": config.embedding.optimizer,
         "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.wire_dtype,
+        "wire_dtype": config.embedding.resolved_wire_dtype(config.train.precision),
     }
 
 

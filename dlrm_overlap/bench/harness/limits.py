@@ -101,6 +101,7 @@ def count_update(
     inputs: Sequence[KeyedJaggedTensor],
     wire_dtype: torch.dtype,
     optimizer: str,
+    gradient_dtype: torch.dtype = torch.float32,
 ) -> UpdateCounts:
     """Return what `rank`'s memory and its links must carry in one backward.
 
@@ -117,6 +118,7 @@ def count_update(
         inputs: the ids of the rank's tables, one for each source of the layout.
         wire_dtype: of the gradients between ranks.
         optimizer: sgd | rowwise_adagrad | adagrad.
+        gradient_dtype: of the gradient that the model gives.
 
     Example:
         Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, SGD. Rank 0 has 6 ids of 5 rows in 3 of its
@@ -125,7 +127,8 @@ def count_update(
         were read twice, 2 * 4 * 4 = 32 over the links.
     """
     samples, wire = sum(batch_sizes), wire_dtype.itemsize
-    hbm_bytes = batch_sizes[rank] * layout.total_dim * 4 + samples * layout.owner_dims[rank] * wire
+    hbm_bytes = batch_sizes[rank] * layout.total_dim * gradient_dtype.itemsize
+    hbm_bytes += samples * layout.owner_dims[rank] * wire
     named_bytes = once_bytes = ids = touched = 0
     for shards in layout.tables(rank):
         dim, dtype = shards[0].dim, shards[0].dtype

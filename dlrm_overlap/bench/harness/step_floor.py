@@ -15,9 +15,9 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_limit
+from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config, ModelConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.sharded_module import build_layout, model_order
 from dlrm_overlap.trainer import Trainer
@@ -164,9 +164,10 @@ def _count_step(
         dense: from `count_dense`.
         config: the wire's and the activations' types, and the rows' optimizer.
     """
-    wire_dtype = WIRE_DTYPES[config.embedding.wire_dtype]
+    ours = exchange_options(config.embedding, "pgas", config.train.precision)
+    wire_dtype = ours.wire_dtype
     hbm_bytes, link_bytes = count_bytes(layout, rank, batch_sizes, inputs, wire_dtype)
-    update = count_update(layout, rank, batch_sizes, inputs, wire_dtype, config.embedding.optimizer)
+    update = count_update(layout, rank, batch_sizes, inputs, wire_dtype, config.embedding.optimizer, ours.output_dtype)
     dense_bytes = 4 * dense.parameters + (2 if config.train.precision == "bf16" else 4) * dense.outputs
     world_size = len(batch_sizes)
     ring_bytes = 2 * (world_size - 1) * 4 * dense.parameters // world_size

@@ -145,8 +145,12 @@ def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor,
     return Ids(context, inputs)
 
 
-def exchange_options(config: EmbeddingConfig, backend: str) -> ExchangeOptions:
-    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`."""
-    sharder = build_sharder(replace(config, backend=backend))
+def exchange_options(config: EmbeddingConfig, backend: str, precision: str = "fp32") -> ExchangeOptions:
+    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`.
+
+    Args:
+        precision: of the dense part, if there is one.
+    """
+    sharder = build_sharder(replace(config, backend=backend), precision)
     assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
     return sharder.options

@@ -19,7 +19,7 @@ def describe(config: Config, workload: Workload) -> dict[str, Any]:
         "batches": BATCHES,
         "id_dtype": "int64",
         "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.wire_dtype,
+        "wire_dtype": config.embedding.resolved_wire_dtype("fp32"),  # there is no dense part
     }
 
 

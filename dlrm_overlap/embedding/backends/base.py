@@ -62,6 +62,7 @@ class Forward(Half):
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here.
 
+        Their rows may lie further apart than D_total elements.
         What is returned is valid until the next `start`, unless `copy`.
         """
 
@@ -88,9 +89,18 @@ class Backward(Half):
     """
 
     @property
-    def scale(self) -> float:
-        """Factor of the gradients, see `gradient_scale`."""
-        return gradient_scale(self.world_size)
+    def sent_scale(self) -> float:
+        """Factor by which gradients are multiplied before they are sent, of `gradient_scale`.
+
+        On a wire of 16 bits they travel as they are, and their sums are multiplied in float32 where rows are updated:
+        a product would be rounded once more, or vanish in float16.
+        """
+        return gradient_scale(self.world_size) if self.options.wire_dtype == torch.float32 else 1.0
+
+    @property
+    def update_scale(self) -> float:
+        """Factor that is left for the update of the rows."""
+        return gradient_scale(self.world_size) / self.sent_scale
 
     def note_forward(self, step: Step) -> None:
         """Note what is true now, when the forward of a step that will have a backward has just been started."""
@@ -106,6 +116,7 @@ class Backward(Half):
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of this rank's samples to the owners of the rows.
 
+        The gradient is of the output's type; its rows may lie further apart than D_total elements.
         On GPUs the update of the rows is issued here, too, beside the current stream.
         """
 
@@ -120,14 +131,20 @@ def gradient_scale(world_size: int) -> float:
 
 
 class WindowForward(Forward):
-    """A forward that stores into the windows [b, D_total] of the samples' ranks, on any device."""
+    """A forward that stores into the windows [b, leading + D_total] of the samples' ranks, on any device."""
 
     sliced = False
     """whether each slice of a shard's bags has a ready flag of its own; else a rank's only flag covers all it sends"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self.windows = windows
+        self.windows, self.leading = windows, context.options.leading_columns
+        self.stride = self.leading + self.layout.total_dim
+        """elements of a window's row"""
+
+    def column(self, shard: FeatureShard) -> int:
+        """Return the first of a window's columns that the shard fills."""
+        return self.leading + self.layout.column(shard)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
@@ -135,7 +152,8 @@ class WindowForward(Forward):
         layout, samples = context.layout, context.samples_per_rank
         most = max(len(shards) for shards in layout.by_owner)
         slots = max(1, most * cls.slices(context.options, samples))
-        return WindowSpec("outputs", Region((samples, layout.total_dim), context.options.wire_dtype), slots)
+        columns = context.options.leading_columns + layout.total_dim
+        return WindowSpec("outputs", Region((samples, columns), context.options.wire_dtype), slots)
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
@@ -155,8 +173,8 @@ class WindowForward(Forward):
 
     def output(self, step: Step, copy: bool) -> torch.Tensor:
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
-        pooled = self.windows.lend(step.batch.per_rank[self.rank])
-        return pooled.clone() if copy else pooled
+        pooled = self.windows.lend(step.batch.per_rank[self.rank], self.leading)
+        return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 
     def close(self) -> None:
         """Forget the windows."""
@@ -196,5 +214,5 @@ class WindowBackward(Backward):
             if (rule := step.rules[lookup.number]).only_fbgemm:
                 ids, samples = bags_of(lookup, step.inputs), step.batch.total
                 gradients = [self.gradient_of(shard, window, samples) for shard in lookup.shards]
-                gradient = torch.cat(gradients, dim=1).float()
+                gradient = torch.cat(gradients, dim=1).float().mul_(self.update_scale)
                 FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids.values(), ids.offsets(), rule)

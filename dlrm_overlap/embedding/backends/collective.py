@@ -99,7 +99,7 @@ class CollectiveBackward(Backward):
             by_owner = gradient.split(dims, dim=1)
         else:
             by_owner = [gradient.index_select(1, columns) for columns in self._columns]
-        send = pack(by_owner, self.scale, self.options.wire_dtype)
+        send = pack(by_owner, self.sent_scale, self.options.wire_dtype)
         sizes = [mine * dim for dim in dims]
         width = dims[self.rank]
         step.received = send.new_empty(samples * width)
@@ -112,6 +112,8 @@ class CollectiveBackward(Backward):
         step.work.wait()
         assert step.received is not None
         gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
+        if self.update_scale != 1.0:
+            gradient = gradient * self.update_scale
         step.work = step.received = None
         first = 0
         for update, lookup in self._updates:

@@ -80,7 +80,7 @@ class _HostWindowForward(WindowForward):
             shard, first = shards[task.feature], step.batch.first_sample[task.destination]
             begin = min(task.block * bags, step.batch.per_rank[task.destination])
             end = min(begin + bags, step.batch.per_rank[task.destination])
-            column = self.layout.column(shard)
+            column = self.column(shard)
             window = self._arena.view(self.windows.name, task.destination)
             pooled = pool_on_host(shard, weights[task.feature], step, first + begin, first + end)
             window[begin:end, column : column + shard.dim] = pooled
@@ -146,7 +146,8 @@ class HostPush(WindowBackward):
             self.finish(self._unfinished)
         self._unfinished = step
         epoch = self.windows.begin()
-        gradient = gradient.float() * self.scale
+        if self.sent_scale != 1.0:
+            gradient = gradient * self.sent_scale
         first = step.batch.first_sample[self.rank]
         for part, by_owner in enumerate(self.gradients.shards):
             for turn in range(self.world_size):
@@ -184,7 +185,7 @@ class HostPush(WindowBackward):
         for shard in shards:
             bag = shard.feature * samples
             lengths, ids = lengths_and_ids(step.inputs[shard.input], bag, bag + samples)
-            rows = self.gradient_of(shard, window, samples).float()
+            rows = self.gradient_of(shard, window, samples).float() * self.update_scale
             if shard.mean:
                 rows = rows / lengths.clamp(min=1)[:, None]
             values.append(ids)

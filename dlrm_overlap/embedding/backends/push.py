@@ -106,8 +106,7 @@ class Push(WindowBackward):
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
         self.check()
-        gradient = gradient.float()
-        if gradient.stride(1) != 1 or gradient.data_ptr() % 16:
+        if not _can_be_read(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         self.windows.begin()
         self._issued.record(torch.cuda.current_stream(self.device))
@@ -157,7 +156,7 @@ class Push(WindowBackward):
             first_sample=step.batch.first_sample[self.rank],
             batch=step.batch.total,
             most_samples=step.batch.most,
-            scale=self.scale,
+            scale=self.sent_scale,
             programs=self._programs,
             first_part=first,
             end_part=end,
@@ -196,7 +195,7 @@ class Push(WindowBackward):
     def rule(self, step: Step, updated: UpdateRange) -> Rule:
         """Return by which numbers the rows of a range are updated in `step`."""
         seed = (self._seed + SEED_STEP.value * (step.number - self._steps.on_device)) % 2**31
-        return Rule(self._rules.numbers(step.rules, updated.lookup), self._steps.word, seed)
+        return Rule(self._rules.numbers(step.rules, updated.lookup), self._steps.word, seed, self.update_scale)
 
     def finish(self, step: Step) -> None:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""
@@ -223,3 +222,9 @@ class Push(WindowBackward):
         """Forget what has a view of the windows."""
         self._peers, self._flags = [], []
         super().close()
+
+
+def _can_be_read(gradient: torch.Tensor) -> bool:
+    """Return whether the push reads a gradient where it lies: its rows are not strided, and begin at 16 bytes."""
+    row_bytes = gradient.stride(0) * gradient.element_size()
+    return gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0

@@ -19,9 +19,9 @@ class ZeroCopyForward(WindowForward):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        columns = {shard: self.layout.column(shard) for shard in self.layout.by_owner[self.rank]}
+        columns = {shard: self.column(shard) for shard in self.layout.by_owner[self.rank]}
         self.lookup = DeviceLookup(context, columns, self.bad_ids)
-        self.peers = peer_windows(windows, self.layout.total_dim, self.options)
+        self.peers = peer_windows(windows, self.stride, self.options)
         """the windows of all ranks: of even epochs, of odd ones"""
         self._flags: dict[int, Flags] = {}
 

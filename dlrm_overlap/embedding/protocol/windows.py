@@ -87,11 +87,14 @@ class WindowPair:
         first, second = self._loans
         return first.held or second.held
 
-    def lend(self, rows: int) -> torch.Tensor:
-        """Return the first `rows` rows of the current window, which is in use until nothing holds them any more."""
+    def lend(self, rows: int, first_column: int = 0) -> torch.Tensor:
+        """Return the first `rows` rows of the current window, from `first_column` on.
+
+        The window is in use until nothing holds them any more.
+        """
         if not self._loans:
             self._loans = [self.arena.loan(name) for name in self.names]
-        return self._loans[self.epoch % 2].lend(rows)
+        return self._loans[self.epoch % 2].lend(rows, first_column)
 
     def close(self) -> None:
         """Forget what was lent, so that the arena can be closed."""

@@ -45,10 +45,10 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
 
 def test_int32_ids_are_told_to_torchrec_alone_and_a_backward_is_left_to_those_who_have_it(tmp_path: Path) -> None:
     told = [name for name, contender in STEP_CONTENDERS.items() if contender.int32_ids]
-    assert told == ["torchrec_strongest", "torchrec_int32"]
+    assert told == ["torchrec_strongest", "torchrec_bf16_output", "torchrec_int32"]
     config = quickstart(tmp_path, "run", "--embedding.backend", "pgas", "--embedding.backward", "collective")
     backwards = [contender_config(config, STEP_CONTENDERS[name], "cuda").embedding.backward for name in STEP_CONTENDERS]
-    assert backwards[:4] == ["auto", "auto", "collective", "collective"]
+    assert backwards[:5] == ["auto", "auto", "auto", "collective", "collective"]
 
 
 def test_dense_counts_of_a_hand_computed_step() -> None:
@@ -73,8 +73,12 @@ def test_dense_counts_are_those_of_the_model(arch: Any) -> None:
     assert counts.parameters == sum(parameter.numel() for parameter in parts)
 
 
-def test_bytes_of_a_hand_computed_step(tmp_path: Path) -> None:
-    """Two ranks of 2 samples; rank 0 has a table of dim 4, rank 1 one of dim 8; int32 ids, fp32 wire, SGD, bf16."""
+@pytest.mark.parametrize(("wire_dtype", "wire"), [("fp32", 4), ("auto", 2)])
+def test_bytes_of_a_hand_computed_step(tmp_path: Path, wire_dtype: str, wire: int) -> None:
+    """Two ranks of 2 samples; rank 0 has a table of dim 4, rank 1 one of dim 8; int32 ids, SGD, bf16.
+
+    Gradients are given to the exchange in the wire's type.
+    """
     shards = [
         FeatureShard(name, owner, 0, 0, 0, 0, 0, dim, False, torch.float32, name)
         for name, owner, dim in (("a", 0, 4), ("b", 1, 8))
@@ -87,14 +91,15 @@ def test_bytes_of_a_hand_computed_step(tmp_path: Path) -> None:
     sparse = KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
     lengths, values = torch.tensor([1, 2, 0, 3], dtype=int32), torch.tensor([5, 5, 6, 7, 8, 7], dtype=int32)
     inputs = [KeyedJaggedTensor(["a"], values, lengths=lengths)]
-    config = quickstart(tmp_path, "run", "--embedding.optimizer", "sgd", "--train.precision", "bf16")
+    keys = ["--embedding.optimizer", "sgd", "--train.precision", "bf16", "--embedding.wire_dtype", wire_dtype]
+    config = quickstart(tmp_path, "run", *keys)
     hbm, link, uncached = _count_step(layout, 0, [2, 2], sparse, inputs, DenseCounts(0, 100, 50), config)
-    ids_and_pooled = 6 * 4 + 5 * 4 + 2 * 12 * 4
-    told, sent, arrived = 6 * 4 + 4 * 16, 2 * 12 * 4, 4 * 4 * 4
+    ids_and_pooled = 6 * 4 + 5 * 4 + 2 * 12 * wire
+    told, sent, arrived = 6 * 4 + 4 * 16, 2 * 12 * wire, 4 * 4 * wire
     dense = 100 * 4 + 50 * 2
-    assert hbm == 4 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 3 * 16 + dense
-    assert uncached == 6 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 6 * 16 + dense
-    assert link == 2 * 4 * 4 + 2 * 8 * 4 + (2 * 4 + 2 * 4) + 100 * 4
+    assert hbm == 4 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 3 * 4 * wire + dense
+    assert uncached == 6 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 6 * 4 * wire + dense
+    assert link == 2 * 4 * wire + 2 * 8 * wire + (2 * 4 + 2 * 4) + 100 * 4
 
 
 def test_the_floor_is_the_longest_of_products_memory_and_links() -> None:

@@ -13,6 +13,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward
 from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage
@@ -67,6 +68,68 @@ def test_a_cast_from_the_wires_type_lets_go(world_of_one: dist.ProcessGroup) -> 
         outputs.append((exchange.start(inputs, (5,)).wait(), expected))
     for pooled, expected in outputs:
         assert_same(pooled.detach(), expected.bfloat16().float(), "pooled embeddings")
+    exchange.close()
+
+
+@pytest.mark.parametrize(("backend", "backward"), [("pgas", "push"), ("fused", "collective")])
+def test_what_is_joined_in_place_trains_as_what_is_cast(
+    world_of_one: dist.ProcessGroup, backend: str, backward: str
+) -> None:
+    """Bit for bit; and the window is in use until the backward of what it was joined to has ended."""
+    dim, bf16 = 4, torch.bfloat16
+    stages = [Stage(ALONE, rank=0) for _ in range(2)]
+    in_place = {"wire_dtype": bf16, "output_dtype": bf16, "leading_columns": dim}
+    ours, cast = (
+        stage.exchange(world_of_one, backend, backward=backward, **more)
+        for stage, more in zip(stages, (in_place, {}), strict=True)
+    )
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(dim + stages[0].layout.total_dim, 3, generator=generator).to(bf16)
+    for number in range(6):
+        inputs, _ = stages[0].inputs(number, (5,))
+        dense = torch.randn(5, dim, generator=generator).to(bf16)
+        found = []
+        for exchange in (ours, cast):
+            bottom = dense.clone().requires_grad_()
+            with torch.set_grad_enabled(number != 3):
+                pooled = exchange.start(inputs, (5,)).wait()
+                if exchange is ours:
+                    assert pooled.dtype == bf16
+                    joined = JoinInPlace.apply(bottom, pooled)
+                    assert joined.data_ptr() + 2 * dim == pooled.data_ptr(), "nothing was copied"
+                else:
+                    joined = concatenated(bottom, pooled)
+                output = (joined @ factors).tanh() * joined[:, :1]
+            del pooled
+            if exchange is ours and number == 1:
+                with pytest.raises(WindowHeldError):
+                    exchange.start(inputs, (5,))
+            if output.requires_grad:
+                output.float().sum().backward()
+            found.append((joined.detach().clone(), output.detach(), bottom.grad))
+            del joined
+        for name, mine, expected in zip(("embeddings", "output"), *found, strict=False):
+            assert_same(mine, expected, f"step {number}, {name}")
+        if number != 3:
+            assert_same(found[0][2], found[1][2], f"step {number}, gradient of what is in front")
+    for shard in stages[0].shards:
+        rows, expected = (stage.tables.weight(shard) for stage in stages)
+        assert (expected != stages[0].weights[shard.name]).any()
+        assert_same(rows, expected, shard.name)
+    ours.close()
+    cast.close()
+
+
+def test_a_copy_of_half_a_window_has_no_room_in_front(world_of_one: dist.ProcessGroup) -> None:
+    stage, half = Stage(ALONE, rank=0), {"wire_dtype": torch.float16, "output_dtype": torch.float16}
+    exchange = stage.exchange(world_of_one, "pgas", leading_columns=8, **half)
+    begun = [stage.inputs(number, (5,)) for number in range(2)]
+    awaitables = [exchange.start(inputs, (5,)) for inputs, _ in begun]
+    for awaitable, (_, expected), room in zip(awaitables, begun, (0, 8), strict=True):
+        pooled = awaitable.wait().detach()
+        assert pooled.stride() == (room + stage.layout.total_dim, 1), "the first was set aside"
+        assert_same(pooled, expected.half(), "pooled embeddings")
+    del pooled
     exchange.close()
 
 

@@ -205,3 +205,15 @@ def test_backwards_of_a_backend(backend: Any, known: list[str]) -> None:
     backwards: list[Any] = ["auto", "collective", "push", "atomic"]
     taken = [b for b in backwards if EmbeddingConfig(backend=backend, backward=b, optimizer="sgd").has_backward]
     assert taken == known
+
+
+def test_the_wire_has_the_dense_parts_type_unless_it_is_told_another() -> None:
+    def resolved(backend: Any, wire_dtype: Any) -> list[str]:
+        config = EmbeddingConfig(backend=backend, wire_dtype=wire_dtype)
+        return [config.resolved_wire_dtype(precision) for precision in ("fp32", "tf32", "bf16")]
+
+    for backend in ("nccl", "pgas", "fused"):
+        assert resolved(backend, "auto") == ["fp32", "fp32", "bf16"]
+    assert resolved("torchrec", "auto") == ["fp32"] * 3, "as users run it"
+    assert resolved("pgas", "fp32") == ["fp32"] * 3
+    assert resolved("torchrec", "fp16") == ["fp16"] * 3

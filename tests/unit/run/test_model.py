@@ -5,11 +5,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
 from dlrm_overlap.embedding.weights import uniform_rows
-from dlrm_overlap.model import DotInteraction, build_model
+from dlrm_overlap.model import DotInteraction, JoinInPlace, build_model, joined
 from dlrm_overlap.pipeline import LearningRate
+from tests.agreement import assert_same
 
 
 def test_dot_interaction_pairs() -> None:
@@ -87,6 +89,49 @@ def test_learning_rate_schedule() -> None:
 def test_constant_learning_rate_by_default() -> None:
     schedule = LearningRate(_Groups(), TrainConfig())  # type: ignore[arg-type]
     assert {schedule.factor(step) for step in range(100)} == {1.0}
+
+
+def _lent(values: torch.Tensor, leading: int) -> torch.Tensor:
+    """Return `values` as an exchange lends them: on a storage with columns in front of each row, here of NaN."""
+    window = torch.full((values.shape[0], leading + values.shape[1]), torch.nan, dtype=values.dtype)
+    window[:, leading:] = values
+    lent = values.new_empty(0)
+    return lent.set_(window.untyped_storage(), leading, values.shape, window.stride())
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], ["b", "a"]])
+@pytest.mark.parametrize("leading", [0, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_joined_where_there_is_room_for_it_and_nothing_has_to_be_moved(
+    keys: list[str], leading: int, dtype: torch.dtype
+) -> None:
+    """Else a copy is made: without room, in TorchRec's order, or of another type."""
+    dense = torch.arange(12.0).view(3, 4).bfloat16().requires_grad_()
+    values = torch.arange(24.0).view(3, 8).to(dtype)
+    pooled = _lent(values, leading).requires_grad_()
+    embeddings = joined(dense, KeyedTensor(keys, [4, 4], pooled), ["a", "b"])
+    in_order = torch.cat([values.split(4, dim=1)[keys.index(key)] for key in ("a", "b")], dim=1)
+    assert_same(embeddings.detach(), torch.cat((dense.detach(), in_order.bfloat16()), dim=1), "embeddings")
+    in_place = embeddings.untyped_storage().data_ptr() == pooled.untyped_storage().data_ptr()
+    assert in_place == (leading == 4 and dtype == torch.bfloat16 and keys == ["a", "b"])
+    gradient = torch.randn(3, 12).bfloat16()
+    embeddings.backward(gradient)
+    assert pooled.grad is not None
+    assert dense.grad is not None
+    of_tables: dict[str, torch.Tensor] = dict(zip(("a", "b"), gradient[:, 4:].split(4, dim=1), strict=True))
+    assert_same(pooled.grad, torch.cat([of_tables[key] for key in keys], dim=1).to(dtype), "gradient of the embeddings")
+    assert_same(dense.grad, gradient[:, :4].contiguous(), "gradient of what is in front")
+
+
+def test_the_gradient_of_a_join_is_handed_out_without_a_copy() -> None:
+    seen: list[torch.Tensor] = []
+    parts = torch.ones(3, 4), _lent(torch.ones(3, 8), 4)
+    for part in parts:
+        part.requires_grad_().register_hook(seen.append)
+    gradient = torch.randn(3, 12)
+    JoinInPlace.apply(*parts).backward(gradient)
+    assert [each.data_ptr() for each in seen] == [gradient.data_ptr(), gradient[:, 4:].data_ptr()]
+    assert [each.stride() for each in seen] == [(12, 1)] * 2
 
 
 def test_head_takes_any_dense_precision() -> None:

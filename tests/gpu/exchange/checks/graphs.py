@@ -18,6 +18,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.gpu.exchange.checks.training import (
@@ -95,6 +96,34 @@ def _check_losses(place: Place, optimizer: str, known: bool) -> None:
         assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{backend}, evaluated")
         rows = rows_of(trainer)
         assert rows.keys() == expected_rows.keys()
+        _close(place, trainer)
+
+
+def _joins_in_place(trainer: Trainer) -> bool:
+    (model,) = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
+    return model.joins_in_place
+
+
+def _check_bf16(place: Place, backend: str, arch: str) -> None:
+    """Pooled embeddings that travel in bfloat16 and are joined in place train as those that are rounded by the model.
+
+    The numbers are the same bits, captured or not, since the model rounds them before its first product in any case.
+    """
+    config = _graph_config(place, backend, "rowwise_adagrad", known=True)
+    model = replace(config.model, arch=arch, cross_layers=2, cross_rank=8) if arch == "dcn" else config.model
+    config = replace(config, model=model, train=replace(config.train, precision="bf16"))
+    for pipeline in ("graph", "torchrec"):
+        in_place = replace(config, train=replace(config.train, pipeline=pipeline))
+        rounded = replace(in_place, embedding=replace(config.embedding, wire_dtype="fp32"))
+        expected, expected_evaluated, trainer = _train(place, rounded)
+        assert not _joins_in_place(trainer)
+        expected_rows = rows_of(trainer)
+        _close(place, trainer)
+        losses, evaluated, trainer = _train(place, in_place)
+        assert _joins_in_place(trainer)
+        assert losses == expected, f"{pipeline}: losses {losses}, not {expected}"
+        assert evaluated == expected_evaluated, f"{pipeline}: evaluated {evaluated}, not {expected_evaluated}"
+        assert_all_near(rows_of(trainer), expected_rows, 0.0, f"{pipeline}:")
         _close(place, trainer)
 
 
@@ -260,6 +289,11 @@ CHECKS = (
         )
         for optimizer in ("sgd", "adagrad")
         for known in (False, True)
+    }
+    | {
+        f"graph_losses_{arch}_bf16_{backend}": Check(partial(_check_bf16, backend=backend, arch=arch))
+        for arch in ("dot", "dcn")
+        for backend in _BACKENDS
     }
     | {
         f"graph_delays_{backend}_{'known' if known else 'ranges'}": Check(

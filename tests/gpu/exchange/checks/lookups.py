@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.model import JoinInPlace
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
@@ -40,7 +41,7 @@ def _assert_lookups(
     """Compare a step a batch with the baseline's output, of `tables` or all."""
     exchange = stage.exchange(options)
     for step, batch in enumerate(batches):
-        expected = stage.baseline(batch, options.wire_dtype)
+        expected = stage.baseline(batch, options.wire_dtype).to(options.output_dtype)
         actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
         assert actual.shape == expected.shape
         for t in range(len(stage.tables)) if tables is None else tables:
@@ -76,6 +77,28 @@ def _check_wire(place: Place, backend: str) -> None:
     batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
     for wire in (torch.bfloat16, torch.float16):
         _assert_lookups(stage, ExchangeOptions(backend, wire_dtype=wire), batches)
+
+
+def _check_in_place(place: Place, backend: str) -> None:
+    """Outputs of the wire's type, lent behind columns that this rank alone fills."""
+    tables = _tables(place.world_size)
+    stage = Stage(place, tables)
+    stage.fill(integers=False)
+    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(4)]
+    for wire, leading in ((torch.bfloat16, 64), (torch.bfloat16, 12), (torch.float16, 8), (torch.float32, 128)):
+        options = ExchangeOptions(backend, wire_dtype=wire, output_dtype=wire, leading_columns=leading)
+        _assert_lookups(stage, options, batches)
+        exchange = stage.exchange(options)
+        for step, batch in enumerate(batches):
+            expected = stage.baseline(batch, wire).to(wire)
+            with torch.no_grad():
+                values = exchange.start(stage.inputs(batch), batch.sizes).wait()
+            dense = torch.full((_SAMPLES, leading), float(step), dtype=wire, device=place.device)
+            joined = JoinInPlace.apply(dense, values)
+            assert_same(joined, torch.cat((dense, expected), dim=1), f"{options}, step {step}, joined")
+            del values, joined
+        place.meet()
+        exchange.close()
 
 
 def _check_schedules(place: Place, backend: str) -> None:
@@ -198,6 +221,7 @@ CHECKS = (
     | {f"mean_{backend}": Check(partial(_check_dims, backend=backend, mean=True)) for backend in BACKENDS}
     | {f"ids_{backend}": Check(partial(_check_ids, backend=backend)) for backend in BACKENDS}
     | {f"wire_{backend}": Check(partial(_check_wire, backend=backend)) for backend in BACKENDS}
+    | {f"wire_in_place_{backend}": Check(partial(_check_in_place, backend=backend)) for backend in ("pgas", "fused")}
     | {f"schedules_{backend}": Check(partial(_check_schedules, backend=backend)) for backend in BACKENDS[1:]}
     | {"slices_fused": Check(_check_slices)}
     | {f"sizes_{backend}": Check(partial(_check_sizes, backend=backend)) for backend in BACKENDS}
