@@ -126,7 +126,15 @@ class Trainer:
             bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
             casts = cast_once(task, flat, self.optimizer, config.train.compile_dense) if flat and casts_once else None
             self.pipeline = GraphTrainPipeline(
-                self.model, self.optimizer, device, bound, group, flat, casts, WIRE_DTYPES[config.train.gradient_dtype]
+                self.model,
+                self.optimizer,
+                device,
+                bound,
+                group,
+                flat,
+                casts,
+                gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
+                dense_reduce=config.train.dense_reduce,
             )
         else:
             self.pipeline = build_pipeline(self.model, self.optimizer, device)
@@ -312,6 +320,8 @@ class Trainer:
 
     def _check_exchanges(self) -> None:
         """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
+        if isinstance(self.pipeline, GraphTrainPipeline):
+            self.pipeline.check()
         for exchange in exchanges(self.model):
             exchange.check()
 

@@ -91,7 +91,7 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
 
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
-    with pytest.raises(AssertionError, match=rf"1000 elements; pad to a multiple of {BLOCK}"):
+    with pytest.raises(AssertionError, match=rf"elements 0 .. 1000; pad to multiples of {BLOCK}"):
         update.update_parameters(_make("sgd", elements=1000))
 
 
