@@ -29,10 +29,11 @@ class _Bucket:
 class GradientBuckets:
     """Replaces the flat gradient by its mean over the ranks, bucket by bucket, each as soon as it is complete.
 
-    A bucket is reduced (`dense.reduction`) on a stream of its own, once a hook has seen the last of its gradients. All ranks
-    reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and what
-    is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only if the layout has the
-    order in which gradients are completed, about the reverse of the forward's, which `learn` finds out.
+    A bucket is reduced on a stream of its own, see `dense.reduction`, once a hook of autograd has seen the last of its
+    gradients. All ranks reduce the buckets in one order, that of the layout: a bucket that is complete waits for those
+    before it, and what is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only
+    if the layout has the order in which gradients are completed, about the reverse of the forward's, which `learn`
+    finds out.
 
     Backward and `finish` may be captured in a CUDA graph, as long as both are in it: the hooks run at the capture, and
     the streams meet in `finish`. With one rank nothing is sent.
@@ -132,7 +133,7 @@ class GradientBuckets:
         self._begin()
         first, end = 0, self._flat.gradients.tensor.numel()
         for arrived in self._reduction.arrivals(self._stream) if self._ranks > 1 else ():
-            whole = arrived // BLOCK * BLOCK
+            whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
             if first < whole:
                 yield first, whole
                 first = whole

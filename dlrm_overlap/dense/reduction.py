@@ -179,7 +179,9 @@ class StoreReduction(Reduction):
         try:
             arena = open_arena(regions, self._group, self._flat.device)
         except InputError as error:
-            raise InputError(f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective") from None
+            raise InputError(
+                f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective"
+            ) from None
         if self._dtype == torch.float32:  # what travels is the gradient itself
             self._flat.keep_gradients_in(arena.local("gradients"))
         self._arena = arena

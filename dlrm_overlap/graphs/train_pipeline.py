@@ -110,9 +110,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._captures and not self._captures_update:
             log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
         # A wrapper that does more than to hold the optimizer wants all gradients at once.
-        self._updates_in_ranges = (
-            len(self._dense) == len(self._flat_optimizers) == 1
-            and type(self._dense[0]) in (KeyedOptimizerWrapper, FlatOptimizer)
+        self._updates_in_ranges = len(self._dense) == len(self._flat_optimizers) == 1 and type(self._dense[0]) in (
+            KeyedOptimizerWrapper,
+            FlatOptimizer,
         )
         self._flat = flat or FlatParameters(dense_parameters(model))
         if self._group.size() > 1:  # all ranks start alike, as under DDP

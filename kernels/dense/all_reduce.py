@@ -1,4 +1,4 @@
-"""The mean over the ranks of a flat tensor, by loads and stores of the ranks' memory: each rank averages one share of it.
+"""The mean over the ranks of a flat tensor, by loads and stores of the ranks' memory: each averages a share of it.
 
 A range of the tensor is cut into a share a rank. The owner of a share reads it from all ranks, adds it up in the order
 of the ranks, and stores the mean at all of them. So every rank gets the same bits, and (W - 1) / W of the range leaves
@@ -74,8 +74,8 @@ def _average_share(
     `slot` of every rank's flags to `epoch` + `clock` [1]. Who has acquired it reads the mean, and knows that this rank
     reads its sources no more.
 
-    Example: two ranks; rank 1 owns a share of 2 lines of 64 elements, BLOCK 64, P 1. It reads elements 0 .. 63 of both sources,
-    stores their mean to rank 0 and to itself, does the same for 64 .. 127, and raises its flag at both.
+    Example: two ranks; rank 1 owns a share of 2 lines of 64 elements, BLOCK 64, P 1. It reads elements 0 .. 63 of both
+    sources, stores their mean to rank 0 and to itself, does the same for 64 .. 127, and raises its flag at both.
 
     Source: the all-reduce as a reduce-scatter and an all-gather (Thakur, Rabenseifner and Gropp, Optimization of
     Collective Communication Operations in MPICH, 2005, section 4.5), each step by direct loads or stores.
@@ -109,7 +109,7 @@ def _send_shares(
 
     Memory: the range is `lines` lines of LINE elements of this rank's `tensor`, from line `begin` on; rank w owns those
     from w * share on, up to `share` of them. They are stored to row `rank` of the owner's landing [W, share * LINE],
-    whose address is landings[w]. The shares of the `destinations` next ranks are sent: W - 1 leaves out this rank's own.
+    whose address is landings[w]. The shares of the `destinations` next ranks are sent: W - 1 leaves out this rank's.
 
     Order: no two programs store to one place. The program that ends last raises element `slot` of every rank's flags to
     `epoch` + `clock` [1], which covers what all have stored.

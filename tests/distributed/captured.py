@@ -80,7 +80,9 @@ class StandIn(CapturedStep):
             for name, counter, value, argument in zip(names, each.each, values, arguments, strict=True):
                 assert counter.argument == argument, f"{name}: argument {counter.argument}, captured {argument}"
                 assert int(counter.word) + argument == counter.value, f"{name}: what a kernel finds"
-                assert name in ("steps", "dense gradients") or (counter.value - value) % 2 == 0, f"{name}: another window than captured"
+                assert name in ("steps", "dense gradients") or (counter.value - value) % 2 == 0, (
+                    f"{name}: another window than captured"
+                )
         return output
 
 
