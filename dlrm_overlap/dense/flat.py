@@ -141,6 +141,8 @@ class FlatParameters:
         Not once a CUDA graph has been captured, which would go on with the old memory.
         """
         self.gradients.rest_in(memory, self.places)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
 
     def _place(self, order: Iterable[str]) -> dict[str, Place]:
         places, begin = {}, 0

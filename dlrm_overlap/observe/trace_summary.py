@@ -21,7 +21,7 @@ _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
-    "all-reduce": r"AllReduce",
+    "all-reduce": r"AllReduce|_average_share|_send_shares",
     "ids": r"[Rr]adix|RunLength|DeviceScan|cumsum|linearize|permute_\dD|bucketize|bounds_check"
     r"|_place_gradients|_find_ranges|_cut_runs",
     "copies": r"^Memcpy|^Memset",

@@ -284,6 +284,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ends and resets": _check_ends_and_resets,
     "refused batches": _check_refused_batches,
     "gradients sent as bf16": _check_gradient_dtype,
+    "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
     "torchrec, then graph": partial(_check_resume, "torchrec", "graph"),
     "graph, then torchrec": partial(_check_resume, "graph", "torchrec"),
     "torchrec, then graph, bf16": partial(_check_resume, "torchrec", "graph", *BF16, *DCN),
@@ -307,7 +308,8 @@ def _run_case(case: str) -> None:
 # What every `make test` runs; the rest differs little from it.
 CAPTURED = [case for case in CASES if case.startswith("captured")]
 QUICK_ALONE = ["ends and resets", "another optimizer"]
-SLOW_OF_TWO = ["dcn, fp32", "torchrec, then graph", "graph, then torchrec", *CAPTURED[1:-3], *CAPTURED[-2:]]
+SLOW_OF_TWO = ["dcn, fp32", "dense gradients by gloo", "torchrec, then graph", "graph, then torchrec"]
+SLOW_OF_TWO += [*CAPTURED[1:-3], *CAPTURED[-2:]]
 QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
 OF_FOUR = ["dot, fp32", "dcn, bf16", "ends and resets", *CAPTURED[:2], *CAPTURED[4:5]]
 

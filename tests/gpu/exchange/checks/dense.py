@@ -1,4 +1,4 @@
-"""Dense gradients reduced by stores: against the group's all-reduce, eager and captured, under any delays; lost peers."""
+"""Dense gradients reduced by stores, against the group's all-reduce: eager, captured, under any delays; lost peers."""
 
 import random
 import time
