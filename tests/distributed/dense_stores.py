@@ -66,7 +66,16 @@ def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, push: bool, step
     source = random.Random(rank)
     flat, reduction = _reduction(kind, dtype, push)
     gradient = flat.gradients.views["weight"]
-    late = lambda: time.sleep(source.choice([0, 0, 1e-4, 2e-3]))  # noqa: E731
+
+    def late() -> None:
+        time.sleep(source.choice([0, 0, 1e-4, 5e-3]))
+
+    def average_late(*arguments: Any) -> None:
+        late()
+        average(*arguments)
+
+    average = reduction._average
+    reduction._average = average_late  # type: ignore[method-assign]
     for step in range(steps):
         gradient.copy_(_gradient(step, rank))
         _reduce(reduction, flat, late)
