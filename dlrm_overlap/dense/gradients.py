@@ -11,7 +11,8 @@ from torch import nn
 
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import StoreOptions, open_reduction
+from dlrm_overlap.dense.reduction import CollectiveReduction, Reduction
+from dlrm_overlap.dense.stores import HostStores, StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
@@ -29,11 +30,10 @@ class _Bucket:
 class GradientBuckets:
     """Replaces the flat gradient by its mean over the ranks, bucket by bucket, each as soon as it is complete.
 
-    A bucket is reduced on a stream of its own, see `dense.reduction`, once a hook of autograd has seen the last of its
-    gradients. All ranks reduce the buckets in one order, that of the layout: a bucket that is complete waits for those
-    before it, and what is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only
-    if the layout has the order in which gradients are completed, about the reverse of the forward's, which `learn`
-    finds out.
+    A bucket is reduced on a stream of its own, once a hook of autograd has seen the last of its gradients. All ranks
+    reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and what
+    is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only if the layout has the
+    order in which gradients are completed, about the reverse of the forward's, which `learn` finds out.
 
     Backward and `finish` may be captured in a CUDA graph, as long as both are in it: the hooks run at the capture, and
     the streams meet in `finish`. With one rank nothing is sent.
@@ -71,7 +71,7 @@ class GradientBuckets:
         assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._least = -(-bucket_bytes // dtype.itemsize)
-        self._reduction = open_reduction(flat, group, dtype, stores if self._ranks > 1 else None)
+        self._reduction = _open_reduction(flat, group, dtype, stores if self._ranks > 1 else None)
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
@@ -229,3 +229,16 @@ class GradientBuckets:
 
 def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
     complete(name)
+
+
+def _open_reduction(
+    flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
+) -> Reduction:
+    """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
+    if stores is None:
+        return CollectiveReduction(flat, group, dtype)
+    if flat.device.type != "cuda":
+        return HostStores(flat, group, dtype, stores)
+    from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
+
+    return DeviceStores(flat, group, dtype, stores)

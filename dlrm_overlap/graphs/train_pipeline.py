@@ -35,7 +35,7 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -86,7 +86,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
             casts: through which the model gets its weights, if it does.
             gradient_dtype: in which dense gradients are sent, float32 or bfloat16.
-            dense_reduce: collective | stores | auto, which is stores: how they are summed, see `dense.reduction`.
+            dense_reduce: collective | stores | auto, which is stores: how they are summed, see `dense.stores`.
             capture: None captures on GPUs.
         """
         if dense_reduce not in _DENSE_REDUCE:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.dense import reduction as reductions
+from dlrm_overlap.dense import gradients
+from dlrm_overlap.dense.device_stores import DeviceStores
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.reduction import DeviceStores, HostStores, StoreOptions, StoreReduction
+from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same
@@ -132,7 +133,7 @@ def _check_updates(kind: type[StoreReduction]) -> None:
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
     optimizer = FlatOptimizer(flat, "adagrad", 0.1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reductions, "HostStores", kind)
+        patch.setattr(gradients, "HostStores", kind)
         buckets = GradientBuckets(flat, world(), stores=StoreOptions(piece_elements=1500, programs=2))
     for step in range(5):
         flat.gradients.views["weight"].copy_(_gradient(step, rank))

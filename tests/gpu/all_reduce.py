@@ -22,7 +22,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
 from dlrm_overlap.launching.process_group import find_device, init_process_group
 

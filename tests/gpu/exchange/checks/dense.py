@@ -15,7 +15,7 @@ from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.stores import StoreOptions
 from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.place import Check, Place
 
