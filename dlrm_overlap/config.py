@@ -287,7 +287,11 @@ class TrainConfig:
     """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
     on; on CPUs it needs a C++ compiler"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """pipeline graph: in which the dense gradients are sent and summed over the ranks"""
+    """pipeline graph: in which the dense gradients are sent over the ranks"""
+    dense_reduce: Literal["auto", "collective", "stores"] = "auto"
+    """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL's all-reduce (gloo's on
+    CPU). stores: by loads and stores of the peers' memory, in pieces, each updated while the next one travels. auto is
+    stores"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs

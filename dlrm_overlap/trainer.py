@@ -138,7 +138,8 @@ class Trainer:
                 group,
                 flat,
                 casts,
-                WIRE_DTYPES[config.train.gradient_dtype],
+                gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
+                dense_reduce=config.train.dense_reduce,
                 capture=None if config.train.capture else False,
             )
         else:
@@ -325,6 +326,8 @@ class Trainer:
 
     def _check_exchanges(self) -> None:
         """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
+        if isinstance(self.pipeline, GraphTrainPipeline):
+            self.pipeline.check()
         for exchange in exchanges(self.model):
             exchange.check()
 

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.kernels.dense.arguments import BLOCK
-
-_ALIGNED = 64  # elements: 256 bytes of float32, what cuBLAS and NCCL like best
+from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
 
 
 class Place(NamedTuple):
@@ -45,6 +43,13 @@ class FlatTensor:
         for name, view in self.views.items():
             view.data = places[name].of(self.tensor)
             view.copy_(contents[name])
+
+    def rest_in(self, memory: torch.Tensor, places: Mapping[str, Place]) -> None:
+        """Move the content to `memory`, [n] of the same type; tensor and views stay the objects that they are."""
+        memory.copy_(self.tensor)
+        self.tensor.data = memory
+        for name, view in self.views.items():
+            view.data = places[name].of(memory)
 
 
 class FlatParameters:
@@ -129,11 +134,21 @@ class FlatParameters:
                 view.copy_(parameter.grad)
             parameter.grad = view
 
+    @torch.no_grad()
+    def keep_gradients_in(self, memory: torch.Tensor) -> None:
+        """Keep the flat gradient, with its content, in `memory` [n] float32 from now on, such as one that peers see.
+
+        Not once a CUDA graph has been captured, which would go on with the old memory.
+        """
+        self.gradients.rest_in(memory, self.places)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
+
     def _place(self, order: Iterable[str]) -> dict[str, Place]:
         places, begin = {}, 0
         for name in order:
             shape = self.parameters[name].shape
-            end = begin + -(-shape.numel() // _ALIGNED) * _ALIGNED
+            end = begin + -(-shape.numel() // LINE) * LINE
             places[name] = Place(begin, end, shape)
             begin = end
         return places

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.reduction import CollectiveReduction, Reduction
+from dlrm_overlap.dense.stores import HostStores, StoreOptions
+from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
 @dataclass
@@ -39,6 +43,9 @@ class GradientBuckets:
         loss.backward()     # under `with buckets.learn():` in the first step
         buckets.finish()
         optimizer.step()
+
+    Or, with an update of what has arrived while the rest travels, in place of the last two lines:
+        optimizer.step_in_ranges(buckets.finish_in_ranges())
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class GradientBuckets:
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int = 16 << 20,
         order: AbstractContextManager[object] | None = None,
+        stores: StoreOptions | None = None,
     ) -> None:
         """Hook into the backward of the parameters of `flat`, until `close`.
 
@@ -57,11 +65,13 @@ class GradientBuckets:
             dtype: in which gradients are sent and added up, float32 or bfloat16.
             bucket_bytes: least size of what is sent at once, but for the last bucket.
             order: entered around each reduction, to order it among what else the ranks exchange.
+            stores: reduce by stores to the memory of peers, which all ranks of the group reach; None leaves it to the
+                group's own all-reduce.
         """
         assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._least = -(-bucket_bytes // dtype.itemsize)
-        self._sent = None if dtype == torch.float32 else torch.empty_like(flat.gradients.tensor, dtype=dtype)
+        self._reduction = _open_reduction(flat, group, dtype, stores if self._ranks > 1 else None)
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
@@ -78,6 +88,11 @@ class GradientBuckets:
     def ranges(self) -> list[tuple[int, int]]:
         """First element of each bucket in the flat gradient, and the one behind its last, in the order of reduction."""
         return [(bucket.begin, bucket.end) for bucket in self._buckets]
+
+    @property
+    def counters(self) -> Sequence[Counters]:
+        """What a captured step advances, see `comm.counters`."""
+        return self._reduction.counters
 
     @contextmanager
     def learn(self) -> Iterator[None]:
@@ -101,18 +116,41 @@ class GradientBuckets:
 
         Comes once after each backward, on all ranks; a second backward before it is an error.
         """
+        for _ in self.finish_in_ranges():
+            pass
+
+    def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
+        """Do as `finish`, range by range: make the current stream wait until the range that is yielded is reduced.
+
+        Yields:
+            First element of the range in the flat gradient, and the one behind its last: multiples of `BLOCK`. The
+            ranges cover all of it, in order. Whoever takes one takes all.
+        """
         self._note_stream()
-        for bucket in self._buckets[self._next :]:
-            self._flat.adopt_gradients(bucket.waiting)
-            self._reduce(bucket)
+        for number in range(self._next, len(self._buckets)):
+            self._flat.adopt_gradients(self._buckets[number].waiting)
+            self._reduce(number)
         self._begin()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
+        first, end = 0, self._flat.gradients.tensor.numel()
+        for arrived in self._reduction.arrivals(self._stream) if self._ranks > 1 else ():
+            whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
+            if first < whole:
+                yield first, whole
+                first = whole
+        with self._order:  # what is between ranks after this comes after its waits
+            pass
+        if first < end:
+            yield first, end
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded, such as a wait for a peer that has expired; never waits for the device."""
+        self._reduction.check()
 
     def close(self) -> None:
-        """Let go of the parameters: backwards are as they were before."""
+        """Let go of the parameters: backwards are as they were before. No rank may be in a step."""
         for hook in self._hooks:
             hook.remove()
+        self._reduction.close()
 
     def complete(self, name: str) -> None:
         """Take note that the gradient of a parameter is complete, on the stream that wrote it.
@@ -132,7 +170,7 @@ class GradientBuckets:
         self._note_stream()
         bucket.waiting.remove(name)
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._reduce(self._buckets[self._next])
+            self._reduce(self._next)
             self._next += 1
 
     def _note_stream(self) -> None:
@@ -140,22 +178,10 @@ class GradientBuckets:
         if self._stream is not None:
             self._filled_on.add(torch.cuda.current_stream(self._flat.device))
 
-    @torch.no_grad()
-    def _reduce(self, bucket: _Bucket) -> None:
-        if self._ranks == 1:
-            return
-        gradient = self._flat.gradients.tensor[bucket.begin : bucket.end]
-        with self._behind_gradients(), self._order:
-            if self._sent is None and self._stream is not None:
-                dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self._group)  # gloo has no mean
-            elif self._sent is None:
-                gradient.div_(self._ranks)
-                dist.all_reduce(gradient, group=self._group)
-            else:
-                sent = self._sent[bucket.begin : bucket.end]
-                torch.mul(gradient, 1 / self._ranks, out=sent)  # one kernel, which divides in float32
-                dist.all_reduce(sent, group=self._group)
-                gradient.copy_(sent)
+    def _reduce(self, number: int) -> None:
+        if self._ranks > 1:
+            with self._behind_gradients(), self._order:
+                self._reduction.reduce(number)
 
     def _behind_gradients(self) -> AbstractContextManager[object]:
         """Return a context whose stream comes behind the gradients that are complete by now."""
@@ -197,8 +223,22 @@ class GradientBuckets:
                 self._buckets.append(_Bucket(names, places[names[0]].begin, places[name].end))
                 first = index + 1
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._reduction.cut(self.ranges)
         self._begin()
 
 
 def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
     complete(name)
+
+
+def _open_reduction(
+    flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
+) -> Reduction:
+    """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
+    if stores is None:
+        return CollectiveReduction(flat, group, dtype)
+    if flat.device.type != "cuda":
+        return HostStores(flat, group, dtype, stores)
+    from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
+
+    return DeviceStores(flat, group, dtype, stores)

@@ -1,6 +1,7 @@
 """An optimizer that updates all dense parameters by one kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             numbers=torch.zeros(4, dtype=torch.float64, device=flat.device),
             factors=torch.zeros(6, device=flat.device),
         )
-        self._update_parameters = _update_on(flat.device)
+        self._kernels = _kernels_of(flat.device)
         super().__init__(list(flat.parameters.values()), {"lr": lr, "eps": eps, "betas": betas})
         self._known = [0.0] * 4
         self._bind()
@@ -82,8 +83,22 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flat.adopt_gradients()
         if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
-        self._update_parameters(self._update)
+        self._kernels.update_parameters(self._update)
         return loss
+
+    @torch.no_grad()
+    def step_in_ranges(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Update all parameters range by range, so that one range may be updated while gradients of the next arrive.
+
+        Args:
+            ranges: [first, end) in elements of the flat tensors, multiples of `BLOCK` that cover all; each is updated
+                on the current stream when it is yielded, by gradients that are in the flat tensor by then.
+        """
+        if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self.refresh()
+        self._kernels.begin_update(self._update)
+        for first, end in ranges:
+            self._kernels.update_range(self._update, first, end)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero. They stay the views that they are, whatever `set_to_none` asks for."""
@@ -132,10 +147,10 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = {"step": self._update.step.view(()), **views}
 
 
-def _update_on(device: torch.device) -> Callable[[FlatUpdate], None]:
-    """Return the kernel for a GPU, and for a CPU its twin."""
+def _kernels_of(device: torch.device) -> ModuleType:
+    """Return the module of the kernels of a GPU, and for a CPU that of their twins."""
     if device.type == "cuda":
-        from dlrm_overlap.kernels.dense.update import update_parameters  # a CPU needs no Triton
+        from dlrm_overlap.kernels.dense import update as kernels  # a CPU needs no Triton
     else:
-        from dlrm_overlap.kernels.dense.reference import update_parameters
-    return update_parameters
+        from dlrm_overlap.kernels.dense import reference as kernels
+    return kernels

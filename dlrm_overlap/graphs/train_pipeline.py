@@ -26,13 +26,16 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
+from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -43,6 +46,7 @@ from dlrm_overlap.graphs.static_batch import StaticBatch
 log = logging.getLogger("dlrm_overlap")
 
 _BUCKET_BYTES = 16 << 20  # of dense gradients that are sent at once, at least
+_DENSE_REDUCE = ("auto", "collective", "stores")
 _WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and learn the order of the gradients
 
 
@@ -72,6 +76,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         flat: FlatParameters | None = None,
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
+        dense_reduce: str = "auto",
         capture: bool | None = None,
     ) -> None:
         """Take what TorchRec's pipelines take, and the bound of the batches.
@@ -80,9 +85,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             group: of the model's ranks; None is the default group.
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
             casts: through which the model gets its weights, if it does.
-            gradient_dtype: in which dense gradients are sent and added up, float32 or bfloat16.
+            gradient_dtype: in which dense gradients are sent, float32 or bfloat16.
+            dense_reduce: collective | stores | auto, which is stores: how they are summed, see `dense.stores`.
             capture: None captures on GPUs.
         """
+        if dense_reduce not in _DENSE_REDUCE:
+            raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         if (reason := why_not_captured(model)) is not None:
             if dist.get_rank(group) == 0:
@@ -101,13 +109,21 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._captures_update = len(self._flat_optimizers) == len(self._dense)
         if self._captures and not self._captures_update:
             log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
+        # A wrapper that does more than to hold the optimizer wants all gradients at once.
+        self._updates_in_ranges = len(self._dense) == len(self._flat_optimizers) == 1 and type(self._dense[0]) in (
+            KeyedOptimizerWrapper,
+            FlatOptimizer,
+        )
         self._flat = flat or FlatParameters(dense_parameters(model))
         if self._group.size() > 1:  # all ranks start alike, as under DDP
             dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
         self._order = CommunicationOrder()
         # Where casts write all gradients at once, nothing is gained by sending them in parts.
         bucket_bytes = _BUCKET_BYTES if casts is None else self._flat.gradients.tensor.nbytes
-        self._buckets = GradientBuckets(self._flat, self._group, gradient_dtype, bucket_bytes, self._order)
+        # The exchanges store to their peers, so whatever has come this far can do the same with dense gradients.
+        timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
+        stores = None if dense_reduce == "collective" else StoreOptions(wait_timeout_s=timeout_s)
+        self._buckets = GradientBuckets(self._flat, self._group, gradient_dtype, bucket_bytes, self._order, stores)
         self._casts = casts
         if casts is not None:
             casts.on_complete(self._buckets.complete)
@@ -152,14 +168,24 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def check(self) -> None:
         """Raise what kernels have recorded; never waits for the device."""
-        for module in self._modules:
-            exchange_of(module).check()
+        if self._fallback is None:
+            for module in self._modules:
+                exchange_of(module).check()
+            self._buckets.check()
 
     def close(self) -> None:
-        """Release the graphs, which must be gone before the process group."""
+        """Release the graphs, which must be gone before the process group, and memory that peers see.
+
+        Raises:
+            RuntimeError: what kernels have recorded, where one has stopped the GPU.
+        """
         if self._fallback is None:
             self._graphs = [None, None]
-            self._buckets.close()
+            try:
+                self._buckets.close()
+            except RuntimeError:
+                self.check()
+                raise
 
     def _evaluate(self, batches: Iterator[Any]) -> Any:
         if self._sent:
@@ -251,6 +277,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _update(self) -> None:
         if self._casts is not None:
             self._casts.finish()
+        if self._updates_in_ranges:
+            self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
+            return
         self._buckets.finish()
         if self._captures_update:
             for optimizer in self._dense:
@@ -312,24 +341,29 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         captured = CapturedStep(
             lambda: self._step(parity, following=True),
             self._order,
-            [exchange_of(module).counters for module in self._modules],
+            self._counters,
             pool=other.pool if other is not None else None,
             stream=self._streams.main_stream,
         )
         self._graphs[parity] = captured
         return captured
 
+    @property
+    def _counters(self) -> list[Counters]:
+        """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
+        return [*(exchange_of(module).counters for module in self._modules), *self._buckets.counters]
+
     def _align(self, parity: int) -> None:
         """Send the ids of the batch at `parity` where none are under way.
 
         Eager steps since the capture have moved the epochs on. What was captured goes on with the windows and the
         arguments that it was captured with. So where the next epoch has the other window, one is skipped, and the words
-        on the device are set to what makes up the difference.
+        on the device are set to what makes up the difference. Dense gradients have one window, and skip nothing.
         """
         captured = self._graphs[parity] or self._graphs[1 - parity]
         if captured is not None:
             captured_other = captured is self._graphs[1 - parity]
-            for module, values in zip(self._modules, captured.captured_values, strict=True):
+            for module, values in zip(self._modules, captured.captured_values, strict=False):
                 exchange = exchange_of(module)
                 counters = exchange.counters
                 for counter, value in zip(counters.each, values, strict=True):
@@ -341,5 +375,5 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._send_ids(parity)
             self._sent = True
         if captured is not None:
-            for module, arguments in zip(self._modules, captured.arguments, strict=True):
-                exchange_of(module).counters.set_arguments(arguments)
+            for counters, arguments in zip(self._counters, captured.arguments, strict=True):
+                counters.set_arguments(arguments)

@@ -7,6 +7,10 @@ import torch
 BLOCK = 1024
 """elements a program updates; flat tensors have a multiple of it, so that the kernel needs no mask"""
 
+LINE = 64
+"""elements in whose multiples flat tensors are cut and parameters placed: 256 bytes of float32, what cuBLAS and NCCL
+like best, and 16 bytes a lane for every type"""
+
 STATES: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 """kind -> the names that torch.optim has for the optimizer's state"""
 

@@ -92,13 +92,25 @@ def _compiled(kind: str, shadow: torch.dtype | None) -> tuple[CompiledKernel, Co
     return begin, CompiledKernel(_update_parameters, names, constants, num_warps=4)
 
 
+def begin_update(update: FlatUpdate) -> None:
+    """Count an update and work out its numbers, on the current stream, ahead of `update_range`."""
+    assert len(update.states) == len(STATES[update.kind]), f"{update.kind} has the states {STATES[update.kind]}"
+    begin, _ = _compiled(update.kind, update.shadow.dtype if update.shadow is not None else None)
+    begin(1, (), update.step, update.numbers, update.factors)
+
+
+def update_range(update: FlatUpdate, first: int, end: int) -> None:
+    """Update the weights [first, end), multiples of `BLOCK`, on the current stream."""
+    assert first % BLOCK == end % BLOCK == 0, f"elements {first} .. {end}; pad to multiples of {BLOCK}"
+    _, change = _compiled(update.kind, update.shadow.dtype if update.shadow is not None else None)
+    weights = update.weights[first:end]
+    # Weights stand in for what the kind does not read.
+    state, square = (*(state[first:end] for state in update.states), weights, weights)[:2]
+    shadow = weights if update.shadow is None else update.shadow[first:end]
+    change((end - first) // BLOCK, (), weights, update.gradients[first:end], state, square, shadow, update.factors)
+
+
 def update_parameters(update: FlatUpdate) -> None:
     """Update all weights on the current stream; a CUDA graph may hold it, since all numbers are in device memory."""
-    weights, states, shadow = update.weights, update.states, update.shadow
-    assert weights.numel() % BLOCK == 0, f"{weights.numel()} elements; pad to a multiple of {BLOCK}"
-    assert len(states) == len(STATES[update.kind]), f"{update.kind} has the states {STATES[update.kind]}"
-    begin, change = _compiled(update.kind, shadow.dtype if shadow is not None else None)
-    begin(1, (), update.step, update.numbers, update.factors)
-    state, square = (*states, weights, weights)[:2]  # weights stand in for what the kind does not read
-    shadow = weights if shadow is None else shadow
-    change(weights.numel() // BLOCK, (), weights, update.gradients, state, square, shadow, update.factors)
+    begin_update(update)
+    update_range(update, 0, update.weights.numel())

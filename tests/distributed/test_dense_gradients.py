@@ -1,7 +1,8 @@
 """Two ranks with samples of their own get the mean of their gradients, and train as one under DDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from tests.agreement import assert_same
+from tests.distributed import dense_stores
 from tests.distributed.models import world
 from tests.distributed.workers import run_cases
 
@@ -117,18 +119,41 @@ CASES: dict[str, Callable[[], None]] = {
     "bfloat16 learnt": partial(_check_mean, torch.bfloat16, learns=True),
     "other parts on each rank": _check_parts,
     "as under DDP": _check_ddp,
-}
+} | dense_stores.QUICK
+SLOW = dense_stores.SLOW
 
 
 def _run(case: str) -> None:
-    CASES[case]()
+    (CASES | SLOW)[case]()
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run, 2, tmp_path_factory.mktemp("gradients"), list(CASES))
+def _ranks(count: int, cases: Sequence[str]) -> Any:
+    """Return a fixture that runs `cases` on `count` ranks."""
+
+    @pytest.fixture(scope="module")
+    def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+        return run_cases(_run, count, tmp_path_factory.mktemp("gradients"), cases)
+
+    return ended
+
+
+two_ranks, two_ranks_more = _ranks(2, list(CASES)), _ranks(2, list(SLOW))
+OF_FOUR = [*dense_stores.QUICK, *(name for name in SLOW if "host" in name)]
+four_ranks = _ranks(4, OF_FOUR)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_the_mean_of_both_ranks(ended: Callable[[str], None], case: str) -> None:
-    ended(case)
+def test_gradients_are_the_mean_of_both_ranks(two_ranks: Callable[[str], None], case: str) -> None:
+    two_ranks(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_more_of_two_ranks(two_ranks_more: Callable[[str], None], case: str) -> None:
+    two_ranks_more(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OF_FOUR)
+def test_four_ranks(four_ranks: Callable[[str], None], case: str) -> None:
+    four_ranks(case)

@@ -301,6 +301,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ends and resets": _check_ends_and_resets,
     "refused batches": _check_refused_batches,
     "gradients sent as bf16": _check_gradient_dtype,
+    "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
     "torchrec, then graph": partial(_check_resume, "torchrec", "graph"),
     "graph, then torchrec": partial(_check_resume, "graph", "torchrec"),
     "torchrec, then graph, bf16": partial(_check_resume, "torchrec", "graph", *BF16, *DCN),
@@ -327,6 +328,7 @@ QUICK_ALONE = ["ends and resets", "another optimizer"]
 SLOW_OF_TWO = [
     "dcn, fp32",
     "dcn, in place",
+    "dense gradients by gloo",
     "torchrec, then graph",
     "graph, then torchrec",
     *CAPTURED[1:-3],

@@ -78,6 +78,26 @@ def test_the_kernel_agrees_with_its_twin(kind: str, shadow: torch.dtype | None) 
 
 
 @interpreted
+@every_kind
+def test_ranges_are_updated_as_the_whole(kind: str) -> None:
+    ours, theirs = (_make(kind, torch.bfloat16, 5 * BLOCK) for _ in range(2))
+    for seed in (1, 2):
+        for each in (ours, theirs):
+            each.gradients.copy_(_random(seed, each.gradients.numel()))
+        update.update_parameters(theirs)
+        update.begin_update(ours)
+        for first, end in ((0, BLOCK), (BLOCK, BLOCK), (BLOCK, 5 * BLOCK)):
+            update.update_range(ours, first, end)
+    assert ours.shadow is not None
+    assert theirs.shadow is not None
+    assert ours.step.item() == 2
+    for found, expected in zip(
+        (ours.weights, ours.shadow, *ours.states), (theirs.weights, theirs.shadow, *theirs.states), strict=True
+    ):
+        assert_same(found, expected, kind)
+
+
+@interpreted
 @pytest.mark.parametrize("steps", [1, 2, 1000, 10**6])
 def test_bias_corrections_have_all_their_digits(steps: int) -> None:
     adam = _make("adam")
@@ -91,7 +111,7 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
 
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
-    with pytest.raises(AssertionError, match=rf"1000 elements; pad to a multiple of {BLOCK}"):
+    with pytest.raises(AssertionError, match=rf"elements 0 .. 1000; pad to multiples of {BLOCK}"):
         update.update_parameters(_make("sgd", elements=1000))
 
 

@@ -131,6 +131,22 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     assert_same(parameters["first"].data, torch.full(shape, 2.0), "first")
 
 
+def test_gradients_are_kept_where_one_wants_them() -> None:
+    flat = FlatParameters({"first": nn.Parameter(torch.ones(65, 1)), "second": nn.Parameter(torch.ones(3))})
+    before, views = flat.gradients.tensor, dict(flat.gradients.views)
+    before.copy_(torch.arange(before.numel()))
+    memory = torch.full_like(before, torch.nan)
+    flat.keep_gradients_in(memory)
+    assert flat.gradients.tensor is before, "who holds the flat gradient sees where it is"
+    assert_same(memory, torch.arange(before.numel()).float(), "content")
+    memory.add_(1)
+    for name, view in flat.gradients.views.items():
+        assert view is views[name] is flat.parameters[name].grad
+        assert_same(view, flat.places[name].of(memory), name)
+    flat.lay_out(["second", "first"])
+    assert flat.gradients.tensor.data_ptr() == memory.data_ptr()
+
+
 class _Owned(nn.Parameter):
     """A parameter whose memory is another's, as FBGEMM's slices of tables are."""
 

@@ -84,6 +84,26 @@ def test_50_steps_have_the_bits_of_torch_optim(kind: str) -> None:
     assert all(parameter.grad is views[name] for name, parameter in ours.parameters.items())
 
 
+@every_kind
+def test_a_step_in_ranges_is_a_step(kind: str) -> None:
+    runs = [Run(kind, flat=True, shadow=torch.bfloat16).train(1) for _ in range(2)]
+    ours, theirs = runs
+    for step in range(3):
+        for run in runs:
+            assert run.flat is not None
+            run.optimizer.param_groups[0]["lr"] = LR / (1 + step)
+            for parameter in run.parameters.values():
+                assert parameter.grad is not None
+                parameter.grad.copy_(torch.arange(parameter.numel()).view(parameter.shape) * 0.1 - step)
+        assert ours.flat is not None
+        theirs.optimizer.step()
+        elements = ours.flat.weights.tensor.numel()
+        ours.ours.step_in_ranges([(0, 64), (64, 64), (64, elements)])
+        ours.assert_same(theirs)
+        for name in SHAPES:
+            assert_same(ours.ours.shadow(name), theirs.ours.shadow(name), f"shadow of {name}")
+
+
 def _load_as_a_checkpoint(run: Run, folder: Path) -> None:
     run.keyed.init_state()
     state = {"model": dict(run.parameters), "optimizer": run.combined.state_dict()}

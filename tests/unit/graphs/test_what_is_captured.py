@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap import pipeline
-from dlrm_overlap.config import Config, DataConfig, TablesConfig, TrainConfig
+from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.parts import why_not_captured
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
@@ -126,3 +126,9 @@ def test_what_cannot_be_captured_is_told_by_rank_0_alone(
 
 
 _NCCL = "backend nccl with backward collective waits for the host"
+
+
+def test_an_unknown_way_to_reduce_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
+        GraphTrainPipeline(nothing, nothing, CPU, nothing, dense_reduce="nccl")

@@ -70,6 +70,7 @@ def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
         ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
         ("_add_to_rows", "update"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
+        ("_average_share", "all-reduce"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all-reduce"),
         ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "sort"),
         ("_cut_runs", "sort"),

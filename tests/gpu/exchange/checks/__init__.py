@@ -3,6 +3,7 @@
 from tests.gpu.exchange.checks import (
     backward,
     backward_steps,
+    dense,
     faults,
     graphs,
     lookups,
@@ -22,9 +23,11 @@ CHECKS = (
     | backward_steps.CHECKS
     | overlap.CHECKS
     | faults.CHECKS
+    | dense.CHECKS
     | training.CHECKS
     | graphs.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
+    | dense.LOST
     | graphs.LOST
 )

@@ -272,8 +272,7 @@ def _check_stalled_peer(place: Place) -> None:
         told = error
         if not isinstance(error, ExchangeTimeoutError):
             try:
-                for exchange in exchanges(trainer.model):
-                    exchange.check()
+                trainer._check_exchanges()
             except ExchangeTimeoutError as recorded:
                 told = recorded
     assert isinstance(told, ExchangeTimeoutError), told

@@ -1,0 +1,241 @@
+"""The mean over the ranks of ranges of the flat gradient, by loads and stores of the peers' memory.
+
+A rank averages its share of every piece and stores the mean at all ranks (`kernels.dense.all_reduce`). The gradient
+itself, or its copy in the type that travels, is in memory that peers read and write:
+
+    step e, rank r           READY e | wait for all | AVERAGE piece 0 | AVERAGE piece 1 | ..
+    rank r, current stream                              wait for all's piece 0 | update it | wait for piece 1 | ..
+
+Why nothing is read too late or overwritten too early. In step e, rank r's gradient is touched by others between two of
+its own doings: it raises READY when its backward has written the gradient, and it awaits the flag of each piece from
+every rank before it uses the piece. Owner w reads and overwrites its share of r's piece after READY of r, which it has
+awaited, and raises the piece's flag when both are done. So when r has awaited the flags of all pieces, nobody reads or
+writes its gradient any more before its next READY, and step e + 1 may overwrite it: in the next backward, which follows
+those waits on r's stream. Two windows that take turns are not needed. Pushed pieces have the same argument: SEND stands
+for READY, and the row of r in w's staging memory is read before w raises the piece's flag, which r awaits before it
+sends again.
+
+Why captured steps do not block each other. Flags are raised and awaited in `comm.order`, but for the waits of the
+current stream, which run beside the pieces that follow. Such a wait is for flags that every rank raises without waiting
+for anything later in the order: what it holds up, where a graph has it in front of a later piece, no other rank needs
+in order to raise what it waits for.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import Arena, HostArena, Region, open_arena
+from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.reduction import Reduction
+from dlrm_overlap.dense.shares import Action, Kind, Piece, actions, cut
+from dlrm_overlap.kernels.dense import reference
+from dlrm_overlap.kernels.dense.arguments import LINE
+
+AWAITED = "dense gradients' flag"
+"""what an expired wait was for"""
+
+
+class StoreOptions(NamedTuple):
+    """How gradients are reduced by stores."""
+
+    push: bool = False
+    """send shares to their owners' staging memory, rather than have the owners read them"""
+    programs: int = 16
+    """of 32 warps, of each kernel that fills the links, on GPUs"""
+    piece_elements: int = 4 << 20
+    """about so many are reduced at once, and updated while the next ones travel"""
+    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
+    """bound of a wait for a peer"""
+
+
+class StoreReduction(Reduction):
+    """By loads and stores of the peers' memory, see the module."""
+
+    def __init__(
+        self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, options: StoreOptions
+    ) -> None:
+        """Take what is reduced; the first `reduce` makes the memory that peers see, a collective.
+
+        Args:
+            flat: the same parameters on all ranks.
+            group: of ranks that reach each other's memory.
+            dtype: in which gradients travel, float32 or bfloat16; they are added up in float32.
+            options: alike on all ranks.
+        """
+        self._flat, self._group, self._dtype, self._options = flat, group, dtype, options
+        self._rank, self._world_size = group.rank(), group.size()
+        self._epochs = Counters(flat.device, 1)
+        self.counters = (self._epochs,)
+        self._arena: Arena | None = None
+        self._ranges: Sequence[tuple[int, int]] = ()
+        self._pieces: list[list[Piece]] = []
+        self._actions: list[list[Action]] = []
+
+    @property
+    def _gradients(self) -> torch.Tensor:
+        return self._flat.gradients.tensor
+
+    @property
+    def _epoch(self) -> int:
+        """Epoch of the current step, as the host has counted it; every step raises all flags to its epoch."""
+        return self._epochs.each[0].value
+
+    def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Take the ranges; where there were others before, their memory is given back."""
+        self.close()
+        self._ranges = ranges
+
+    def _open(self) -> Arena:
+        """Make the memory that peers see; a collective.
+
+        Raises:
+            InputError: if there is no room for it, or the ranks do not reach each other's memory.
+        """
+        self._pieces = cut(self._ranges, self._options.piece_elements, self._world_size)
+        self._actions, slots = [], 0
+        for pieces in self._pieces:
+            self._actions.append(actions(pieces, self._options.push, slots))
+            slots = self._actions[-1][-1].slot + 1
+        last = self._pieces[-1][-1]
+        staging = (last.staging + last.share * self._world_size) * LINE if self._options.push else 0
+        regions = {
+            "gradients": Region((self._gradients.numel(),), self._dtype),
+            "staging": Region((staging,), self._dtype),
+            "flags": Region((self._world_size, slots), torch.int64),
+        }
+        try:
+            arena = open_arena(regions, self._group, self._flat.device)
+        except InputError as error:
+            raise InputError(
+                f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective"
+            ) from None
+        if self._dtype == torch.float32:  # what travels is the gradient itself
+            self._flat.keep_gradients_in(arena.local("gradients"))
+        self._arena = arena
+        self._prepare(arena)
+        return arena
+
+    @torch.no_grad()
+    def reduce(self, number: int) -> None:
+        """Reduce a range, up to the flags of its pieces; `arrivals` awaits those."""
+        arena = self._arena or self._open()
+        if number == 0:
+            self._epochs.each[0].value += 1
+        pieces = self._pieces[number]
+        for action in self._actions[number]:
+            piece = pieces[action.piece]
+            if action.kind == Kind.READY:
+                self._copy_to(arena, number)
+                self._raise(action.slot)
+            elif action.kind == Kind.SEND:
+                self._send(piece, action.slot)
+            elif action.kind == Kind.WAIT:
+                self._wait(action.slot)
+            else:
+                self._average(piece, action.slot)
+
+    @torch.no_grad()
+    def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
+        """Wait for one piece after the other."""
+        assert self._arena is not None
+        for pieces, issued in zip(self._pieces, self._actions, strict=True):
+            for action in issued:
+                if action.kind == Kind.AVERAGE:
+                    self._await_arrival(action.slot)
+                    piece = pieces[action.piece]
+                    self._copy_from(self._arena, piece.begin * LINE, piece.end * LINE)
+                    yield piece.end * LINE
+        if stream is not None:  # which is done by then, but a capture asks for it
+            torch.cuda.current_stream(self._flat.device).wait_stream(stream)
+
+    def _copy_to(self, arena: Arena, number: int) -> None:
+        """Copy a range to what peers read, if that is not the gradient itself."""
+        if self._dtype != torch.float32:
+            begin, end = self._ranges[number]
+            arena.local("gradients")[begin:end].copy_(self._gradients[begin:end])
+
+    def _copy_from(self, arena: Arena, begin: int, end: int) -> None:
+        """Copy what has arrived to the gradient."""
+        if self._dtype != torch.float32:
+            self._gradients[begin:end].copy_(arena.local("gradients")[begin:end])
+
+    @abstractmethod
+    def _prepare(self, arena: Arena) -> None:
+        """Take the memory that has just been made."""
+
+    @abstractmethod
+    def _raise(self, slot: int) -> None:
+        """Raise this rank's flag `slot` at every rank, after all before it on the current stream."""
+
+    @abstractmethod
+    def _send(self, piece: Piece, slot: int) -> None:
+        """Store the shares of a piece to their owners, then raise the flag."""
+
+    @abstractmethod
+    def _average(self, piece: Piece, slot: int) -> None:
+        """Store the mean of this rank's share of a piece to all ranks, then raise the flag."""
+
+    @abstractmethod
+    def _wait(self, slot: int) -> None:
+        """Make the current stream wait for all flags up to `slot` of every rank."""
+
+    def _await_arrival(self, slot: int) -> None:
+        """Make the current stream wait for the piece whose flag is `slot`."""
+        self._wait(slot)
+
+    def close(self) -> None:
+        """Move the gradient back to memory of its own, and give back what peers see."""
+        if self._arena is None:
+            return
+        if self._dtype == torch.float32:
+            self._flat.keep_gradients_in(torch.empty_like(self._gradients))
+        arena, self._arena = self._arena, None
+        arena.close()
+
+
+class HostStores(StoreReduction):
+    """Between processes of one host, on CPUs: the kernels' protocol, the reference's arithmetic."""
+
+    def _prepare(self, arena: Arena) -> None:
+        assert isinstance(arena, HostArena)
+        self._host = arena
+
+    def _raise(self, slot: int) -> None:
+        for peer in range(self._world_size):
+            self._host.raise_flag("flags", peer, slot, self._epoch)
+
+    def _own_share(self, piece: Piece, rank: int) -> slice:
+        """Return where the share of `rank` is in the flat tensor."""
+        first = piece.first(rank)
+        return slice(first * LINE, (first + piece.lines(rank)) * LINE)
+
+    def _row(self, piece: Piece, rank: int, lines: int) -> slice:
+        """Return where what `rank` sends is in the staging memory of an owner of `lines` lines."""
+        first = piece.staging + rank * piece.share
+        return slice(first * LINE, (first + lines) * LINE)
+
+    def _send(self, piece: Piece, slot: int) -> None:
+        for turn in range(self._world_size):
+            owner = (self._rank + 1 + turn) % self._world_size
+            staging = self._host.view("staging", owner)
+            row = self._row(piece, self._rank, piece.lines(owner))
+            staging[row].copy_(self._gradients[self._own_share(piece, owner)])
+        self._raise(slot)
+
+    def _average(self, piece: Piece, slot: int) -> None:
+        ranks, own = range(self._world_size), self._own_share(piece, self._rank)
+        targets = [self._host.view("gradients", rank)[own] for rank in ranks]
+        staging, lines = self._host.local("staging"), piece.lines(self._rank)
+        rows = [staging[self._row(piece, rank, lines)] for rank in ranks]
+        reference.average_share(rows if self._options.push else targets, targets)
+        self._raise(slot)
+
+    def _wait(self, slot: int) -> None:
+        counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32)
+        self._host.wait("flags", counts, self._epoch, self._options.wait_timeout_s, AWAITED)

@@ -1,0 +1,194 @@
+"""Cases of `test_dense_gradients`: reduced by stores, on the host and by the kernels under Triton's interpreter.
+
+Ranks are late at random. A gradient is poisoned as soon as its rank has all of it, and is there only when that rank
+raises its flag: whoever reads or writes too early, or too late, leaves something else than the mean.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.dense import gradients
+from dlrm_overlap.dense.device_stores import DeviceStores
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.dense.arguments import LINE
+from tests.agreement import assert_near, assert_same
+from tests.distributed.interpreted import without_streams
+from tests.distributed.models import world
+
+ELEMENTS = 5003  # 79 lines: shares and pieces of unequal size
+RANGES = [(0, 7 * LINE), (7 * LINE, 79 * LINE)]
+PIECE = 20 * LINE
+CULPRIT = 1
+ROUNDED = 2e-2  # the interpreter cuts bfloat16 off, once for each rank and once for the mean
+
+
+def _reduction(
+    kind: type[StoreReduction], dtype: torch.dtype, push: bool, timeout_s: float = 60.0
+) -> tuple[FlatParameters, StoreReduction]:
+    flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
+    reduction = kind(flat, world(), dtype, StoreOptions(push, 2, PIECE, timeout_s))
+    reduction.cut(RANGES)
+    return flat, reduction
+
+
+def _gradient(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(ELEMENTS, generator=generator).pow(3)
+
+
+def _reduce(reduction: StoreReduction, flat: FlatParameters, late: Callable[[], None]) -> None:
+    for number in range(len(RANGES)):
+        late()
+        reduction.reduce(number)
+    gradient = flat.gradients.tensor
+    before = 0
+    for arrived in reduction.arrivals(None):
+        assert gradient[before:arrived].isfinite().all(), f"elements {before} .. {arrived} have arrived"
+        before = arrived
+        late()
+    assert before == RANGES[-1][1]
+
+
+def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, push: bool, steps: int) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    source = random.Random(rank)
+    flat, reduction = _reduction(kind, dtype, push)
+    gradient = flat.gradients.views["weight"]
+
+    def late() -> None:
+        time.sleep(source.choice([0, 0, 1e-4, 5e-3]))
+
+    def average_late(*arguments: Any) -> None:
+        late()
+        average(*arguments)
+
+    average = reduction._average
+    reduction._average = average_late  # type: ignore[method-assign]
+    for step in range(steps):
+        gradient.copy_(_gradient(step, rank))
+        _reduce(reduction, flat, late)
+        each = [_gradient(step, other) for other in range(ranks)]
+        exact = torch.stack(each).double().mean(0).float()
+        assert_near(gradient, exact, 1e-6 if dtype == torch.float32 else ROUNDED, f"mean of step {step}")
+        if dtype == torch.float32:
+            total = each[0]
+            for other in each[1:]:
+                total = total + other
+            assert_same(gradient, total * (1 / ranks), f"sum in the order of the ranks in step {step}")
+        gathered = [torch.empty_like(gradient) for _ in range(ranks)]
+        if step % 10 == 0:
+            dist.all_gather(gathered, gradient)
+            for other, theirs in enumerate(gathered):
+                assert_same(gradient, theirs, f"step {step}: rank {rank} and rank {other}")
+        assert not flat.gradients.tensor[ELEMENTS:].any(), "padding stays zero"
+        gradient.fill_(torch.nan)
+        late()
+    dist.barrier()
+    reduction.close()
+    assert flat.parameters["weight"].grad is gradient
+    assert_same(gradient, torch.full_like(gradient, torch.nan), "the gradient, in memory of its own again")
+
+
+def _check_dead_peer(kind: type[StoreReduction]) -> None:
+    """All ranks but the culprit are told for whom they wait in vain."""
+    timeout_s = 0.3 if kind is HostStores else 3e-7  # the interpreter counts turns, 1e9 a second
+    flat, reduction = _reduction(kind, torch.float32, False, 60.0)
+    _reduce(reduction, flat, lambda: None)
+    dist.barrier()
+    if dist.get_rank() != CULPRIT:
+        began, told = time.monotonic(), None
+        reduction._options = reduction._options._replace(wait_timeout_s=timeout_s)
+        assert reduction._arena is not None
+        reduction._prepare(reduction._arena)
+        try:
+            reduction.reduce(0)
+            reduction.check()
+        except ExchangeTimeoutError as error:
+            told = str(error)
+        expected = f"for dense gradients' flag 0 of rank {CULPRIT}: expected epoch 2, seen 1"
+        assert told is not None, "a dead peer"
+        assert expected in told, told
+        assert time.monotonic() - began < 20
+    dist.barrier()
+
+
+def _check_updates(kind: type[StoreReduction]) -> None:
+    """Updated piece by piece as gradients arrive: as torch.optim does with the mean."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    theirs = nn.Parameter(torch.zeros(ELEMENTS))
+    reference = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-8)
+    flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
+    optimizer = FlatOptimizer(flat, "adagrad", 0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "HostStores", kind)
+        buckets = GradientBuckets(flat, world(), stores=StoreOptions(piece_elements=1500, programs=2))
+    for step in range(5):
+        flat.gradients.views["weight"].copy_(_gradient(step, rank))
+        buckets.complete("weight")
+        taken = list[tuple[int, int]]()
+
+        def noted(ranges: Any, taken: list[tuple[int, int]] = taken) -> Any:
+            for each in ranges:
+                taken.append(each)
+                yield each
+
+        optimizer.step_in_ranges(noted(buckets.finish_in_ranges()))
+        assert taken == [(0, 1024), (1024, 3072), (3072, 5120)], "pieces of 27 lines, rounded down to blocks"
+        total = _gradient(step, 0)
+        for other in range(1, ranks):
+            total = total + _gradient(step, other)
+        theirs.grad = total * (1 / ranks)
+        reference.step()
+        assert_same(flat.weights.views["weight"], theirs.data, f"weights after step {step}")
+    dist.barrier()
+    buckets.close()
+
+
+def _host(push: bool, dtype: torch.dtype) -> Callable[[], None]:
+    return partial(_check_mean, HostStores, dtype, push, steps=30)
+
+
+def _device(push: bool, dtype: torch.dtype, steps: int) -> Callable[[], None]:
+    return partial(_interpreted, partial(_check_mean, DeviceStores, dtype, push, steps))
+
+
+def _interpreted(check: Callable[[], None]) -> None:
+    with without_streams():
+        check()
+
+
+QUICK: dict[str, Callable[[], None]] = {
+    "stores, host, pull, float32": _host(False, torch.float32),
+    "stores, host, push, bfloat16": _host(True, torch.bfloat16),
+    "stores, host, updates": partial(_check_updates, HostStores),
+    "stores, host, dead peer": partial(_check_dead_peer, HostStores),
+}
+SLOW: dict[str, Callable[[], None]] = {
+    "stores, host, pull, bfloat16": _host(False, torch.bfloat16),
+    "stores, host, push, float32": _host(True, torch.float32),
+}
+if INTERPRETED:
+    QUICK |= {
+        "stores, device, pull, float32": _device(False, torch.float32, 2),
+        "stores, device, push, bfloat16": _device(True, torch.bfloat16, 2),
+        "stores, device, updates": partial(_interpreted, partial(_check_updates, DeviceStores)),
+        "stores, device, dead peer": partial(_interpreted, partial(_check_dead_peer, DeviceStores)),
+    }
+    SLOW |= {
+        f"stores, device, {'push' if push else 'pull'}, {dtype}, longer": _device(push, dtype, 8)
+        for push in (False, True)
+        for dtype in (torch.float32, torch.bfloat16)
+    }

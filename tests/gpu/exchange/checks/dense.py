@@ -1,0 +1,176 @@
+"""Dense gradients reduced by stores, against the group's all-reduce: eager, captured, under any delays; lost peers."""
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.stores import StoreOptions
+from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.place import Check, Place
+
+TIMEOUT_S = 3.0
+CULPRIT = 1  # the rank that stalls
+SHAPES = {"wide": (1000, 1301), "scale": (), "narrow": (3, 7), "bias": (100_003,), "last": (500, 700)}
+_BUCKETS = {"one": 1 << 30, "several": 1 << 20}  # bytes of a bucket, at least
+_EAGER, _REPLAYED = 50, 1000  # steps
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of a mean, relative to the greatest of its terms
+
+
+class _Steps:
+    """Steps that reduce random gradients, each of which is held against what the group's all-reduce gives."""
+
+    def __init__(self, place: Place, dtype: torch.dtype, stores: StoreOptions, bucket_bytes: int) -> None:
+        self.place, self.dtype = place, dtype
+        self.order = CommunicationOrder()
+        parameters = {name: nn.Parameter(torch.zeros(s, device=place.device)) for name, s in SHAPES.items()}
+        self.flat = FlatParameters(parameters)
+        self.optimizer = FlatOptimizer(self.flat, "sgd", 1.0)
+        self.buckets = GradientBuckets(self.flat, place.group, dtype, bucket_bytes, self.order, stores)
+        self.source = torch.zeros_like(self.flat.gradients.tensor)
+        self.used = torch.zeros_like(self.source)
+        for view in (place_.of(self.used) for place_ in self.flat.places.values()):
+            view.fill_(1)
+        self.bad = torch.zeros((), dtype=torch.int64, device=place.device)
+        self._generator = place.generator(place.rank + 1)
+
+    def take(self) -> None:
+        """Take one step: the gradient is there for as long as the step may be read, and poisoned behind it."""
+        for view, source in zip(self.flat.gradients.views.values(), self._parts(self.source), strict=True):
+            view.copy_(source)
+        self.optimizer.step_in_ranges(self.buckets.finish_in_ranges())
+        for view in self.flat.gradients.views.values():
+            view.fill_(torch.nan)
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [place.of(tensor) for place in self.flat.places.values()]
+
+    def step(self, take: Callable[[], Any]) -> None:
+        """Take a step by `take`, and count where the weights are not less by the mean; never waits for the device."""
+        self.source.normal_(generator=self._generator).pow_(3).mul_(self.used)
+        weights = self.flat.weights.tensor
+        weights.zero_()  # so that they are minus the mean afterwards
+        take()
+        sent = self.source.to(self.dtype).float()
+        mean, greatest = sent / self.place.world_size, sent.abs()
+        dist.all_reduce(mean, group=self.place.group)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.place.group)
+        self.bad += (~((weights + mean).abs() <= _ROUNDING[self.dtype] * greatest)).sum()
+
+    def check(self, what: str) -> None:
+        """Check that no step was wrong on this rank, and that all ranks have the same bits."""
+        self.buckets.check()
+        assert int(self.bad) == 0, f"{what}: {int(self.bad)} elements are not the mean"
+        least, greatest = self.flat.weights.tensor.clone(), self.flat.weights.tensor.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.place.group)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.place.group)
+        assert torch.equal(least, greatest), f"{what}: the ranks part"
+
+    def capture(self) -> Callable[[], None]:
+        """Capture a step, and return what takes it."""
+        graph = torch.cuda.CUDAGraph()
+        self.place.synchronize()
+        counters = self.buckets.counters
+        values = [counter.value for each in counters for counter in each.each]
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            for each in counters:
+                each.advance()
+            self.order.begin()
+            self.take()
+            self.order.end()
+        assert [counter.value for each in counters for counter in each.each] == [value + 1 for value in values]
+        arguments = [[counter.argument for counter in each.each] for each in counters]
+        pending = [True]  # the capture has counted its first replay
+
+        def replay() -> None:
+            for each, captured in zip(counters, arguments, strict=True):
+                if not pending[0]:
+                    each.count_step()
+                assert [counter.argument for counter in each.each] == captured
+            pending[0] = False
+            graph.replay()
+
+        return replay
+
+    def follow_eager_steps(self, arguments: list[list[int]]) -> None:
+        """Set the words for a replay behind eager steps."""
+        for each, captured in zip(self.buckets.counters, arguments, strict=True):
+            each.set_arguments(captured)
+
+
+def _check_mean(place: Place, dtype: torch.dtype, push: bool, bucket: str) -> None:
+    stores = StoreOptions(push, programs=8, piece_elements=300_000, wait_timeout_s=60.0)
+    steps, chance = _Steps(place, dtype, stores, _BUCKETS[bucket]), random.Random(place.rank)
+
+    def run(count: int, take: Callable[[], Any]) -> None:
+        for _ in range(count):
+            if place.on_gpu:
+                dawdle(place, chance)
+            steps.step(take)
+
+    run(_EAGER, steps.take)
+    steps.check("eager")
+    if place.on_gpu:
+        replay = steps.capture()
+        arguments = [[counter.argument for counter in each.each] for each in steps.buckets.counters]
+        run(_REPLAYED // 2, replay)
+        steps.check("replayed")
+        run(7, steps.take)
+        steps.follow_eager_steps(arguments)
+        run(_REPLAYED // 2, replay)
+        steps.check("replayed behind eager steps")
+    place.meet()
+    steps.buckets.close()
+    assert all(parameter.grad is steps.flat.gradients.views[name] for name, parameter in steps.flat.parameters.items())
+
+
+def _check_lost_peer(place: Place, captured: bool) -> None:
+    """All ranks but the culprit are told for whom they wait in vain, in time."""
+    steps = _Steps(place, torch.float32, StoreOptions(wait_timeout_s=TIMEOUT_S), _BUCKETS["one"])
+    for _ in range(3):
+        steps.step(steps.take)
+    take = steps.capture() if captured and place.on_gpu else steps.take
+    steps.step(take)
+    place.meet()
+    if place.rank == CULPRIT:
+        time.sleep(3 * TIMEOUT_S)
+        place.leave()
+    began, told = time.monotonic(), ""
+    try:
+        take()
+        place.synchronize()
+    except RuntimeError as error:
+        told = str(error)
+    try:
+        steps.buckets.check()
+    except ExchangeTimeoutError as error:
+        told = str(error)
+    assert f"for dense gradients' flag 0 of rank {CULPRIT}: expected epoch 5, seen 4" in told, told
+    assert time.monotonic() - began < 2 * TIMEOUT_S
+    place.leave()
+
+
+CHECKS = {
+    f"dense_{'push' if push else 'pull'}_{str(dtype).removeprefix('torch.')}_{bucket}": Check(
+        partial(_check_mean, dtype=dtype, push=push, bucket=bucket)
+    )
+    for push in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+    for bucket in _BUCKETS
+}
+LOST = {
+    f"dense_peer_stalls_{'captured' if captured else 'eager'}": Check(
+        partial(_check_lost_peer, captured=captured), alone=True
+    )
+    for captured in (False, True)
+}
