@@ -1,6 +1,8 @@
-"""The update of the dense parameters in plain PyTorch: what the kernel is held against, and what CPUs run."""
+"""The dense kernels in plain PyTorch: what they are held against, and what CPUs run."""
 
-from dlrm_overlap.kernels.dense.arguments import FlatUpdate
+import torch
+
+from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient, FlatUpdate
 
 
 def update_parameters(update: FlatUpdate) -> None:
@@ -24,3 +26,31 @@ def update_parameters(update: FlatUpdate) -> None:
         weights.addcdiv_(states[0], root, value=-lr / (1 - beta1**steps))
     if update.shadow is not None:
         update.shadow.copy_(weights)
+
+
+def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out = x0 * (w + bias) + x, calculated in float32; see the kernel of this name."""
+    out.copy_(x0.float() * (w.float() + bias) + x.float())
+
+
+def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
+    """Write du and its sums, for layer 0 also dx, calculated in float32; see the kernel of this name."""
+    x0 = tensors.x0
+    rows, width = x0.shape
+    apart = -(-x0.numel() // STACKED) * STACKED
+
+    def of(stack: torch.Tensor, index: int) -> torch.Tensor:
+        return stack[index * apart : index * apart + x0.numel()].view(rows, width).float()
+
+    reaching, through = tensors.gradient.float(), torch.zeros(rows, width)
+    for k in range(layers - 1, layer - 1, -1):
+        if k < layers - 1:
+            reaching = reaching + of(tensors.later, k)  # p_{k+1}
+        if layer == 0:
+            through += reaching * (of(tensors.w, k) + tensors.bias[k])
+    change = reaching * x0.float()
+    tensors.du.copy_(change)
+    for group, part in enumerate(change.split(GROUP)):
+        tensors.sums[group] = part.sum(0)
+    if layer == 0:
+        tensors.dx.copy_(through + reaching)
