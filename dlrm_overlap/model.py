@@ -62,8 +62,15 @@ class Head(nn.Module):
 
     def forward(self, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """Map the bottom MLP's output [b, D] and the pooled embeddings [b, T * D] to logits [b]."""
-        embeddings = torch.cat((dense_bD, pooled.to(dense_bD.dtype)), dim=1)
-        return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
+        return self.score(self.interaction(self.join(dense_bD, pooled)))
+
+    def join(self, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [b, (T + 1) * D], the bottom MLP's output first, in its type."""
+        return torch.cat((dense_bD, pooled.to(dense_bD.dtype)), dim=1)
+
+    def score(self, crossed: torch.Tensor) -> torch.Tensor:
+        """Map the interaction's output to logits [b]."""
+        return self.logit(self.top(crossed)).squeeze(1)
 
 
 class DLRM(nn.Module):

@@ -17,7 +17,8 @@ class CastWeights:
     gradient by one cast after the backward: nothing is set to zero and nothing is added. The numbers are autocast's.
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
-    backward.
+    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and asks in its
+    backward for their `places`.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
@@ -26,6 +27,7 @@ class CastWeights:
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
+        self._written: list[str] = []
         # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -35,7 +37,7 @@ class CastWeights:
 
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
-        self._taken = {}
+        self._taken, self._written = {}, []
         self._flat.zero(self._others)
 
     def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -51,6 +53,19 @@ class CastWeights:
             for key, name in names.items()
         }
 
+    def shadow(self, name: str) -> torch.Tensor:
+        """Return the shadow of a parameter, without a way for autograd to its gradient."""
+        return self._optimizer.shadow(name)
+
+    def places(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return where the optimizer reads the gradients of `names`, float32 and contiguous, for a backward that
+        writes all of them before `finish`.
+        """
+        names = list(names)
+        assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
+        self._written += names
+        return [self._flat.gradients.views[name] for name in names]
+
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""
         self._taken[name] = gradient
@@ -61,10 +76,10 @@ class CastWeights:
         views = self._flat.gradients.views
         if self._taken:
             torch._foreach_copy_([views[name] for name in self._taken], list(self._taken.values()))  # type: ignore
-        self._flat.zero(self._names - self._taken.keys())
-        for name in self._taken:
+        self._flat.zero(self._names - self._taken.keys() - set(self._written))
+        for name in (*self._written, *self._taken):
             self._complete(name)
-        self._taken = {}
+        self._taken, self._written = {}, []
 
 
 class _CastOnce(torch.autograd.Function):

@@ -89,7 +89,11 @@ class _Cross(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         count = ctx.layers
         x0, products, *rest = ctx.saved_tensors
-        inputs, narrow, layers = [x0, *rest[: count - 1]], rest[count - 1 : 2 * count - 1], _layers(rest[2 * count - 1 :])
+        inputs, narrow, layers = (
+            [x0, *rest[: count - 1]],
+            rest[count - 1 : 2 * count - 1],
+            _layers(rest[2 * count - 1 :]),
+        )
         kernels = _kernels_on(x0.device)
         into = _layers(_new_gradients(layers)) if ctx.gradients is None else ctx.gradients()
         through, each_through = stack(count - 1, x0)  # p_1 ..

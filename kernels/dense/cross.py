@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
 
 FORWARD = Tiles(rows=16, turns=2, columns=128, num_warps=4)
-BACKWARD = Tiles(rows=16, turns=4, columns=128, num_warps=4)
+BACKWARD = Tiles(rows=8, turns=8, columns=128, num_warps=4)
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _add_layer(
 
     Example: x_0 = 2, w = 3, b = 1 and x_l = 5 give 2 * (3 + 1) + 5 = 13.
     """
-    group, column = _program(rows, WIDTH, ROWS * TURNS, COLUMNS, BACKWARDS)
+    group, column = _program(rows, WIDTH, ROWS * TURNS, COLUMNS, BACKWARDS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
     begin = first.to(tl.int64) * WIDTH
     x0, x, w, out = x0 + begin, x + begin, w + begin, out + begin
@@ -108,7 +108,7 @@ def _gradient_of_layer(
     Example: L = 2, g_2 = 1, p_1 = 2, x_0 = 3, w = (10, 20), b = (0, 1). Layer 1: du = 1 * 3. Layer 0: g_1 = 1 + 2, du
     = 3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54, to which p_0 is to be added.
     """
-    group, column = _program(rows, WIDTH, ROWS * TURNS, COLUMNS, BACKWARDS)
+    group, column = _program(rows, WIDTH, ROWS * TURNS, COLUMNS, BACKWARDS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
     begin = first.to(tl.int64) * WIDTH
     stride = (rows.to(tl.int64) * WIDTH + STACKED - 1) // STACKED * STACKED
@@ -181,8 +181,9 @@ def add_layer(
         tiles: how programs divide the work.
     """
     assert all(each.is_contiguous() for each in (x0, x, w, bias, out)), "pass contiguous tensors"
-    kernel = _compiled_add(x is x0, x0.shape[1], tiles)
-    kernel(_programs(*x0.shape, tiles), (x0.dtype,), x0, x, w, bias, out, x0.shape[0])  # type: ignore[call-arg]
+    rows, width = x0.shape
+    kernel = _compiled_add(x is x0, width, tiles)
+    kernel(_programs(rows, width, tiles), (x0.dtype,), x0, x, w, bias, out, rows)
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int, tiles: Tiles = BACKWARD) -> None:

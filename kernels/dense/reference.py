@@ -42,7 +42,8 @@ def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
     def of(stack: torch.Tensor, index: int) -> torch.Tensor:
         return stack[index * apart : index * apart + x0.numel()].view(rows, width).float()
 
-    reaching, through = tensors.gradient.float(), torch.zeros(rows, width)
+    reaching = tensors.gradient.float()
+    through = torch.zeros_like(reaching)
     for k in range(layers - 1, layer - 1, -1):
         if k < layers - 1:
             reaching = reaching + of(tensors.later, k)  # p_{k+1}

@@ -69,7 +69,8 @@ def test_the_example_of_the_docstring() -> None:
 
     later, (p1,) = stack(1, of(0))
     w, (w0, w1) = stack(2, of(0))
-    p1.fill_(2), w0.fill_(10), w1.fill_(20)
+    for tensor, value in ((p1, 2), (w0, 10), (w1, 20)):
+        tensor.fill_(value)
     tensors = CrossGradient(of(1), later, of(3), w, torch.tensor([[0.0], [1.0]]), of(0), of(0), of(0))
     for layer, du in ((1, 3), (0, 9)):
         cross.gradient_of_layer(tensors, layer, 2)

@@ -29,12 +29,8 @@ def _network(depth: int, samples: int = SAMPLES) -> tuple[LowRankCrossNet, torch
 
 def _layers(network: LowRankCrossNet, dtype: torch.dtype) -> list[CrossLayer]:
     each = zip(network.W_kernels, network.V_kernels, network.bias, strict=True)
-    return [
-        CrossLayer(
-            *(tensor.detach().to(dtype).requires_grad_() for tensor in (w, v)), bias.detach().clone().requires_grad_()
-        )
-        for w, v, bias in each
-    ]
+    copied = [(w.to(dtype, copy=True), v.to(dtype, copy=True), bias.clone()) for w, v, bias in each]
+    return [CrossLayer(*(tensor.detach().requires_grad_() for tensor in layer)) for layer in copied]
 
 
 def _named(layers: list[CrossLayer], x: torch.Tensor) -> dict[str, torch.Tensor]:
