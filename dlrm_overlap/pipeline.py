@@ -104,7 +104,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
     Args:
-        compiled: by torch.compile, at the first step, but for a cross network, which `dense.cross` computes then.
+        compiled: by torch.compile, at the first step, and the loss too. A cross network is then computed by `cross`.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
@@ -115,6 +115,8 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
     bottom.forward = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
+    if compiled:  # a kernel each way, in the stead of ten over [b]
+        task.loss.forward = _compiled_in_training(task.loss, task.loss.forward)
     if crossed is None:
         head.forward = _with_casts(head, head, head.forward, names, casts, compiled)
         return casts

@@ -1,4 +1,4 @@
-"""What the update of the dense parameters is given, by kernel and twin alike."""
+"""What the dense kernels are given, by kernel and twin alike."""
 
 from typing import NamedTuple
 
