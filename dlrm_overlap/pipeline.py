@@ -20,7 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 
 from dlrm_overlap.config import Config, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, cross
+from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.graphs.parts import dense_parameters, innermost, why_not_captured
@@ -153,12 +153,11 @@ def _cross_with_casts(
     each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
     eager, wanted = network.forward, [names[parameter] for layer in each for parameter in layer]
 
-    def gradients() -> list[CrossLayer]:
-        places = casts.places(wanted)
-        return [CrossLayer(*places[first : first + 3]) for first in range(0, len(places), 3)]
+    def later(write: Write) -> None:
+        casts.later(wanted, lambda places: write([CrossLayer(*places[i : i + 3]) for i in range(0, len(places), 3)]))
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
-        return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], gradients)
+        return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)
 
     return lambda input: compute(input) if network.training else eager(input)
 

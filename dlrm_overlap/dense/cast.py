@@ -17,8 +17,8 @@ class CastWeights:
     gradient by one cast after the backward: nothing is set to zero and nothing is added. The numbers are autocast's.
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
-    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and asks in its
-    backward for their `places`.
+    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and hands in its
+    backward what writes them to `later`.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
@@ -27,7 +27,7 @@ class CastWeights:
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
-        self._written: list[str] = []
+        self._later: list[tuple[list[str], Callable[[list[torch.Tensor]], None]]] = []
         # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -37,7 +37,7 @@ class CastWeights:
 
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
-        self._taken, self._written = {}, []
+        self._taken, self._later = {}, []
         self._flat.zero(self._others)
 
     def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -57,14 +57,14 @@ class CastWeights:
         """Return the shadow of a parameter, without a way for autograd to its gradient."""
         return self._optimizer.shadow(name)
 
-    def places(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Return where the optimizer reads the gradients of `names`, float32 and contiguous, for a backward that
-        writes all of them before `finish`.
+    def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
+        """Have `finish` call `write` with where the optimizer reads the gradients of `names`, float32 and contiguous.
+
+        So what others wait for, a gradient of the model's input, is not held up by gradients that nobody needs yet.
         """
         names = list(names)
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
-        self._written += names
-        return [self._flat.gradients.views[name] for name in names]
+        self._later.append((names, write))
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""
@@ -74,12 +74,15 @@ class CastWeights:
     def finish(self) -> None:
         """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
         views = self._flat.gradients.views
+        for names, write in self._later:
+            write([views[name] for name in names])
         if self._taken:
             torch._foreach_copy_([views[name] for name in self._taken], list(self._taken.values()))  # type: ignore
-        self._flat.zero(self._names - self._taken.keys() - set(self._written))
-        for name in (*self._written, *self._taken):
+        written = [name for names, _ in self._later for name in names]
+        self._flat.zero(self._names - self._taken.keys() - set(written))
+        for name in (*written, *self._taken):
             self._complete(name)
-        self._taken, self._written = {}, []
+        self._taken, self._later = {}, []
 
 
 class _CastOnce(torch.autograd.Function):

@@ -46,18 +46,18 @@ STACKED = 64
 class CrossGradient(NamedTuple):
     """What a layer's gradient in a cross network is computed from, and where it is written.
 
-    b samples of width N; all tensors are contiguous, on one device and, but for `bias` and `sums`, of one type. A stack
-    is flat and holds a [b, N] for each of several layers, each at a multiple of `STACKED` elements (`stack`).
+    b samples of width N; all tensors are on one device and, but for `bias` and `sums`, of one type. All are contiguous,
+    and so is each layer of a stack, which begins at a multiple of `STACKED` elements (`stack`).
     """
 
     gradient: torch.Tensor
     """[b, N], of the network's output: g_L"""
     later: torch.Tensor
-    """stack of L - 1: p_1 .. p_{L-1}, of which the layer reads those of later layers than itself"""
+    """stack [L - 1, b, N]: p_1 .. p_{L-1}, of which the layer reads those of later layers than itself"""
     x0: torch.Tensor
     """[b, N], the network's input"""
     w: torch.Tensor
-    """stack of L: the products of all layers; read for layer 0"""
+    """stack [L, b, N]: the products of all layers; read for layer 0"""
     bias: torch.Tensor
     """[L, N] float32; read for layer 0"""
     du: torch.Tensor
@@ -68,11 +68,11 @@ class CrossGradient(NamedTuple):
     """[ceil(b / GROUP), N] float32, written: du summed, before it is rounded, over each `GROUP` rows"""
 
 
-def stack(layers: int, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a stack for `layers` tensors of the shape and type of `like`, uninitialised, and its layers.
+def stack(layers: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a stack [layers, *shape], uninitialised: tensors of the shape and type of `like`, each contiguous.
 
     Example: two layers like [3, 50] begin at the elements 0 and 192 of 384.
     """
     apart = -(-like.numel() // STACKED) * STACKED
     flat = like.new_empty(max(1, layers) * apart)
-    return flat, [flat[k * apart : k * apart + like.numel()].view(like.shape) for k in range(layers)]
+    return flat.as_strided((layers, *like.shape), (apart, *like.stride()))

@@ -33,32 +33,28 @@ class Tiles(NamedTuple):
     columns: int
     """of a program; a power of two"""
     num_warps: int
-    backwards: bool = False
-    """whether the programs that start first have the last rows, which the product before has just written"""
 
 
 FORWARD = Tiles(rows=16, turns=2, columns=128, num_warps=4)
-BACKWARD = Tiles(rows=8, turns=8, columns=128, num_warps=4)
+BACKWARD = Tiles(rows=32, turns=2, columns=128, num_warps=4)
+BACKWARD_FIRST = Tiles(rows=16, turns=4, columns=128, num_warps=4)
+"""of layer 0, which reads more tensors at once"""
 
 
 @triton.jit
-def _program(rows, WIDTH: tl.constexpr, PER_PROGRAM: tl.constexpr, COLUMNS: tl.constexpr, BACKWARDS: tl.constexpr):
+def _program(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Return this program's number among those of its columns, and its columns [COLUMNS].
 
     Neighbours have the same rows, so that programs that run at a time read whole rows.
     """
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    group = tl.program_id(0) // across
-    if BACKWARDS:
-        group = (rows + PER_PROGRAM - 1) // PER_PROGRAM - 1 - group
-    return group, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    return tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_layer(
     x0, x, w, bias, out, rows,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, COLUMNS: tl.constexpr,
-    BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Compute x_{l+1} = x_0 * (w_l + b_l) + x_l; FIRST for l = 0, where x_l is x_0 and read once.
 
@@ -69,7 +65,7 @@ def _add_layer(
 
     Example: x_0 = 2, w = 3, b = 1 and x_l = 5 give 2 * (3 + 1) + 5 = 13.
     """
-    group, column = _program(rows, WIDTH, ROWS * TURNS, COLUMNS, BACKWARDS)  # type: ignore[misc]
+    group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
     begin = first.to(tl.int64) * WIDTH
     x0, x, w, out = x0 + begin, x + begin, w + begin, out + begin
@@ -89,7 +85,7 @@ def _add_layer(
 def _gradient_of_layer(
     gradient, later, x0, w, bias, du, dx, sums, rows,
     LAYERS: tl.constexpr, LAYER: tl.constexpr, STACKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    TURNS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARDS: tl.constexpr,
+    TURNS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute du = g_{l+1} * x_0 and its sums over the program's rows; for l = 0 also dx = dx_0 - p_0.
 
@@ -108,7 +104,7 @@ def _gradient_of_layer(
     Example: L = 2, g_2 = 1, p_1 = 2, x_0 = 3, w = (10, 20), b = (0, 1). Layer 1: du = 1 * 3. Layer 0: g_1 = 1 + 2, du
     = 3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54, to which p_0 is to be added.
     """
-    group, column = _program(rows, WIDTH, ROWS * TURNS, COLUMNS, BACKWARDS)  # type: ignore[misc]
+    group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
     begin = first.to(tl.int64) * WIDTH
     stride = (rows.to(tl.int64) * WIDTH + STACKED - 1) // STACKED * STACKED
@@ -146,9 +142,8 @@ _ADD_ARGUMENTS = ("x0", "x", "w", "bias", "out", "rows")
 _GRADIENT_ARGUMENTS = (*CrossGradient._fields, "rows")
 
 
-def _constants(width: int, tiles: Tiles) -> dict[str, int | bool]:
-    rows, turns, columns, _, backwards = tiles
-    return {"WIDTH": width, "ROWS": rows, "TURNS": turns, "COLUMNS": columns, "BACKWARDS": backwards}
+def _constants(width: int, tiles: Tiles) -> dict[str, int]:
+    return {"WIDTH": width, "ROWS": tiles.rows, "TURNS": tiles.turns, "COLUMNS": tiles.columns}
 
 
 @lru_cache
@@ -186,8 +181,16 @@ def add_layer(
     kernel(_programs(rows, width, tiles), (x0.dtype,), x0, x, w, bias, out, rows)
 
 
-def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int, tiles: Tiles = BACKWARD) -> None:
-    """Write what `CrossGradient` says of layer `layer` of `layers`, on the current stream."""
+def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int, tiles: Tiles | None = None) -> None:
+    """Write what `CrossGradient` says of layer `layer` of `layers`, on the current stream.
+
+    Args:
+        tensors: what is read and written.
+        layer: the layer's number, from 0.
+        layers: of the network.
+        tiles: how programs divide the work; None takes what is best on an H200.
+    """
+    tiles = tiles or (BACKWARD if layer > 0 else BACKWARD_FIRST)
     assert tiles.rows * tiles.turns == GROUP, f"a program has {tiles.rows * tiles.turns} rows; sums are of {GROUP}"
     rows, width = tensors.x0.shape
     kernel = _compiled_gradient(layers, layer, width, tiles)

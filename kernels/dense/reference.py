@@ -2,7 +2,7 @@
 
 import torch
 
-from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient, FlatUpdate
+from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, FlatUpdate
 
 
 def update_parameters(update: FlatUpdate) -> None:
@@ -35,21 +35,13 @@ def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
     """Write du and its sums, for layer 0 also dx, calculated in float32; see the kernel of this name."""
-    x0 = tensors.x0
-    rows, width = x0.shape
-    apart = -(-x0.numel() // STACKED) * STACKED
-
-    def of(stack: torch.Tensor, index: int) -> torch.Tensor:
-        return stack[index * apart : index * apart + x0.numel()].view(rows, width).float()
-
-    reaching = tensors.gradient.float()
-    through = torch.zeros_like(reaching)
+    reaching, through = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
     for k in range(layers - 1, layer - 1, -1):
         if k < layers - 1:
-            reaching = reaching + of(tensors.later, k)  # p_{k+1}
+            reaching = reaching + tensors.later[k].float()  # p_{k+1}
         if layer == 0:
-            through += reaching * (of(tensors.w, k) + tensors.bias[k])
-    change = reaching * x0.float()
+            through += reaching * (tensors.w[k].float() + tensors.bias[k])
+    change = reaching * tensors.x0.float()
     tensors.du.copy_(change)
     for group, part in enumerate(change.split(GROUP)):
         tensors.sums[group] = part.sum(0)

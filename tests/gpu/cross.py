@@ -25,7 +25,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, cross
+from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.kernels.dense import cross as kernels
@@ -39,12 +39,10 @@ from tests.agreement import assert_near
 WIDTH, RANK, LAYERS, SAMPLES = 3456, 512, 3, 8192  # MLPerf's DLRM-DCNv2
 DEVICE = torch.device("cuda", 0)
 FORWARD_TILES = (
-    Tiles(16, 2, 128, 4), Tiles(8, 4, 128, 4), Tiles(8, 4, 256, 4), Tiles(32, 1, 128, 4), Tiles(8, 1, 512, 4),
-    Tiles(16, 2, 128, 4, backwards=True),
+    Tiles(16, 2, 128, 4), Tiles(8, 4, 128, 4), Tiles(16, 4, 128, 4), Tiles(8, 4, 256, 4),
 )  # fmt: skip
 BACKWARD_TILES = (
-    Tiles(8, 8, 128, 4), Tiles(16, 4, 128, 4), Tiles(16, 4, 128, 8), Tiles(8, 8, 256, 8), Tiles(4, 16, 512, 8),
-    Tiles(8, 8, 128, 4, backwards=True),
+    Tiles(16, 4, 128, 4), Tiles(8, 8, 128, 4), Tiles(32, 2, 128, 4), Tiles(32, 2, 128, 8), Tiles(64, 1, 128, 8),
 )  # fmt: skip
 
 
@@ -97,12 +95,19 @@ def _names(layers: int) -> list[str]:
     return ["output", "x0", *(f"{name} {index}" for index in range(layers) for name in CrossLayer._fields)]
 
 
+def _places(layers: Sequence[CrossLayer]) -> list[CrossLayer]:
+    """Return poisoned float32 tensors for the gradients, one layer behind the other as in a flat gradient."""
+    flat = torch.full((len(layers), sum(t.numel() for t in layers[0])), torch.nan, device=DEVICE)
+    each = [row.split([t.numel() for t in layers[0]]) for row in flat]
+    return [CrossLayer(*(part.view_as(t) for part, t in zip(row, layers[0], strict=True))) for row in each]
+
+
 def _ours(network: Network, x0: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return output and gradients of `cross`, those of the parameters written as float32."""
     layers = Network.layers(network.module, torch.bfloat16)
-    into = [CrossLayer(*(torch.full(t.shape, torch.nan, device=DEVICE) for t in layer)) for layer in layers]
+    into = _places(layers)
     x0 = x0.requires_grad_()
-    output = cross(x0, layers, lambda: into)
+    output = cross(x0, layers, lambda write: write(into))
     (found,) = torch.autograd.grad(output, x0, gradient)
     return dict(zip(_names(len(layers)), (output.detach(), found, *(t for layer in into for t in layer)), strict=True))
 
@@ -113,8 +118,8 @@ def check_network(samples: int, width: int, rank: int, layers: int) -> None:
     x0, gradient = bf16(samples, width), bf16(samples, width, seed=1)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         theirs = _gradients(network.copy(torch.float32), x0.clone(), gradient)
-    ours = _ours(network, x0.clone(), gradient)
     expected = _gradients(network.copy(torch.float64), x0.double(), gradient.double())
+    ours = _ours(network, x0.clone(), gradient)
     for name, tensor in expected.items():
         found, autocast = (float((each[name].double() - tensor).norm() / tensor.norm()) for each in (ours, theirs))
         print(f"        {name:8} error {found:.2e}, autocast's {autocast:.2e}")
@@ -123,9 +128,8 @@ def check_network(samples: int, width: int, rank: int, layers: int) -> None:
 
 def _kernel_tensors(samples: int, width: int, layers: int) -> CrossGradient:
     x0 = bf16(samples, width)
-    later, each_later = stack(layers - 1, x0)
-    w, each_w = stack(layers, x0)
-    for seed, each in enumerate((*each_later, *each_w)):
+    later, w = stack(layers - 1, x0), stack(layers, x0)
+    for seed, each in enumerate((*later, *w)):
         each.copy_(bf16(samples, width, seed=seed + 1))
     du, dx = (torch.full_like(x0, torch.nan) for _ in range(2))
     sums = torch.full((-(-samples // GROUP), width), torch.nan, device=DEVICE)
@@ -136,7 +140,7 @@ def _kernel_tensors(samples: int, width: int, layers: int) -> CrossGradient:
 def check_kernels(samples: int, width: int, layers: int) -> None:
     """Hold both kernels with all tiles against their twins: a bfloat16 may be rounded to its neighbour."""
     ours, theirs = (_kernel_tensors(samples, width, layers) for _ in range(2))
-    w, x = theirs.w[: theirs.x0.numel()].view_as(theirs.x0), theirs.gradient
+    w = theirs.w[0]
     for first in (True, False):
         x = theirs.x0 if first else theirs.gradient
         reference.add_layer(theirs.x0, x, w, theirs.bias[0], theirs.dx)
@@ -197,7 +201,7 @@ def _repeated(call: Callable[[], Any], count: int = 8) -> torch.cuda.CUDAGraph:
 def time_kernels(samples: int) -> None:
     """Print each kernel's time with each tiles, and the bytes it must move in that time."""
     tensors = _kernel_tensors(samples, WIDTH, LAYERS)
-    w, activation = tensors.w[: tensors.x0.numel()].view_as(tensors.x0), tensors.x0.nbytes
+    w, activation = tensors.w[0], tensors.x0.nbytes
     copy = _repeated(lambda: tensors.dx.copy_(tensors.x0))
     us = times_us([copy])[0] / 8
     print(f"copy                 {us:7.1f} us {2 * activation / us / 1e3:6.0f} GB/s")
@@ -214,7 +218,6 @@ def time_kernels(samples: int) -> None:
 def _print_times(name: str, every: Sequence[Tiles], calls: Sequence[Callable[[], Any]], moved: int) -> None:
     for tiles, us in zip(every, times_us([_repeated(call) for call in calls]), strict=True):
         label = f"{tiles.rows}x{tiles.turns} rows, {tiles.columns} columns, {tiles.num_warps} warps"
-        label += ", last rows first" if tiles.backwards else ""
         print(f"{name:20} {us / 8:7.1f} us {moved / us * 8 / 1e3:6.0f} GB/s  {label}")
 
 
@@ -237,6 +240,9 @@ def time_products(samples: int) -> None:
         "dv^T x, bfloat16": (lambda: torch.mm(dv.t(), x), 1),
         "dv^T x, float32": (lambda: torch.mm(dv.t(), x, out_dtype=single, out=gradient.view(RANK, WIDTH)), 1),
         "du^T v of 3 layers": (lambda: torch.bmm(three.transpose(1, 2), each, out_dtype=single), 3),
+        "du^T v of 2 layers": (lambda: torch.bmm(three[1:].transpose(1, 2), each[1:], out_dtype=single), 2),
+        "dv^T x of 3 layers": (lambda: torch.bmm(each.transpose(1, 2), three, out_dtype=single), 3),
+        "dv^T x of 2 layers": (lambda: torch.bmm(each[1:].transpose(1, 2), three[1:], out_dtype=single), 2),
     }
     graphs = [_repeated(call) for call, _ in calls.values()]
     for (name, (_, count)), us in zip(calls.items(), times_us(graphs), strict=True):
@@ -249,7 +255,7 @@ def time_network(samples: int) -> None:
     network = Network(WIDTH, RANK, LAYERS)
     x0, gradient = bf16(samples, WIDTH).requires_grad_(), bf16(samples, WIDTH, seed=1)
     layers = Network.layers(network.module, torch.bfloat16)
-    into = [CrossLayer(*(torch.empty(t.shape, device=DEVICE) for t in layer)) for layer in layers]
+    into = _places(layers)
     weights = {
         key: (p.detach() if key.startswith("bias") else p.detach().bfloat16()).requires_grad_()
         for key, p in network.module.named_parameters()
@@ -267,11 +273,14 @@ def time_network(samples: int) -> None:
         found = torch.autograd.grad(compiled(weights, x0), [x0, *weights.values()], gradient)
         torch._foreach_copy_(gradients, found[1:])  # type: ignore[no-untyped-call]
 
+    def write_all(write: Write) -> None:
+        write(into)
+
     def ours() -> None:
-        torch.autograd.grad(cross(x0, layers, lambda: into), x0, gradient)
+        torch.autograd.grad(cross(x0, layers, write_all), x0, gradient)
 
     names = ("compiled, forward", "ours, forward", "compiled, both", "ours, both")
-    steps = (lambda: compiled(weights, x0), lambda: cross(x0, layers, lambda: into), today, ours)
+    steps = (lambda: compiled(weights, x0), lambda: cross(x0, layers, write_all), today, ours)
     found = dict(zip(names, times_us([capture(step) for step in steps]), strict=True))
     operations = 18 * 2 * samples * WIDTH * RANK * LAYERS / 3
     for name, us in found.items():
@@ -343,9 +352,11 @@ def _print_kernels(graph: torch.cuda.CUDAGraph) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         graph.replay()
         torch.cuda.synchronize()
-    events = [event for event in trace.events() or () if event.device_type.name == "CUDA"]
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        print(f"    {event.time_range.elapsed_us():7.1f} us  {event.name[:120]}")
+    assert trace.profiler is not None
+    assert trace.profiler.kineto_results is not None
+    events = [event for event in trace.profiler.kineto_results.events() if event.device_type().name == "CUDA"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        print(f"    {event.duration_ns() / 1e3:7.1f} us  {event.name()[:120]}")
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from dlrm_overlap.dense.cross import CrossLayer, cross
+from dlrm_overlap.dense.cross import CrossLayer, Write, _together, cross
 from tests.agreement import assert_near
 
 SAMPLES, WIDTH, RANK = 67, 20, 7  # neither a block of samples nor a power of two
@@ -40,13 +40,30 @@ def _named(layers: list[CrossLayer], x: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def _ours(network: LowRankCrossNet, x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype, sink: bool = False):
+def _places(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
+    """Return poisoned float32 tensors for gradients: all on their own, or layers `apart` elements behind each other."""
+    if apart is None:
+        return [CrossLayer(*(torch.full(t.shape, torch.nan) for t in layer)) for layer in layers]
+    sizes = [tensor.numel() for tensor in layers[0]]
+    rows = torch.full((len(layers), sum(sizes) + apart), torch.nan)[:, : sum(sizes)]
+    parts = [row.split(sizes) for row in rows]
+    return [CrossLayer(*(part.view_as(t) for part, t in zip(row, layers[0], strict=True))) for row in parts]
+
+
+def _ours(
+    network: LowRankCrossNet,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    dtype: torch.dtype,
+    into: str = "autograd",
+) -> dict[str, torch.Tensor]:
+    """Return output and gradients of `cross`, the latter from autograd or from where they were written."""
     layers, x0 = _layers(network, dtype), x.to(dtype, copy=True).requires_grad_()
-    into = [CrossLayer(*(torch.full(t.shape, torch.nan) for t in layer)) for layer in layers]
-    output = cross(x0, layers, (lambda: into) if sink else None)
+    places = _places(layers, None if into == "single" else 5)
+    output = cross(x0, layers, (lambda write: write(places)) if into != "autograd" else None)
     output.backward(gradient.to(dtype))
-    if sink:
-        for layer, found in zip(layers, into, strict=True):
+    if into != "autograd":
+        for layer, found in zip(layers, places, strict=True):
             for parameter, tensor in zip(layer, found, strict=True):
                 assert parameter.grad is None, "autograd sees nothing of the parameters"
                 parameter.grad = tensor.to(parameter.dtype)
@@ -77,10 +94,10 @@ def test_float32_has_the_gradients_of_autograd(depth: int) -> None:
 
 
 @every_depth
-@pytest.mark.parametrize("sink", [False, True])
-def test_bfloat16_is_as_near_as_autocast(depth: int, sink: bool) -> None:
+@pytest.mark.parametrize("into", ["autograd", "together"])
+def test_bfloat16_is_as_near_as_autocast(depth: int, into: str) -> None:
     inputs = _network(depth)
-    found, expected = _ours(*inputs, torch.bfloat16, sink), _theirs(*inputs)
+    found, expected = _ours(*inputs, torch.bfloat16, into), _theirs(*inputs)
     autocast = _theirs(*inputs, autocast=True)
     for name, tensor in expected.items():
         ours, theirs = (float((each[name].double() - tensor).norm() / tensor.norm()) for each in (found, autocast))
@@ -88,11 +105,36 @@ def test_bfloat16_is_as_near_as_autocast(depth: int, sink: bool) -> None:
         assert ours > 0, f"{name} cannot be exact in bfloat16"
 
 
-def test_gradients_are_written_where_they_are_asked_for() -> None:
-    inputs = _network(2)
-    into, plain = _ours(*inputs, torch.float32, sink=True), _ours(*inputs, torch.float32)
+@pytest.mark.parametrize("into", ["single", "together"])
+def test_gradients_are_written_where_they_are_asked_for(into: str) -> None:
+    inputs = _network(3)
+    written, plain = _ours(*inputs, torch.float32, into), _ours(*inputs, torch.float32)
     for name, tensor in plain.items():
-        assert_near(into[name], tensor, 1e-6, name)
+        assert_near(written[name], tensor, 1e-6, name)
+
+
+def test_what_lies_equally_apart_is_one_view() -> None:
+    flat = torch.arange(100.0)
+    first, second, third, far = (flat[begin : begin + 6].view(2, 3) for begin in (10, 30, 50, 71))
+    together = _together([first, second, third])
+    assert together is not None
+    assert torch.equal(together, torch.stack([first, second, third]))
+    assert together[2].data_ptr() == third.data_ptr()
+    for apart in ([first, second, far], [second, first], [first, first], [first, flat[12:18].view(2, 3)]):
+        assert _together(apart) is None
+    assert _together([first, torch.zeros(2, 3)]) is None
+
+
+def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> None:
+    network, x, gradient = _network(2)
+    layers, x0 = _layers(network, torch.float32), x.clone().requires_grad_()
+    places, handed = _places(layers, 0), list[Write]()
+    cross(x0, layers, handed.append).backward(gradient)
+    assert x0.grad is not None
+    assert all(tensor.isnan().all() for layer in places for tensor in layer), "nothing is written in the backward"
+    (write,) = handed
+    write(places)
+    assert not any(tensor.isnan().any() for layer in places for tensor in layer)
 
 
 def test_two_backwards_give_the_same() -> None:
