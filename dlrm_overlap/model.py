@@ -67,8 +67,16 @@ class Head(nn.Module):
         Args:
             parts: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to be joined.
         """
-        embeddings = parts[0] if len(parts) == 1 else concatenated(*parts)
-        return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
+        embeddings = parts[0] if len(parts) == 1 else self.join(*parts)
+        return self.score(self.interaction(embeddings))
+
+    def join(self, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [b, (T + 1) * D], a copy, the bottom MLP's output first."""
+        return concatenated(dense_bD, pooled)
+
+    def score(self, crossed: torch.Tensor) -> torch.Tensor:
+        """Map the interaction's output to logits [b]."""
+        return self.logit(self.top(crossed)).squeeze(1)
 
 
 class DLRM(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,10 +15,12 @@ from torch.func import functional_call
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.config import Config, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import output_dtype
@@ -81,7 +84,7 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     within DDP's forward torch.compile would cut what it compiles at the borders of DDP's buckets.
     """
     for part in (task.dlrm.bottom, task.dlrm.head):
-        part.forward = _compiled_in_training(part)
+        part.forward = _compiled_in_training(part, part.forward)
     with task.autocast():
         for part, inputs in zip(
             (task.dlrm.bottom, task.dlrm.head), _example_inputs(task, samples, device), strict=True
@@ -91,9 +94,8 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
             torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
 
 
-def _compiled_in_training(part: nn.Module) -> Callable[..., torch.Tensor]:
-    """Return the part's forward, compiled while it trains and eager while it evaluates, as where it is captured."""
-    eager = part.forward
+def _compiled_in_training(part: nn.Module, eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of the part, compiled while it trains and eager while it evaluates, as where it is captured."""
     # The forward alone, since the module that torch.compile makes of a module gives its parameters other names.
     compiled = torch.compile(eager, fullgraph=True, dynamic=False)
     return lambda *inputs: (compiled if part.training else eager)(*inputs)
@@ -101,7 +103,7 @@ def _compiled_in_training(part: nn.Module) -> Callable[..., torch.Tensor]:
 
 def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
-    task.loss.forward = _compiled_in_training(task.loss)
+    task.loss.forward = _compiled_in_training(task.loss, task.loss.forward)
     logits = torch.zeros(samples, device=device, requires_grad=True)
     torch.autograd.grad(task.loss(logits, torch.zeros(samples, device=device)), logits)
 
@@ -112,32 +114,60 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
     Args:
-        compiled: by torch.compile, at the first step.
+        compiled: by torch.compile, at the first step. A cross network is then computed by `cross`.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
-    dense = task.dlrm.bottom, task.dlrm.head
-    parts = [(part, {key: names[p] for key, p in part.named_parameters()}) for part in dense]
-    shadowed = [name for _, keys in parts for key, name in keys.items() if not key.startswith("interaction.bias")]
+    bottom, head = task.dlrm.bottom, task.dlrm.head
     inner = innermost(dict(optimizer.optimizers)["dense"])
     assert isinstance(inner, FlatOptimizer)
-    casts = CastWeights(flat, inner, shadowed)
-    for part, keys in parts:
-        part.forward = _with_casts(part, keys, casts, compiled)
+    crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
+    biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
+    shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
+    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
+    bottom.forward = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
+    if crossed is None:
+        head.forward = _with_casts(head, head, head.forward, names, casts, compiled)
+        return casts
+    top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=nn.Flatten(0)))
+    head.join = _compiled_in_training(head, head.join)
+    crossed.forward = _cross_with_casts(crossed, names, casts)
+    head.score = _with_casts(head, top, head.score, names, casts, compiled)
     return casts
 
 
 def _with_casts(
-    part: nn.Module, names: Mapping[str, str], casts: CastWeights, compiled: bool
+    owner: nn.Module,
+    part: nn.Module,
+    eager: Callable[..., torch.Tensor],
+    names: Mapping[nn.Parameter, str],
+    casts: CastWeights,
+    compiled: bool,
 ) -> Callable[..., torch.Tensor]:
-    """Return the part's forward, with weights from `casts` while it trains and with its own while it evaluates."""
-    eager, buffers = part.forward, dict(part.named_buffers())
+    """Return what computes `part` with weights from `casts` while `owner` trains, and `eager` while it evaluates."""
+    buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
     stateless = copy.deepcopy(part).to("meta")  # without weights of its own
 
     def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         return functional_call(stateless, (weights, buffers), inputs)
 
     compute = torch.compile(compute, fullgraph=True, dynamic=False) if compiled else compute
-    return lambda *inputs: compute(casts.of(names), *inputs) if part.training else eager(*inputs)
+    return lambda *inputs: compute(casts.of(own), *inputs) if owner.training else eager(*inputs)
+
+
+def _cross_with_casts(
+    network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
+) -> Callable[..., torch.Tensor]:
+    """Return the network's forward: `cross` with weights from `casts` while it trains, its own while it evaluates."""
+    each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
+    eager, wanted = network.forward, [names[parameter] for layer in each for parameter in layer]
+
+    def later(write: Write) -> None:
+        casts.later(wanted, lambda places: write([CrossLayer(*places[i : i + 3]) for i in range(0, len(places), 3)]))
+
+    def compute(x0: torch.Tensor) -> torch.Tensor:
+        return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)
+
+    return lambda input: compute(input) if network.training else eager(input)
 
 
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:

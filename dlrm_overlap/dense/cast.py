@@ -17,7 +17,8 @@ class CastWeights:
     gradient by one cast after the backward: nothing is set to zero and nothing is added. The numbers are autocast's.
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
-    backward.
+    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and hands in its
+    backward what writes them to `later`.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
@@ -26,6 +27,7 @@ class CastWeights:
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
+        self._later: list[tuple[list[str], Callable[[list[torch.Tensor]], None]]] = []
         # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -35,7 +37,7 @@ class CastWeights:
 
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
-        self._taken = {}
+        self._taken, self._later = {}, []
         self._flat.zero(self._others)
 
     def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -51,6 +53,19 @@ class CastWeights:
             for key, name in names.items()
         }
 
+    def shadow(self, name: str) -> torch.Tensor:
+        """Return the shadow of a parameter, without a way for autograd to its gradient."""
+        return self._optimizer.shadow(name)
+
+    def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
+        """Have `finish` call `write` with where the optimizer reads the gradients of `names`, float32 and contiguous.
+
+        So what others wait for, a gradient of the model's input, is not held up by gradients that nobody needs yet.
+        """
+        names = list(names)
+        assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
+        self._later.append((names, write))
+
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""
         self._taken[name] = gradient
@@ -58,7 +73,10 @@ class CastWeights:
     @torch.no_grad()
     def finish(self) -> None:
         """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
-        pairs = [(self._flat.gradients.views[name], gradient) for name, gradient in self._taken.items()]
+        views = self._flat.gradients.views
+        for names, write in self._later:
+            write([views[name] for name in names])
+        pairs = [(views[name], gradient) for name, gradient in self._taken.items()]
         # PyTorch takes all tensors by one kernel only if each pair has the same strides; one product's weight has not.
         alike = [(view, gradient) for view, gradient in pairs if view.stride() == gradient.stride()]
         for view, gradient in pairs:
@@ -66,10 +84,11 @@ class CastWeights:
                 view.copy_(gradient)
         if alike:
             torch._foreach_copy_(*map(list, zip(*alike, strict=True)))  # type: ignore[arg-type]
-        self._flat.zero(self._names - self._taken.keys())
-        for name in self._taken:
+        written = [name for names, _ in self._later for name in names]
+        self._flat.zero(self._names - self._taken.keys() - set(written))
+        for name in (*written, *self._taken):
             self._complete(name)
-        self._taken = {}
+        self._taken, self._later = {}, []
 
 
 class _CastOnce(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""The kernel that updates the dense parameters, and its twin."""
+"""Kernels of the dense part, the cross network's and the parameters' update, and their twins."""

@@ -1,4 +1,4 @@
-"""What the update of the dense parameters is given, by kernel and twin alike."""
+"""What the dense kernels are given, by kernel and twin alike."""
 
 from typing import NamedTuple
 
@@ -38,3 +38,45 @@ class FlatUpdate(NamedTuple):
     """[4] float64: learning rate, epsilon, beta1, beta2; float64 as in torch.optim, whose numbers are Python's"""
     factors: torch.Tensor
     """[6] float32, scratch of the kernel, which the twin leaves alone"""
+
+
+GROUP = 64
+"""rows whose sums `gradient_of_layer` writes together"""
+
+STACKED = 64
+"""elements; a layer of a stack of activations begins at a multiple of it, so that it can be read 16 bytes at a time"""
+
+
+class CrossGradient(NamedTuple):
+    """What a layer's gradient in a cross network is computed from, and where it is written.
+
+    b samples of width N; all tensors are on one device and, but for `bias` and `sums`, of one type. All are contiguous,
+    and so is each layer of a stack, which begins at a multiple of `STACKED` elements (`stack`).
+    """
+
+    gradient: torch.Tensor
+    """[b, N], of the network's output: g_L"""
+    later: torch.Tensor
+    """stack [L - 1, b, N]: p_1 .. p_{L-1}, of which the layer reads those of later layers than itself"""
+    x0: torch.Tensor
+    """[b, N], the network's input"""
+    w: torch.Tensor
+    """stack [L, b, N]: the products of all layers; read for layer 0"""
+    bias: torch.Tensor
+    """[L, N] float32; read for layer 0"""
+    du: torch.Tensor
+    """[b, N], written: the gradient of w_l"""
+    dx: torch.Tensor
+    """[b, N], written for layer 0: the gradient of x_0 without p_0"""
+    sums: torch.Tensor
+    """[ceil(b / GROUP), N] float32, written: du summed, before it is rounded, over each `GROUP` rows"""
+
+
+def stack(layers: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a stack [layers, *shape], uninitialised: tensors of the shape and type of `like`, each contiguous.
+
+    Example: two layers like [3, 50] begin at the elements 0 and 192 of 384.
+    """
+    apart = -(-like.numel() // STACKED) * STACKED
+    flat = like.new_empty(max(1, layers) * apart)
+    return flat.as_strided((layers, *like.shape), (apart, *like.stride()))

@@ -1,10 +1,10 @@
-"""The kernels of the dense parameters in plain PyTorch: what those are held against, and what CPUs run."""
+"""The dense kernels in plain PyTorch: what they are held against, and what CPUs run."""
 
 from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.dense.arguments import FlatUpdate
+from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, FlatUpdate
 
 
 def average_share(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -54,3 +54,24 @@ def update_parameters(update: FlatUpdate) -> None:
     """Update all weights."""
     begin_update(update)
     update_range(update, 0, update.weights.numel())
+
+
+def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out = x0 * (w + bias) + x, calculated in float32; see the kernel of this name."""
+    out.copy_(x0.float() * (w.float() + bias) + x.float())
+
+
+def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
+    """Write du and its sums, for layer 0 also dx, calculated in float32; see the kernel of this name."""
+    reaching, through = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
+    for k in range(layers - 1, layer - 1, -1):
+        if k < layers - 1:
+            reaching = reaching + tensors.later[k].float()  # p_{k+1}
+        if layer == 0:
+            through += reaching * (tensors.w[k].float() + tensors.bias[k])
+    change = reaching * tensors.x0.float()
+    tensors.du.copy_(change)
+    for group, part in enumerate(change.split(GROUP)):
+        tensors.sums[group] = part.sum(0)
+    if layer == 0:
+        tensors.dx.copy_(through + reaching)

@@ -19,9 +19,9 @@ LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
 
 
 class Dense:
-    """A DLRM's dense part under bfloat16, with a flat optimizer; with or without cast weights."""
+    """A DLRM's dense part under bfloat16, with a flat optimizer; with or without cast weights, compiled or not."""
 
-    def __init__(self, arch: str, casts: bool) -> None:
+    def __init__(self, arch: str, casts: bool, compiled: bool = False) -> None:
         config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[16, 1], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
         dlrm = build_model(config, EmbeddingConfig(), [7] * TABLES, FEATURES, seed=0)
         self.task = TrainTask(dlrm, "cpu", bf16=True)
@@ -30,7 +30,7 @@ class Dense:
         self.optimizer = FlatOptimizer(self.flat, "sgd", LR, shadow_dtype=torch.bfloat16)
         keyed = KeyedOptimizerWrapper(parameters, lambda _: self.optimizer)
         combined = CombinedOptimizer([("dense", keyed)])
-        self.casts = cast_once(self.task, self.flat, combined, compiled=False) if casts else None
+        self.casts = cast_once(self.task, self.flat, combined, compiled) if casts else None
 
     def logits(self, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -83,8 +83,36 @@ def test_the_shadows_are_computed_with(arch: str) -> None:
     assert not torch.equal(dense.logits(0), before)
 
 
-def test_evaluation_reads_the_weights() -> None:
-    dense, autocast = Dense("dcn", casts=True), Dense("dcn", casts=False)
+@pytest.fixture
+def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch.compile give back what it is given: what it computes is for its own tests, and takes a minute."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.mark.usefixtures("_not_compiled")
+def test_a_compiled_cross_network_is_as_near_as_autocast() -> None:
+    ours, autocast = Dense("dcn", casts=True, compiled=True), Dense("dcn", casts=False)
+    places: list[str] = []
+    assert ours.casts is not None
+    ours.casts.on_complete(places.append)
+    for number in range(4):
+        found, expected = ours.step(number), autocast.step(number)
+        pairs = {"logits": (found[0], expected[0]), "pooled embeddings' gradient": (found[1], expected[1])}
+        pairs |= {
+            f"gradient of {n}": (v, autocast.flat.gradients.views[n]) for n, v in ours.flat.gradients.views.items()
+        }
+        for name, (left, right) in pairs.items():
+            error = float((left.float() - right.float()).norm() / right.float().norm())
+            assert error < 5e-2, f"{name} in step {number}: {error:.1e}"
+        assert sorted(places) == sorted(ours.flat.parameters), "each is told of once"
+        places.clear()
+        autocast.flat.weights.tensor.copy_(ours.flat.weights.tensor)
+
+
+@pytest.mark.usefixtures("_not_compiled")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluation_reads_the_weights(compiled: bool) -> None:
+    dense, autocast = Dense("dcn", casts=True, compiled=compiled), Dense("dcn", casts=False)
     for each in (dense, autocast):
         each.flat.weights.tensor.mul_(2)
         each.task.eval()

@@ -1,0 +1,172 @@
+"""The low-rank cross network as one autograd function: cuBLAS's products, and one kernel a layer between them.
+
+Under autocast TorchRec's `LowRankCrossNet` has float32 biases, so the x_l that it adds up are float32, and bfloat16
+copies of them are written for the products. Here every activation is bfloat16, rounded once where it is stored. What an
+elementwise pass reads and writes, in activations of [b, N], for three layers:
+
+| pass | reads | writes |
+|---|---|---|
+| forward, layers 0, 1, 2 | x_0 w, x_0 x_1 w, x_0 x_2 w | x_1, x_2, x_3 |
+| backward, layer 2 | g_3 x_0 | du |
+| backward, layer 1 | g_3 p_2 x_0 | du |
+| backward, layer 0 | g_3 p_2 p_1 x_0 w_0 w_1 w_2 | du dx_0 |
+
+These are 11 forward and 16 backward; the last product reads dx_0 once more, to add p_0 to it. To write g_l rather than
+add it up from the p_k costs 18 backward, and to add up dx_0 in a pass of its own 20. The backward keeps du of all
+layers, so that the weights' gradients of all layers are one batched product.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dlrm_overlap.kernels.dense import reference
+from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
+
+
+class CrossLayer(NamedTuple):
+    """The parameters of a layer, or tensors for their gradients; rank R, width N."""
+
+    w: torch.Tensor
+    """[N, R]"""
+    v: torch.Tensor
+    """[R, N]"""
+    bias: torch.Tensor
+    """[N] float32"""
+
+
+Write = Callable[[Sequence[CrossLayer]], None]
+"""writes the gradients of all parameters to contiguous tensors, which may be float32 where the parameters are not"""
+
+
+def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Callable[[Write], None] | None = None) -> torch.Tensor:
+    """Return the network's output [b, N], in the type of x0.
+
+    Every layer computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections
+    3.2 and 3.3). Differentiable once.
+
+    Args:
+        x0: [b, N] bfloat16 or another float type, contiguous. What it holds must stay until the backward.
+        layers: at least one; w and v have the type of x0.
+        later: given, in the backward, what writes the parameters' gradients, to be called once, on the backward's
+            stream: so x0's gradient is there before they are computed. Autograd then sees nothing of the parameters,
+            and x0 must require a gradient. None leaves the gradients to autograd, in the parameters' types.
+    """
+    assert x0.is_contiguous(), "pass contiguous rows"
+    assert layers, "a cross network has at least one layer"
+    parameters = [tensor for layer in layers for tensor in layer]
+    if later is not None:
+        assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
+        parameters = [tensor.detach() for tensor in parameters]
+    return _Cross.apply(x0, later, *parameters)  # type: ignore[no-any-return]
+
+
+class _Cross(torch.autograd.Function):
+    """Forward and backward of all layers; products are torch's, on the current stream."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x0: torch.Tensor, later: Callable[[Write], None] | None, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        layers = _layers(parameters)
+        kernels = _kernels_on(x0.device)
+        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_1 .., w_0 ..
+        narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
+        output = torch.empty_like(x0)
+        x = x0
+        for index, layer in enumerate(layers):
+            torch.mm(x, layer.v.t(), out=narrow[index])  # `out` also keeps autocast from looking at it
+            torch.mm(narrow[index], layer.w.t(), out=products[index])
+            after = inputs[index] if index + 1 < len(layers) else output
+            kernels.add_layer(x0, x, products[index], layer.bias, after)
+            x = after
+        ctx.later = later
+        ctx.save_for_backward(x0, inputs, products, narrow, *parameters)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x0, inputs, products, narrow, *parameters = ctx.saved_tensors
+        layers = _layers(parameters)
+        kernels = _kernels_on(x0.device)
+        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_0 ..
+        dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
+        bias = torch.stack([layer.bias for layer in layers])
+        sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
+        gradient = gradients[0].contiguous()
+        for index in reversed(range(len(layers))):
+            tensors = CrossGradient(gradient, through, x0, products, bias, du[index], dx, sums[index])
+            kernels.gradient_of_layer(tensors, index, len(layers))
+            torch.mm(du[index], layers[index].w, out=dv[index])
+            if index > 0:
+                torch.mm(dv[index], layers[index].v, out=through[index - 1])
+            else:
+                dx.addmm_(dv[0], layers[0].v)
+
+        @torch.no_grad()
+        def write(into: Sequence[CrossLayer]) -> None:
+            _products_into([layer.w for layer in into], du.transpose(1, 2), narrow)
+            _products_into([into[0].v], dv[:1].transpose(1, 2), x0[None])
+            _products_into([layer.v for layer in into[1:]], dv[1:].transpose(1, 2), inputs)
+            torch._foreach_copy_([layer.bias for layer in into], list(sums.sum(1)))  # type: ignore[no-untyped-call]
+
+        if ctx.later is not None:
+            ctx.later(write)
+            return dx, None, *(None for _ in parameters)
+        into = _new_gradients(layers)
+        write(into)
+        return dx, None, *(tensor for layer in into for tensor in layer)
+
+
+def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:
+    return [CrossLayer(*tensors[first : first + 3]) for first in range(0, len(tensors), 3)]
+
+
+def _new_gradients(layers: Sequence[CrossLayer]) -> list[CrossLayer]:
+    """Return uninitialised tensors for the gradients of all parameters, those of one kind equally apart."""
+    each = (tensor.new_empty(len(layers), *tensor.shape).unbind() for tensor in layers[0])
+    return [CrossLayer(*tensors) for tensors in zip(*each, strict=True)]
+
+
+def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
+    """Write the products of left [n, N, b] and right [n, b, R] to the n tensors `out`, added up in float32.
+
+    They are one batched product where `out` is equally apart in memory: one of them alone has too few blocks for a
+    GPU's multiprocessors. `out` may be float32 where the factors are not.
+    """
+    together = _together(out)
+    if together is None:
+        for index, each in enumerate(out):
+            _products_into([each], left[index : index + 1], right[index : index + 1])
+    elif together.dtype == left.dtype:
+        torch.bmm(left, right, out=together)
+    elif together.is_cuda:
+        torch.bmm(left, right, out_dtype=together.dtype, out=together)
+    else:  # CPUs have no product with an output of another type
+        torch.bmm(left.to(together.dtype), right.to(together.dtype), out=together)
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return contiguous tensors of one shape as one view, if they lie equally apart in one storage."""
+    if not tensors:
+        return None
+    first = tensors[0]
+    offsets = [tensor.storage_offset() for tensor in tensors]
+    apart = offsets[1] - offsets[0] if len(offsets) > 1 else first.numel()
+    expected = list(range(offsets[0], offsets[0] + len(tensors) * apart, apart)) if apart >= first.numel() else []
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) > 1 or offsets != expected:
+        return None
+    return first.as_strided((len(tensors), *first.shape), (apart, *first.stride()))
+
+
+def _kernels_on(device: torch.device) -> Any:
+    """Return the module of the kernels for a GPU, and for a CPU that of their twins."""
+    if device.type != "cuda":
+        return reference
+    from dlrm_overlap.kernels.dense import cross as kernels  # a CPU needs no Triton
+
+    return kernels

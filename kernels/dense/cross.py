@@ -1,0 +1,197 @@
+"""The elementwise part of a low-rank cross network, forward and backward, between cuBLAS's products.
+
+Layer l of L computes x_{l+1} = x_0 * (w_l + b_l) + x_l, where w_l = (x_l V_l^T) W_l^T (Wang et al., DCN V2,
+arXiv 2008.13535, sections 3.2 and 3.3). Its gradients, from g_L = dL/dx_L down to layer 0:
+
+    du_l = g_{l+1} * x_0                        gradient of w_l; its sum over the samples is that of b_l
+    p_l  = (du_l W_l) V_l                       what reaches x_l through the products
+    g_l  = g_{l+1} + p_l
+    dx_0 = sum over l of g_{l+1} * (w_l + b_l), plus g_0
+
+All activations are [b, N] bfloat16 or another float type, b samples of width N; arithmetic is float32 and rounds once,
+where it stores.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient
+
+
+class Tiles(NamedTuple):
+    """How a program walks its part of [b, N]."""
+
+    rows: int
+    """read at once"""
+    turns: int
+    """of that many rows each"""
+    columns: int
+    """of a program; a power of two"""
+    num_warps: int
+
+
+FORWARD = Tiles(rows=16, turns=2, columns=128, num_warps=4)
+BACKWARD = Tiles(rows=32, turns=2, columns=128, num_warps=4)
+BACKWARD_FIRST = Tiles(rows=16, turns=4, columns=128, num_warps=4)
+"""of layer 0, which reads more tensors at once"""
+
+
+@triton.jit
+def _program(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return this program's number among those of its columns, and its columns [COLUMNS].
+
+    Neighbours have the same rows, so that programs that run at a time read whole rows.
+    """
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    return tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_layer(
+    x0, x, w, bias, out, rows,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute x_{l+1} = x_0 * (w_l + b_l) + x_l; FIRST for l = 0, where x_l is x_0 and read once.
+
+    Memory: a program has ROWS * TURNS rows of COLUMNS columns. It reads x0, x and w [rows, WIDTH] and bias [WIDTH]
+    float32, and writes out [rows, WIDTH], 16 bytes a lane where WIDTH allows.
+
+    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+
+    Example: x_0 = 2, w = 3, b = 1 and x_l = 5 give 2 * (3 + 1) + 5 = 13.
+    """
+    group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
+    first = group * (ROWS * TURNS)
+    begin = first.to(tl.int64) * WIDTH
+    x0, x, w, out = x0 + begin, x + begin, w + begin, out + begin
+    within = column < WIDTH
+    shift = tl.load(bias + column, mask=within, other=0)[None, :]
+    for turn in range(TURNS):
+        row = turn * ROWS + tl.arange(0, ROWS)
+        mask = (first + row < rows)[:, None] & within[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        factor = tl.load(x0 + at, mask=mask, other=0).to(tl.float32)
+        before = factor if FIRST else tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        product = tl.load(w + at, mask=mask, other=0).to(tl.float32)
+        tl.store(out + at, (factor * (product + shift) + before).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sums"])
+def _gradient_of_layer(
+    gradient, later, x0, w, bias, du, dx, sums, rows,
+    LAYERS: tl.constexpr, LAYER: tl.constexpr, STACKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    TURNS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute du = g_{l+1} * x_0 and its sums over the program's rows; for l = 0 also dx = dx_0 - p_0.
+
+    g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is added up anew for each layer, since to write and read it costs more than
+    to read up to two p. For l = 0 all g are at hand, so dx_0 is added up in the same pass; the product that computes
+    p_0 adds it to dx.
+
+    Memory: a program has ROWS * TURNS rows of COLUMNS columns of [rows, WIDTH]. It reads gradient, which is g_L, x0,
+    and of the stack `later` the p of the layers behind this one, p_k being its layer k - 1; for l = 0 also the stack w
+    of all layers and bias [LAYERS, WIDTH] float32. A layer of a stack begins at a multiple of STACKED elements. It
+    writes du, for l = 0 dx, and row `group` of sums [groups, WIDTH] float32. w, bias and dx are not touched for l > 0.
+
+    Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
+    element, and a program's sums have a fixed order.
+
+    Example: L = 2, g_2 = 1, p_1 = 2, x_0 = 3, w = (10, 20), b = (0, 1). Layer 1: du = 1 * 3. Layer 0: g_1 = 1 + 2, du
+    = 3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54, to which p_0 is to be added.
+    """
+    group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
+    first = group * (ROWS * TURNS)
+    begin = first.to(tl.int64) * WIDTH
+    stride = (rows.to(tl.int64) * WIDTH + STACKED - 1) // STACKED * STACKED
+    gradient, later, x0, w = gradient + begin, later + begin, x0 + begin, w + begin
+    du, dx = du + begin, dx + begin
+    within = column < WIDTH
+    shifts = ()  # loaded once: their way into the layout of the rest is through shared memory
+    if LAYER == 0:
+        for k in tl.static_range(LAYERS):
+            shifts += (tl.load(bias + k * WIDTH + column, mask=within, other=0)[None, :],)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for turn in range(TURNS):
+        row = turn * ROWS + tl.arange(0, ROWS)
+        mask = (first + row < rows)[:, None] & within[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        reaching = tl.load(gradient + at, mask=mask, other=0).to(tl.float32)
+        factor = tl.load(x0 + at, mask=mask, other=0).to(tl.float32)
+        if LAYER == 0:
+            product = tl.load(w + (LAYERS - 1) * stride + at, mask=mask, other=0).to(tl.float32)
+            through = reaching * (product + shifts[LAYERS - 1])
+        for k in tl.static_range(LAYERS - 1, LAYER, -1):
+            reaching += tl.load(later + (k - 1) * stride + at, mask=mask, other=0).to(tl.float32)
+            if LAYER == 0:
+                product = tl.load(w + (k - 1) * stride + at, mask=mask, other=0).to(tl.float32)
+                through += reaching * (product + shifts[k - 1])
+        change = reaching * factor
+        tl.store(du + at, change.to(du.dtype.element_ty), mask=mask)
+        total += change
+        if LAYER == 0:
+            tl.store(dx + at, (through + reaching).to(dx.dtype.element_ty), mask=mask)
+    tl.store(sums + group.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=within)
+
+
+_ADD_ARGUMENTS = ("x0", "x", "w", "bias", "out", "rows")
+_GRADIENT_ARGUMENTS = (*CrossGradient._fields, "rows")
+
+
+def _constants(width: int, tiles: Tiles) -> dict[str, int]:
+    return {"WIDTH": width, "ROWS": tiles.rows, "TURNS": tiles.turns, "COLUMNS": tiles.columns}
+
+
+@lru_cache
+def _compiled_add(first: bool, width: int, tiles: Tiles) -> CompiledKernel:
+    constants = {"FIRST": first} | _constants(width, tiles)
+    return CompiledKernel(_add_layer, _ADD_ARGUMENTS, constants, num_warps=tiles.num_warps)
+
+
+@lru_cache
+def _compiled_gradient(layers: int, layer: int, width: int, tiles: Tiles) -> CompiledKernel:
+    constants = {"LAYERS": layers, "LAYER": layer, "STACKED": STACKED} | _constants(width, tiles)
+    return CompiledKernel(_gradient_of_layer, _GRADIENT_ARGUMENTS, constants, num_warps=tiles.num_warps)
+
+
+def _programs(rows: int, width: int, tiles: Tiles) -> int:
+    return -(-rows // (tiles.rows * tiles.turns)) * -(-width // tiles.columns)
+
+
+def add_layer(
+    x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor, tiles: Tiles = FORWARD
+) -> None:
+    """Write out = x0 * (w + bias) + x on the current stream.
+
+    Args:
+        x0: [b, N] contiguous, as x, w and out are, which have its type.
+        x: the layer's input; x0 itself in the first layer.
+        w: the layer's product.
+        bias: [N] float32.
+        out: the layer's output.
+        tiles: how programs divide the work.
+    """
+    assert all(each.is_contiguous() for each in (x0, x, w, bias, out)), "pass contiguous tensors"
+    rows, width = x0.shape
+    kernel = _compiled_add(x is x0, width, tiles)
+    kernel(_programs(rows, width, tiles), (x0.dtype,), x0, x, w, bias, out, rows)
+
+
+def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int, tiles: Tiles | None = None) -> None:
+    """Write what `CrossGradient` says of layer `layer` of `layers`, on the current stream.
+
+    Args:
+        tensors: what is read and written.
+        layer: the layer's number, from 0.
+        layers: of the network.
+        tiles: how programs divide the work; None takes what is best on an H200.
+    """
+    tiles = tiles or (BACKWARD if layer > 0 else BACKWARD_FIRST)
+    assert tiles.rows * tiles.turns == GROUP, f"a program has {tiles.rows * tiles.turns} rows; sums are of {GROUP}"
+    rows, width = tensors.x0.shape
+    kernel = _compiled_gradient(layers, layer, width, tiles)
+    kernel(_programs(rows, width, tiles), (tensors.x0.dtype,), *tensors, rows)

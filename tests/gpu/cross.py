@@ -1,0 +1,404 @@
+"""The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
+
+Checks the cross network at the size of MLPerf's DLRM-DCNv2 against float64, beside autocast's error, and its kernels
+against their twins. Then times, in CUDA graphs and in turns: each kernel with several tiles, each product, the network
+and the head, forward and backward, as torch.compile makes them from TorchRec's module and as they are here. Needs no
+pytest.
+
+    --profile    also lists the kernels of both heads, from a trace
+    --samples    times the network with these numbers of samples (8192 16384)
+"""
+
+import argparse
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from dlrm_overlap.config import EmbeddingConfig, ModelConfig
+from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.cross import CrossLayer, Write, cross
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.kernels.dense import cross as kernels
+from dlrm_overlap.kernels.dense import reference
+from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
+from dlrm_overlap.kernels.dense.cross import Tiles
+from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.pipeline import _with_casts, cast_once
+from tests.agreement import assert_near
+
+WIDTH, RANK, LAYERS, SAMPLES = 3456, 512, 3, 8192  # MLPerf's DLRM-DCNv2
+DEVICE = torch.device("cuda", 0)
+FORWARD_TILES = (
+    Tiles(16, 2, 128, 4), Tiles(8, 4, 128, 4), Tiles(16, 4, 128, 4), Tiles(8, 4, 256, 4),
+)  # fmt: skip
+BACKWARD_TILES = (
+    Tiles(16, 4, 128, 4), Tiles(8, 8, 128, 4), Tiles(32, 2, 128, 4), Tiles(32, 2, 128, 8), Tiles(64, 1, 128, 8),
+)  # fmt: skip
+
+
+def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return normally distributed numbers."""
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).bfloat16()
+
+
+class Network:
+    """TorchRec's module with weights that are bfloat16 numbers, and biases that are not zero."""
+
+    def __init__(self, width: int, rank: int, layers: int) -> None:
+        torch.manual_seed(0)
+        self.shape = width, layers, rank
+        self.module = LowRankCrossNet(*self.shape).to(DEVICE)
+        with torch.no_grad():
+            for weight in (*self.module.W_kernels, *self.module.V_kernels):
+                weight.copy_(weight.bfloat16())
+            for bias in self.module.bias:
+                bias.normal_(std=0.1)
+
+    def copy(self, dtype: torch.dtype) -> LowRankCrossNet:
+        """Return the module with parameters of another type."""
+        module = LowRankCrossNet(*self.shape).to(DEVICE, dtype)
+        module.load_state_dict(self.module.state_dict())
+        return module
+
+    @staticmethod
+    def layers(module: LowRankCrossNet, weights: torch.dtype | None = None) -> list[CrossLayer]:
+        """Return the parameters; with a type, copies of them, W and V in that type."""
+        each = zip(module.W_kernels, module.V_kernels, module.bias, strict=True)
+        if weights is None:
+            return [CrossLayer(*layer) for layer in each]
+        return [CrossLayer(w.detach().to(weights), v.detach().to(weights), b.detach()) for w, v, b in each]
+
+
+def _gradients(module: LowRankCrossNet, x0: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return output and gradients of TorchRec's module by autograd."""
+    x0 = x0.requires_grad_()
+    output = module(x0)
+    layers = Network.layers(module)
+    wanted = [x0, *(tensor for layer in layers for tensor in layer)]
+    found = torch.autograd.grad(output, wanted, gradient.to(output.dtype))
+    return dict(
+        zip(_names(len(layers)), (output.detach().to(x0.dtype), *found), strict=True)
+    )  # as the top MLP takes it
+
+
+def _names(layers: int) -> list[str]:
+    return ["output", "x0", *(f"{name} {index}" for index in range(layers) for name in CrossLayer._fields)]
+
+
+def _places(layers: Sequence[CrossLayer]) -> list[CrossLayer]:
+    """Return poisoned float32 tensors for the gradients, one layer behind the other as in a flat gradient."""
+    flat = torch.full((len(layers), sum(t.numel() for t in layers[0])), torch.nan, device=DEVICE)
+    each = [row.split([t.numel() for t in layers[0]]) for row in flat]
+    return [CrossLayer(*(part.view_as(t) for part, t in zip(row, layers[0], strict=True))) for row in each]
+
+
+def _ours(network: Network, x0: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return output and gradients of `cross`, those of the parameters written as float32."""
+    layers = Network.layers(network.module, torch.bfloat16)
+    into = _places(layers)
+    x0 = x0.requires_grad_()
+    output = cross(x0, layers, lambda write: write(into))
+    (found,) = torch.autograd.grad(output, x0, gradient)
+    return dict(zip(_names(len(layers)), (output.detach(), found, *(t for layer in into for t in layer)), strict=True))
+
+
+def check_network(samples: int, width: int, rank: int, layers: int) -> None:
+    """Hold output and gradients against float64; the error may be 1.5 times autocast's."""
+    network = Network(width, rank, layers)
+    x0, gradient = bf16(samples, width), bf16(samples, width, seed=1)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        theirs = _gradients(network.copy(torch.float32), x0.clone(), gradient)
+    expected = _gradients(network.copy(torch.float64), x0.double(), gradient.double())
+    ours = _ours(network, x0.clone(), gradient)
+    for name, tensor in expected.items():
+        found, autocast = (float((each[name].double() - tensor).norm() / tensor.norm()) for each in (ours, theirs))
+        print(f"        {name:8} error {found:.2e}, autocast's {autocast:.2e}")
+        assert found < 1.5 * autocast + 1e-3, name
+
+
+def _kernel_tensors(samples: int, width: int, layers: int) -> CrossGradient:
+    x0 = bf16(samples, width)
+    later, w = stack(layers - 1, x0), stack(layers, x0)
+    for seed, each in enumerate((*later, *w)):
+        each.copy_(bf16(samples, width, seed=seed + 1))
+    du, dx = (torch.full_like(x0, torch.nan) for _ in range(2))
+    sums = torch.full((-(-samples // GROUP), width), torch.nan, device=DEVICE)
+    bias = torch.randn(layers, width, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    return CrossGradient(bf16(samples, width, seed=9), later, x0, w, bias, du, dx, sums)
+
+
+def check_kernels(samples: int, width: int, layers: int) -> None:
+    """Hold both kernels with all tiles against their twins: a bfloat16 may be rounded to its neighbour."""
+    ours, theirs = (_kernel_tensors(samples, width, layers) for _ in range(2))
+    w = theirs.w[0]
+    for first in (True, False):
+        x = theirs.x0 if first else theirs.gradient
+        reference.add_layer(theirs.x0, x, w, theirs.bias[0], theirs.dx)
+        for tiles in FORWARD_TILES:
+            ours.dx.fill_(torch.nan)
+            kernels.add_layer(theirs.x0, x, w, theirs.bias[0], ours.dx, tiles)
+            assert_near(ours.dx, theirs.dx, 2**-7, f"output, {tiles}")
+    for layer in reversed(range(layers)):
+        reference.gradient_of_layer(theirs, layer, layers)
+        for tiles in BACKWARD_TILES:
+            for tensor in (ours.du, ours.sums, ours.dx):
+                tensor.fill_(torch.nan)
+            kernels.gradient_of_layer(ours, layer, layers, tiles)
+            for name in ("du", "sums", "dx") if layer == 0 else ("du", "sums"):
+                tolerance = 1e-5 if name == "sums" else 2**-7
+                assert_near(getattr(ours, name), getattr(theirs, name), tolerance, f"{name} of layer {layer}, {tiles}")
+
+
+def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Return a graph of the step, which is taken three times before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def times_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 15, replays: int = 4) -> list[float]:
+    """Return the median time of a replay of each graph, in us; they take turns."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    taken: list[list[float]] = [[] for _ in graphs]
+    for _ in range(rounds):
+        for graph, times in zip(graphs, taken, strict=True):
+            graph.replay()
+            begin.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / replays)
+    return [statistics.median(times) for times in taken]
+
+
+def _repeated(call: Callable[[], Any], count: int = 8) -> torch.cuda.CUDAGraph:
+    def step() -> None:
+        for _ in range(count):
+            call()
+
+    return capture(step)
+
+
+def time_kernels(samples: int) -> None:
+    """Print each kernel's time with each tiles, and the bytes it must move in that time."""
+    tensors = _kernel_tensors(samples, WIDTH, LAYERS)
+    w, activation = tensors.w[0], tensors.x0.nbytes
+    copy = _repeated(lambda: tensors.dx.copy_(tensors.x0))
+    us = times_us([copy])[0] / 8
+    print(f"copy                 {us:7.1f} us {2 * activation / us / 1e3:6.0f} GB/s")
+    for name, x, moved in (("layer 0", tensors.x0, 3), ("layer l", tensors.gradient, 4)):
+        calls = [
+            partial(kernels.add_layer, tensors.x0, x, w, tensors.bias[0], tensors.dx, tiles) for tiles in FORWARD_TILES
+        ]
+        _print_times(f"forward {name}", FORWARD_TILES, calls, moved * activation)
+    for layer, moved in ((2, 3), (1, 4), (0, 9)):
+        calls = [partial(kernels.gradient_of_layer, tensors, layer, LAYERS, tiles) for tiles in BACKWARD_TILES]
+        _print_times(f"backward layer {layer}", BACKWARD_TILES, calls, moved * activation)
+
+
+def _print_times(name: str, every: Sequence[Tiles], calls: Sequence[Callable[[], Any]], moved: int) -> None:
+    for tiles, us in zip(every, times_us([_repeated(call) for call in calls]), strict=True):
+        label = f"{tiles.rows}x{tiles.turns} rows, {tiles.columns} columns, {tiles.num_warps} warps"
+        print(f"{name:20} {us / 8:7.1f} us {moved / us * 8 / 1e3:6.0f} GB/s  {label}")
+
+
+def time_products(samples: int) -> None:
+    """Print each product's time and rate; an output of float32 is that of a weight's gradient."""
+    x, du, dx = (bf16(samples, WIDTH, seed=seed) for seed in range(3))
+    v, dv = bf16(samples, RANK), bf16(samples, RANK, seed=1)
+    narrow, wide = bf16(WIDTH, RANK), bf16(RANK, WIDTH)
+    gradient = torch.empty(WIDTH, RANK, device=DEVICE)
+    three, each = bf16(3, samples, WIDTH), bf16(3, samples, RANK)
+    single = torch.float32
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "x V^T": (lambda: torch.mm(x, wide.t(), out=v), 1),
+        "v W^T": (lambda: torch.mm(v, narrow.t(), out=dx), 1),
+        "du W": (lambda: torch.mm(du, narrow, out=dv), 1),
+        "dv V": (lambda: torch.mm(dv, wide, out=dx), 1),
+        "dx += dv V": (lambda: dx.addmm_(dv, wide), 1),
+        "du^T v, bfloat16": (lambda: torch.mm(du.t(), v), 1),
+        "du^T v, float32": (lambda: torch.mm(du.t(), v, out_dtype=single, out=gradient), 1),
+        "dv^T x, bfloat16": (lambda: torch.mm(dv.t(), x), 1),
+        "dv^T x, float32": (lambda: torch.mm(dv.t(), x, out_dtype=single, out=gradient.view(RANK, WIDTH)), 1),
+        "du^T v of 3 layers": (lambda: torch.bmm(three.transpose(1, 2), each, out_dtype=single), 3),
+        "du^T v of 2 layers": (lambda: torch.bmm(three[1:].transpose(1, 2), each[1:], out_dtype=single), 2),
+        "dv^T x of 3 layers": (lambda: torch.bmm(each.transpose(1, 2), three, out_dtype=single), 3),
+        "dv^T x of 2 layers": (lambda: torch.bmm(each[1:].transpose(1, 2), three[1:], out_dtype=single), 2),
+    }
+    graphs = [_repeated(call) for call, _ in calls.values()]
+    for (name, (_, count)), us in zip(calls.items(), times_us(graphs), strict=True):
+        operations = 2 * samples * WIDTH * RANK * count
+        print(f"{name:20} {us / 8:7.1f} us {operations / us * 8 / 1e6:6.0f} TFLOP/s")
+
+
+def time_network(samples: int) -> None:
+    """Print what the network takes, forward and backward, with gradients in float32 at the end."""
+    network = Network(WIDTH, RANK, LAYERS)
+    x0, gradient = bf16(samples, WIDTH).requires_grad_(), bf16(samples, WIDTH, seed=1)
+    layers = Network.layers(network.module, torch.bfloat16)
+    into = _places(layers)
+    weights = {
+        key: (p.detach() if key.startswith("bias") else p.detach().bfloat16()).requires_grad_()
+        for key, p in network.module.named_parameters()
+    }
+    gradients = [torch.empty(p.shape, device=DEVICE) for p in weights.values()]
+    stateless = LowRankCrossNet(*network.shape).to("meta")
+
+    def compute(weights: dict[str, torch.Tensor], x0: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=False):
+            return functional_call(stateless, (weights,), (x0,)).bfloat16()
+
+    compiled = torch.compile(compute, fullgraph=True, dynamic=False)
+
+    def today() -> None:
+        found = torch.autograd.grad(compiled(weights, x0), [x0, *weights.values()], gradient)
+        torch._foreach_copy_(gradients, found[1:])  # type: ignore[no-untyped-call]
+
+    def write_all(write: Write) -> None:
+        write(into)
+
+    def ours() -> None:
+        torch.autograd.grad(cross(x0, layers, write_all), x0, gradient)
+
+    names = ("compiled, forward", "ours, forward", "compiled, both", "ours, both")
+    steps = (lambda: compiled(weights, x0), lambda: cross(x0, layers, write_all), today, ours)
+    found = dict(zip(names, times_us([capture(step) for step in steps]), strict=True))
+    operations = 18 * 2 * samples * WIDTH * RANK * LAYERS / 3
+    for name, us in found.items():
+        print(f"network, {samples} samples, {name:18} {us:7.1f} us")
+    print(f"products at 790 TFLOP/s {operations / 790e6:7.1f} us")
+
+
+class HeadStep:
+    """The head of MLPerf's DLRM-DCNv2 with its loss, forward and backward, with cast weights and compiled."""
+
+    def __init__(self, ours: bool, samples: int) -> None:
+        config = ModelConfig(
+            arch="dcn", dim=128, bottom_mlp=[512, 256, 128], top_mlp=[1024, 1024, 512, 256, 1],
+            cross_layers=LAYERS, cross_rank=RANK,
+        )  # fmt: skip
+        dlrm = build_model(config, EmbeddingConfig(), [10] * 26, 13, seed=0)
+        self.task, self.head = TrainTask(dlrm, DEVICE.type, bf16=True), dlrm.head.to(DEVICE)
+        dlrm.bottom.to(DEVICE)
+        parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
+        flat = FlatParameters(parameters)
+        optimizer = FlatOptimizer(flat, "sgd", 0.1, shadow_dtype=torch.bfloat16)
+        if ours:
+            keyed = KeyedOptimizerWrapper(parameters, lambda _: optimizer)
+            self.casts = cast_once(self.task, flat, CombinedOptimizer([("dense", keyed)]), compiled=True)
+        else:
+            names: dict[nn.Parameter, str] = {parameter: name for name, parameter in flat.parameters.items()}
+            self.casts = CastWeights(flat, optimizer, [name for name in parameters if "interaction.bias" not in name])
+            self.head.forward = _with_casts(self.head, self.head, self.head.forward, names, self.casts, True)
+        self.flat, self.labels = flat, (bf16(samples, seed=2) < -0.5).float()
+        self.dense = bf16(samples, 128).requires_grad_()
+        self.pooled = bf16(samples, 26 * 128, seed=1).float().requires_grad_()
+
+    def forward(self) -> torch.Tensor:
+        with self.task.autocast():
+            logits = self.head(self.dense, self.pooled)
+        return self.task.loss(logits.float(), self.labels)
+
+    def __call__(self) -> torch.Tensor:
+        self.casts.begin()
+        self.dense.grad = self.pooled.grad = None
+        loss = self.forward()
+        loss.backward()
+        self.casts.finish()
+        return loss.detach()
+
+
+def time_head(samples: int, profile: bool) -> None:
+    """Print what the head takes, whole by torch.compile and with `cross`, and how far their gradients part."""
+    steps = {"compiled": HeadStep(False, samples), "ours": HeadStep(True, samples)}
+    losses = {name: step().item() for name, step in steps.items()}
+    first, second = (step.flat.gradients.tensor for step in steps.values())
+    apart = float((first - second).norm() / first.norm())
+    print(f"head, losses {losses}, dense gradients apart by {apart:.1e} of their norm")
+    assert apart < 0.2, "more than the rounding of bfloat16 and the ReLUs that it switches parts the gradients"
+    names = [f"{name}, {part}" for part in ("forward", "both") for name in steps]
+    graphs = [capture(step.forward) for step in steps.values()] + [capture(step) for step in steps.values()]
+    for name, us in zip(names, times_us(graphs), strict=True):
+        print(f"head, {samples} samples, {name:18} {us:7.1f} us")
+    if profile:
+        for name, graph in zip(steps, graphs[2:], strict=True):
+            print(f"kernels of the head, {name}:")
+            _print_kernels(graph)
+
+
+def _print_kernels(graph: torch.cuda.CUDAGraph) -> None:
+    """Print the kernels of a replay in their order, with their times."""
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert trace.profiler is not None
+    assert trace.profiler.kineto_results is not None
+    events = [event for event in trace.profiler.kineto_results.events() if event.device_type().name == "CUDA"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        print(f"    {event.duration_ns() / 1e3:7.1f} us  {event.name()[:120]}")
+
+
+def main() -> int:
+    """Run the checks, then the timings; return 1 if a check failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--samples", type=int, nargs="+", default=[SAMPLES, 2 * SAMPLES])
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("tests.gpu.cross: no GPU is there, and one must be; run it where nvidia-smi shows one", file=sys.stderr)
+        return 2
+    torch.cuda.set_device(DEVICE)
+    checks: dict[str, Callable[[], Any]] = {
+        "kernels, MLPerf's size": partial(check_kernels, SAMPLES, WIDTH, LAYERS),
+        "kernels, odd size": partial(check_kernels, 1003, 27 * 92, 4),
+        "network, MLPerf's size": partial(check_network, SAMPLES, WIDTH, RANK, LAYERS),
+        "network, odd size": partial(check_network, 1003, 11 * 92, 72, 2),
+    }
+    timings: dict[str, Callable[[], Any]] = {
+        "kernels": partial(time_kernels, SAMPLES),
+        "products": partial(time_products, SAMPLES),
+        "head": partial(time_head, SAMPLES, options.profile),
+    } | {f"network {samples}": partial(time_network, samples) for samples in options.samples}
+    failed = _run(checks)
+    if not failed:
+        print(f"on {torch.cuda.get_device_name(DEVICE)}:")
+        failed = _run(timings)
+    return int(failed > 0)
+
+
+def _run(parts: dict[str, Callable[[], Any]]) -> int:
+    """Run all parts, one after a failure of another too, and return how many failed."""
+    failed = 0
+    for name, part in parts.items():
+        try:
+            part()
+            print(f"ok      {name}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

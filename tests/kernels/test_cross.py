@@ -1,0 +1,84 @@
+"""The elementwise kernels of the cross network against their twins."""
+
+import pytest
+import torch
+
+from dlrm_overlap.kernels.dense import cross, reference
+from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient, stack
+from dlrm_overlap.kernels.dense.cross import Tiles
+from tests.agreement import assert_near, assert_same
+from tests.kernels.emulation import interpreted, to_wire
+
+ROWS, LAYERS = GROUP + 7, 3
+_SUMS = 1e-5  # another order of float32 sums
+SHAPES = {
+    "width_of_no_power_of_two": (40, Tiles(32, 2, 32, 4)),
+    "odd_width": (13, Tiles(16, 4, 16, 1)),
+    "several_programs_a_row": (24, Tiles(64, 1, 16, 4)),
+}
+every_shape = pytest.mark.parametrize(("width", "tiles"), SHAPES.values(), ids=SHAPES)
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@interpreted
+@every_shape
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_agrees_with_its_twin(width: int, tiles: Tiles, first: bool) -> None:
+    x0, w = _random(0, ROWS, width), _random(1, ROWS, width)
+    x, bias = x0 if first else _random(2, ROWS, width), torch.randn(width)
+    found, expected = torch.full_like(x0, torch.nan), torch.empty(ROWS, width)
+    cross.add_layer(x0, x, w, bias, found, tiles)
+    reference.add_layer(x0, x, w, bias, expected)
+    assert_same(found, to_wire(expected, torch.bfloat16), "output")
+
+
+def _gradient(width: int, written: torch.dtype) -> CrossGradient:
+    """Return the tensors of a gradient, what is written poisoned and of type `written`."""
+    x0 = _random(0, ROWS, width)
+    later, w = stack(LAYERS - 1, x0), stack(LAYERS, x0)
+    for seed, each in enumerate((*later, *w)):
+        each.copy_(_random(seed + 1, ROWS, width))
+    bias = torch.randn(LAYERS, width, generator=torch.Generator().manual_seed(0))
+    du, dx = (torch.full_like(x0, torch.nan, dtype=written) for _ in range(2))
+    return CrossGradient(_random(9, ROWS, width), later, x0, w, bias, du, dx, torch.full((2, width), torch.nan))
+
+
+@interpreted
+@every_shape
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_the_gradient_of_a_layer_agrees_with_its_twin(width: int, tiles: Tiles, layer: int) -> None:
+    found, expected = _gradient(width, torch.bfloat16), _gradient(width, torch.float32)
+    cross.gradient_of_layer(found, layer, LAYERS, tiles)
+    reference.gradient_of_layer(expected, layer, LAYERS)
+    assert_same(found.du, to_wire(expected.du, torch.bfloat16), "du")
+    assert_near(found.sums, expected.sums, _SUMS, "sums")
+    if layer == 0:
+        assert_same(found.dx, to_wire(expected.dx, torch.bfloat16), "dx")
+    else:
+        assert found.dx.isnan().all(), "dx is written with the first layer alone"
+
+
+@interpreted
+def test_the_example_of_the_docstring() -> None:
+    def of(value: float) -> torch.Tensor:
+        return torch.full((1, 1), value)
+
+    later, w = stack(1, of(0)), stack(2, of(0))
+    for tensor, value in ((later, 2), (w[0], 10), (w[1], 20)):
+        tensor.fill_(value)
+    tensors = CrossGradient(of(1), later, of(3), w, torch.tensor([[0.0], [1.0]]), of(0), of(0), of(0))
+    for layer, du in ((1, 3), (0, 9)):
+        cross.gradient_of_layer(tensors, layer, 2)
+        assert tensors.du.item() == tensors.sums.item() == du
+    assert tensors.dx.item() == 54
+
+
+def test_layers_of_a_stack_begin_apart() -> None:
+    layers = stack(2, torch.empty(3, 50))
+    assert layers.shape == (2, 3, 50)
+    assert layers.untyped_storage().nbytes() == 384 * 4
+    assert layers[1].storage_offset() == 192 == 3 * STACKED
+    assert layers[1].is_contiguous()

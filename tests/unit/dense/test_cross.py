@@ -1,0 +1,148 @@
+"""The cross network as one autograd function, against TorchRec's module in float64, and beside autocast's error."""
+
+import pytest
+import torch
+from torchrec.modules.crossnet import LowRankCrossNet
+
+from dlrm_overlap.dense.cross import CrossLayer, Write, _together, cross
+from tests.agreement import assert_near
+
+SAMPLES, WIDTH, RANK = 67, 20, 7  # neither a block of samples nor a power of two
+every_depth = pytest.mark.parametrize("depth", [1, 2, 3, 5])
+
+
+def _network(depth: int, samples: int = SAMPLES) -> tuple[LowRankCrossNet, torch.Tensor, torch.Tensor]:
+    """Return a network with biases that are not zero, its input and the gradient of its output; all float32.
+
+    Input, weights and gradient are bfloat16 numbers, so that nothing differs but the arithmetic.
+    """
+    torch.manual_seed(depth)
+    network = LowRankCrossNet(WIDTH, depth, RANK)
+    with torch.no_grad():
+        for weight in (*network.W_kernels, *network.V_kernels):
+            weight.copy_(weight.bfloat16())
+        for bias in network.bias:
+            bias.normal_()
+    x, gradient = (torch.randn(samples, WIDTH).bfloat16().float() for _ in range(2))
+    return network, x, gradient
+
+
+def _layers(network: LowRankCrossNet, dtype: torch.dtype) -> list[CrossLayer]:
+    each = zip(network.W_kernels, network.V_kernels, network.bias, strict=True)
+    copied = [(w.to(dtype, copy=True), v.to(dtype, copy=True), bias.clone()) for w, v, bias in each]
+    return [CrossLayer(*(tensor.detach().requires_grad_() for tensor in layer)) for layer in copied]
+
+
+def _named(layers: list[CrossLayer], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients by name."""
+    named = {f"{name} {index}": getattr(layer, name) for index, layer in enumerate(layers) for name in layer._fields}
+    gradients = {"x0": x.grad} | {name: tensor.grad for name, tensor in named.items()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def _places(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
+    """Return poisoned float32 tensors for gradients: all on their own, or layers `apart` elements behind each other."""
+    if apart is None:
+        return [CrossLayer(*(torch.full(t.shape, torch.nan) for t in layer)) for layer in layers]
+    sizes = [tensor.numel() for tensor in layers[0]]
+    rows = torch.full((len(layers), sum(sizes) + apart), torch.nan)[:, : sum(sizes)]
+    parts = [row.split(sizes) for row in rows]
+    return [CrossLayer(*(part.view_as(t) for part, t in zip(row, layers[0], strict=True))) for row in parts]
+
+
+def _ours(
+    network: LowRankCrossNet,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    dtype: torch.dtype,
+    into: str = "autograd",
+) -> dict[str, torch.Tensor]:
+    """Return output and gradients of `cross`, the latter from autograd or from where they were written."""
+    layers, x0 = _layers(network, dtype), x.to(dtype, copy=True).requires_grad_()
+    places = _places(layers, None if into == "single" else 5)
+    output = cross(x0, layers, (lambda write: write(places)) if into != "autograd" else None)
+    output.backward(gradient.to(dtype))
+    if into != "autograd":
+        for layer, found in zip(layers, places, strict=True):
+            for parameter, tensor in zip(layer, found, strict=True):
+                assert parameter.grad is None, "autograd sees nothing of the parameters"
+                parameter.grad = tensor.to(parameter.dtype)
+    return {"output": output.detach()} | _named(layers, x0)
+
+
+def _theirs(network: LowRankCrossNet, x: torch.Tensor, gradient: torch.Tensor, autocast: bool = False):
+    """Return what autograd makes of TorchRec's module: in float64, or in float32 under autocast."""
+    module = LowRankCrossNet(WIDTH, len(network.bias), RANK)
+    module.load_state_dict(network.state_dict())
+    x0 = x.bfloat16() if autocast else x.double()
+    x0.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = (module if autocast else module.double())(x0)
+    output.backward(gradient.to(output.dtype))
+    layers = [CrossLayer(*each) for each in zip(module.W_kernels, module.V_kernels, module.bias, strict=True)]
+    return {"output": output.detach()} | _named(layers, x0)
+
+
+@every_depth
+def test_float32_has_the_gradients_of_autograd(depth: int) -> None:
+    inputs = _network(depth)
+    found, expected = _ours(*inputs, torch.float32), _theirs(*inputs)
+    assert found.keys() == expected.keys()
+    assert len(found) == 2 + 3 * depth
+    for name, tensor in expected.items():
+        assert_near(found[name].double(), tensor, 1e-5, name)
+
+
+@every_depth
+@pytest.mark.parametrize("into", ["autograd", "together"])
+def test_bfloat16_is_as_near_as_autocast(depth: int, into: str) -> None:
+    inputs = _network(depth)
+    found, expected = _ours(*inputs, torch.bfloat16, into), _theirs(*inputs)
+    autocast = _theirs(*inputs, autocast=True)
+    for name, tensor in expected.items():
+        ours, theirs = (float((each[name].double() - tensor).norm() / tensor.norm()) for each in (found, autocast))
+        assert ours < 1.5 * theirs + 1e-3, f"{name}: error {ours:.1e}, autocast's is {theirs:.1e}"
+        assert ours > 0, f"{name} cannot be exact in bfloat16"
+
+
+@pytest.mark.parametrize("into", ["single", "together"])
+def test_gradients_are_written_where_they_are_asked_for(into: str) -> None:
+    inputs = _network(3)
+    written, plain = _ours(*inputs, torch.float32, into), _ours(*inputs, torch.float32)
+    for name, tensor in plain.items():
+        assert_near(written[name], tensor, 1e-6, name)
+
+
+def test_what_lies_equally_apart_is_one_view() -> None:
+    flat = torch.arange(100.0)
+    first, second, third, far = (flat[begin : begin + 6].view(2, 3) for begin in (10, 30, 50, 71))
+    together = _together([first, second, third])
+    assert together is not None
+    assert torch.equal(together, torch.stack([first, second, third]))
+    assert together[2].data_ptr() == third.data_ptr()
+    for apart in ([first, second, far], [second, first], [first, first], [first, flat[12:18].view(2, 3)]):
+        assert _together(apart) is None
+    assert _together([first, torch.zeros(2, 3)]) is None
+
+
+def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> None:
+    network, x, gradient = _network(2)
+    layers, x0 = _layers(network, torch.float32), x.clone().requires_grad_()
+    places, handed = _places(layers, 0), list[Write]()
+    cross(x0, layers, handed.append).backward(gradient)
+    assert x0.grad is not None
+    assert all(tensor.isnan().all() for layer in places for tensor in layer), "nothing is written in the backward"
+    (write,) = handed
+    write(places)
+    assert not any(tensor.isnan().any() for layer in places for tensor in layer)
+
+
+def test_two_backwards_give_the_same() -> None:
+    network, x, gradient = _network(3)
+    layers, x0 = _layers(network, torch.bfloat16), x.bfloat16().requires_grad_()
+    output = cross(x0, layers)
+    wanted = [x0, *(tensor for layer in layers for tensor in layer)]
+    first = torch.autograd.grad(output, wanted, gradient.bfloat16(), retain_graph=True)
+    second = torch.autograd.grad(output, wanted, gradient.bfloat16())
+    for left, right in zip(first, second, strict=True):
+        assert torch.equal(left, right), "a backward changes nothing that it was given"
