@@ -23,13 +23,20 @@ class StepContender(NamedTuple):
 
 
 def _contender(
-    backend: str, pipeline: str = "torchrec", *, compiled: bool = True, graphed: bool = True, int32_ids: bool = False
+    backend: str,
+    pipeline: str = "torchrec",
+    *,
+    compiled: bool = True,
+    graphed: bool = True,
+    int32_ids: bool = False,
+    **others: Any,
 ) -> StepContender:
     keys = {
         "embedding.backend": backend,
         "train.pipeline": pipeline,
         "train.compile_dense": compiled,
         "train.graph_dense": graphed,
+        **{f"embedding.{key}": value for key, value in others.items()},
     }
     return StepContender(keys, int32_ids)
 
@@ -41,6 +48,9 @@ STEP_CONTENDERS = {
     "fused": _contender("fused"),
     "pgas_graph": _contender("pgas", "graph", graphed=False),  # the dense part is in the graph of the whole step
     "fused_graph": _contender("fused", "graph", graphed=False),
+    "pgas_graph_data_parallel": _contender(
+        "pgas", "graph", graphed=False, data_parallel_rows=7812
+    ),  # as HugeCTR's plan
 }
 
 
