@@ -166,27 +166,28 @@ def _balanced_plan(
     dist.all_gather_object(capacities, storage.hbm if device_type == "cuda" else storage.ddr, group)
     every = tables.embedding_bag_configs()
     replicated = {every[index].name for index in data_parallel_tables(config, [t.num_embeddings for t in every])}
-    divided = [(table, ids) for table, ids in zip(every, pooling, strict=True) if table.name not in replicated]
-    loads = []
-    for table, ids in divided:
+    loads: dict[str, TableLoad] = {}
+    for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * table.embedding_dim}[config.optimizer]
         size = table.num_embeddings * (row_bytes + state_bytes)
-        loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size))
+        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size)
+    divided = [load for name, load in loads.items() if name not in replicated]
+    everywhere = [load for name, load in loads.items() if name in replicated]
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
     # FBGEMM keeps row-wise Adagrad's state for each shard's rows apart: where cuts depend on the number of ranks, so
     # would what is trained, and a checkpoint would load on no other number.
-    placed = balance(loads, world_size, capacity, cut=config.optimizer != "rowwise_adagrad")
+    placed = balance(divided, world_size, capacity, config.optimizer != "rowwise_adagrad", everywhere)
     if placed is None:
-        held = sum(load.bytes for load in loads)
+        held = sum(load.bytes for load in divided)
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
     kernel = EmbeddingComputeKernel.FUSED.value
     shardings = {
-        table.name: table_wise(rank=ranks[0], compute_kernel=kernel)
+        name: table_wise(rank=ranks[0], compute_kernel=kernel)
         if len(ranks) == 1
         else column_wise(ranks=ranks, compute_kernel=kernel)
-        for (table, _), ranks in zip(divided, placed.ranks, strict=True)
+        for name, ranks in zip((name for name in loads if name not in replicated), placed.ranks, strict=True)
     }
     shardings |= {name: data_parallel() for name in sorted(replicated)}
     made = construct_module_sharding_plan(
@@ -211,7 +212,7 @@ def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int]) -> list[i
 def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: int) -> tuple[float, float]:
     """Return the row elements that the fullest rank reads, and the columns it has, each over the mean of the ranks.
 
-    Data-parallel tables give every rank the same work, of its own samples, and are left out.
+    Data-parallel tables, which are work to all ranks alike, are left out.
 
     Args:
         pooling: mean number of ids in a bag, by table.

@@ -82,7 +82,8 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
     given: list[list[TableLoad]] = []
     may_cut: list[bool] = []
 
-    def balance(tables: list[TableLoad], world_size: int, capacity_bytes: int, cut: bool) -> Balance:
+    def balance(tables: list[TableLoad], _: int, __: int, cut: bool, everywhere: list[TableLoad]) -> Balance:
+        assert everywhere == []
         given.append(tables)
         may_cut.append(cut)
         return placed
