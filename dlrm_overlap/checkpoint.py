@@ -23,6 +23,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.embedding.plan import data_parallel_tables
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -38,6 +39,7 @@ def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
+        "data_parallel": data_parallel_tables(config.embedding, rows),
     }
 
 
@@ -134,9 +136,10 @@ class Checkpointer:
             raise InputError(f"checkpoint.resume: {path} is not a checkpoint; give a folder named step_<N>")
         saved = _read(path)
         for key, value in self.shape.items():
-            if saved["shape"][key] != value:
+            had = saved["shape"].get(key, [])  # older ones had no data-parallel tables
+            if had != value:
                 raise InputError(
-                    f"checkpoint.resume: {path} has {key} {_short(saved['shape'][key])}, this run has {_short(value)}; "
+                    f"checkpoint.resume: {path} has {key} {_short(had)}, this run has {_short(value)}; "
                     f"use the same, or start anew with --checkpoint.resume never and another --log.name"
                 )
         before = saved.get("settings", {})  # which older checkpoints lack

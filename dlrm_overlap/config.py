@@ -211,6 +211,10 @@ class EmbeddingConfig:
     """auto balances rows read and columns over the ranks; where that takes it, it cuts the tables of most ids by
     columns, but not under rowwise_adagrad. The others leave the plan to TorchRec's planner, with shards of that type
     alone"""
+    data_parallel_rows: NonNegativeInt = 0
+    """plan auto, fp32 rows: tables of at most so many rows are whole on every rank and looked up without an exchange,
+    unless all tables are so small. They belong to the dense part: train.optimizer, train.lr and train.eps train them,
+    not embedding's"""
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
     """optimizer of the tables, fused into the backward"""
     lr: PositiveFloat = 0.05

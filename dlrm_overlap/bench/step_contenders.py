@@ -75,6 +75,9 @@ STEP_CONTENDERS = {
     "pgas_graph_no_flat": _pgas_graph(train__flat_dense=False),
     "pgas_graph_no_balance": _pgas_graph(embedding__plan="table_wise"),
     "pgas_graph_one_part": _pgas_graph(embedding__gradient_parts=1),
+    "pgas_graph_fp32_wire": _pgas_graph(embedding__wire_dtype="fp32"),
+    "pgas_graph_collective": _pgas_graph(train__dense_reduce="collective"),
+    "pgas_graph_data_parallel": _pgas_graph(embedding__data_parallel_rows=7812),  # as in HugeCTR's record
 }
 
 # Those that `bench step` times where none are named.
@@ -97,6 +100,9 @@ ABLATION: Mapping[str, Mapping[str, str]] = {
         "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim behind the graph, and autocast",
         "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
         "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
+        "pgas_graph_fp32_wire": "embeddings in the dense part's type and joined in place; float32, cast and copied",
+        "pgas_graph_collective": "dense gradients by stores, updated piece by piece; NCCL's all-reduce, then the update",
+        "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
     },
 }
 

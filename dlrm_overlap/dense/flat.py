@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
@@ -59,6 +60,9 @@ class FlatParameters:
     Their gradients stay where they are as well, and backwards accumulate into them. A gradient that somebody else has
     put in a view's stead, as DDP and TorchRec's `init_state` do, is taken into the view by `adopt_gradients`.
 
+    TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
+    tables of a lookup. The slices stay slices: what is moved, and has a gradient, is the parameter that holds them.
+
     Example: parameters of 3 and 100 elements have the places 0 .. 2 and 64 .. 163 of 1024 elements, the rest is zero.
     """
 
@@ -68,16 +72,20 @@ class FlatParameters:
         Raises:
             InputError: if one cannot be moved.
         """
-        _check(parameters)
-        self.parameters = dict(parameters)
+        self.named = dict(parameters)
+        """the parameters as they were given, slices among them"""
+        self._slices = _slices(parameters)
+        self.parameters = _without_slices(parameters, self._slices)
+        """those that are moved: all but the slices, then what holds the slices"""
+        _check(self.parameters)
         self.device = next(iter(self.parameters.values())).device
         self.places = self._place(self.parameters)
-        """by name, in the order of the layout"""
+        """of `parameters`, in the order of the layout"""
         self._flat: list[FlatTensor] = []
         self.weights = self.like(torch.float32)
         self.gradients = self.like(torch.float32)
-        for name, view in self.weights.views.items():
-            view.copy_(self.parameters[name].data)
+        for name, parameter in self.parameters.items():
+            self.weights.views[name].copy_(parameter.data)
         self._bind()
         self.adopt_gradients()
 
@@ -85,7 +93,7 @@ class FlatParameters:
         """Return a flat tensor of zeros that has the parameters' layout, also when that changes."""
         elements = next(reversed(self.places.values())).end
         zeros = torch.zeros(-(-elements // BLOCK) * BLOCK, dtype=dtype, device=self.device)
-        self._flat.append(FlatTensor(zeros, self.places))
+        self._flat.append(FlatTensor(zeros, self._all_places()))
         return self._flat[-1]
 
     @torch.no_grad()
@@ -97,7 +105,7 @@ class FlatParameters:
         assert sorted(order) == sorted(self.places), "the order has every parameter once"
         self.places = self._place(order)
         for flat in self._flat:
-            flat.move(self.places)
+            flat.move(self._all_places())
         self._bind()
 
     def zero(self, names: Iterable[str] | None = None) -> None:
@@ -112,9 +120,9 @@ class FlatParameters:
                 self.parameters[name].grad = view
                 view.zero_()
             return
-        for name, view in self.gradients.views.items():
-            if self.parameters[name].grad is not view:
-                self.parameters[name].grad = view
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not (view := self.gradients.views[name]):
+                parameter.grad = view
         self.gradients.tensor.zero_()
 
     @torch.no_grad()
@@ -140,7 +148,7 @@ class FlatParameters:
 
         Not once a CUDA graph has been captured, which would go on with the old memory.
         """
-        self.gradients.rest_in(memory, self.places)
+        self.gradients.rest_in(memory, self._all_places())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
 
@@ -153,9 +161,49 @@ class FlatParameters:
             begin = end
         return places
 
+    def _all_places(self) -> dict[str, Place]:
+        """Return the places of all parameters, those of slices within the ones of what holds them."""
+        places = dict(self.places)
+        for name, (holder, first) in self._slices.items():
+            begin, shape = self.places[holder].begin + first, self.named[name].shape
+            places[name] = Place(begin, begin + shape.numel(), shape)
+        return places
+
     def _bind(self) -> None:
-        for name, view in self.weights.views.items():
-            self.parameters[name].data = view
+        for name, parameter in (self.parameters | self.named).items():
+            parameter.data = self.weights.views[name]
+
+
+def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:
+    """Return of each slice the name of what holds it, made of the slices' names, and its first element there.
+
+    Raises:
+        InputError: if a part of what holds slices is in none of them.
+    """
+    together: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, TableBatchedEmbeddingSlice):
+            together.setdefault(id(parameter._original_tensor), []).append((name, parameter))
+    found: dict[str, tuple[str, int]] = {}
+    for slices in together.values():
+        holder, held = slices[0][1]._original_tensor, sum(each.numel() for _, each in slices)
+        names = "/".join(name for name, _ in slices)
+        if held != holder.numel():
+            raise InputError(
+                f"flat parameters: {names} are {held} of the {holder.numel()} elements of one parameter, and must be "
+                f"all; give all tables of a lookup"
+            )
+        found |= {name: (f"lookup of {names}", each._start_offset) for name, each in slices}
+    return found
+
+
+def _without_slices(
+    parameters: Mapping[str, nn.Parameter], slices: Mapping[str, tuple[str, int]]
+) -> dict[str, nn.Parameter]:
+    whole = {name: parameter for name, parameter in parameters.items() if name not in slices}
+    for name, (holder, _) in slices.items():
+        whole[holder] = parameters[name]._original_tensor  # type: ignore[attr-defined]
+    return whole
 
 
 def _check(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -56,7 +56,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             factors=torch.zeros(6, device=flat.device),
         )
         self._kernels = _kernels_of(flat.device)
-        super().__init__(list(flat.parameters.values()), {"lr": lr, "eps": eps, "betas": betas})
+        super().__init__(list(flat.named.values()), {"lr": lr, "eps": eps, "betas": betas})
         self._known = [0.0] * 4
         self._bind()
         self.refresh()
@@ -141,7 +141,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _bind(self) -> None:
         """Let the state of each parameter be views of the flat tensors. SGD has none, as in torch.optim."""
-        for name, parameter in self._flat.parameters.items():
+        for name, parameter in self._flat.named.items():
             if self._states:
                 views = {key: flat.views[name] for key, flat in self._states.items()}
                 self.state[parameter] = {"step": self._update.step.view(()), **views}

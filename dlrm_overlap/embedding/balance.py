@@ -42,7 +42,13 @@ class Balance(NamedTuple):
         return max(self.memory, self.links)
 
 
-def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int, cut: bool = True) -> Balance | None:
+def balance(
+    tables: Sequence[TableLoad],
+    world_size: int,
+    capacity_bytes: int,
+    cut: bool = True,
+    everywhere: Sequence[TableLoad] = (),
+) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
 
     Starts from whole tables. While the fullest rank has more than 1.1 times the mean's work, the table whose shards
@@ -53,13 +59,18 @@ def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int, c
     Args:
         capacity_bytes: what a rank has room for.
         cut: whether tables may be cut.
+        everywhere: tables that every rank holds and looks up for its own samples: of their work each rank has an equal
+            part, which makes less of what the others are out of balance. They are not placed.
 
     Example:
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
         first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
     """
-    memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
-    links = sum(table.dim for table in tables) / world_size
+    every = [*tables, *everywhere]
+    memory = sum(table.pooling * table.dim for table in every) / world_size or 1.0  # all bags may be empty
+    links = sum(table.dim for table in every) / world_size
+    even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
+    even = even_memory, sum(table.dim for table in everywhere) / world_size / links
     whole = [
         _Shard(t, table.pooling * table.dim / memory, table.dim / links, table.bytes) for t, table in enumerate(tables)
     ]
@@ -67,7 +78,7 @@ def balance(tables: Sequence[TableLoad], world_size: int, capacity_bytes: int, c
     tries = _Tries()
     best: Balance | None = None
     while True:
-        placed = _place(whole, cuts, world_size, capacity_bytes, tries)
+        placed = _place(whole, cuts, [_Rank(capacity_bytes, *even) for _ in range(world_size)], tries)
         if placed is not None and (best is None or placed.worst < best.worst - 1e-9):
             best = placed
         if best is not None and best.worst <= _ENOUGH:
@@ -100,9 +111,8 @@ class _Tries:
 class _Rank:
     """What has been placed on a rank, as shares of the mean rank's work."""
 
-    def __init__(self, room: float) -> None:
-        self.memory = self.links = 0.0
-        self.room = room
+    def __init__(self, room: float, memory: float, links: float) -> None:
+        self.room, self.memory, self.links = room, memory, links
         self.shards: list[_Shard] = []
 
     def score(self, plus: "_Shard | None" = None, minus: "_Shard | None" = None) -> tuple[float, float]:
@@ -138,9 +148,7 @@ class _Shard:
         self.work = max(memory, links)
 
 
-def _place(
-    whole: Sequence[_Shard], cuts: Sequence[int], world_size: int, capacity_bytes: int, tries: _Tries
-) -> Balance | None:
+def _place(whole: Sequence[_Shard], cuts: Sequence[int], empty: Sequence[_Rank], tries: _Tries) -> Balance | None:
     """Place all shards, the heaviest first, or the largest first if there is no room so; then mend the fullest rank."""
     shards = [
         _Shard(table.table, table.memory / n, table.links / n, table.bytes / n)
@@ -148,9 +156,9 @@ def _place(
         for _ in range(n)
     ]
     shards.sort(key=lambda shard: (-shard.work, -shard.bytes, shard.table))
-    ranks = _fill(shards, world_size, capacity_bytes)
+    ranks = _fill(shards, empty)
     if ranks is None:
-        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), world_size, capacity_bytes)
+        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), empty)
     if ranks is None:
         return None
     while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
@@ -162,9 +170,9 @@ def _place(
     return Balance(held, max(rank.memory for rank in ranks), max(rank.links for rank in ranks))
 
 
-def _fill(shards: Sequence[_Shard], world_size: int, capacity_bytes: int) -> list[_Rank] | None:
+def _fill(shards: Sequence[_Shard], empty: Sequence[_Rank]) -> list[_Rank] | None:
     """Place each shard, in order, on the rank that then has the least work; None if one finds no room."""
-    ranks = [_Rank(capacity_bytes) for _ in range(world_size)]
+    ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in empty]
     for shard in shards:
         free = [rank for rank in ranks if rank.takes(shard)]
         if not free:

@@ -25,6 +25,7 @@ from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
+from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
 
 Parameters = ParamSpec("Parameters")
@@ -80,6 +81,7 @@ class Exchange:
         self.layout, self.options = layout, options
         self.device = device
         self.counters = StepCounters(device)
+        self._replicated: ReplicatedTables | None = None
         self.order = CommunicationOrder()
         """of captured steps; set before the first step where several exchanges are captured together"""
         self._tables, self._group = tables, group
@@ -105,13 +107,19 @@ class Exchange:
         self.counters.steps.value = steps
 
     @uncompiled
-    def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> PooledAwaitable:
+    def start(
+        self,
+        inputs: Sequence[KeyedJaggedTensor],
+        batch_sizes: Sequence[int],
+        replicated: KeyedJaggedTensor | None = None,
+    ) -> PooledAwaitable:
         """Start a step.
 
         Args:
             inputs: the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature, of
                 which rank 0's samples are the first.
             batch_sizes: samples of each rank.
+            replicated: the ids of tables that every rank holds, with b bags a feature; None if there are none.
 
         Returns:
             An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
@@ -128,6 +136,7 @@ class Exchange:
                 f"step's epoch for ever; leave the embedding stage out of the graph"
             )
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
+        step.replicated = replicated
         if torch.is_grad_enabled():
             return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step))
         self.start_forward(step)
@@ -141,8 +150,11 @@ class Exchange:
         forward = self._require(step.batch.most).forward
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             step.ids_ready = torch.cuda.current_stream(self.device).record_event()
+        local = self._open().local
         with self._beside():
             forward.start(step)
+            if local is not None:
+                local.pool(step)
         self._pending = step
 
     def _beside(self) -> AbstractContextManager[Any]:
@@ -155,22 +167,30 @@ class Exchange:
             self.close()
             self._capacity = max(1, samples)
             known = self.layout, self._tables, self.options, self._group, self.device
-            context = ExchangeContext(*known, self._capacity, self.counters, self.order, self._ids)
+            context = ExchangeContext(*known, self._capacity, self.counters, self.order, self._ids, self._replicated)
             self._halves = open_halves(context)
         return self._halves
 
-    def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
+    def take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        layout: Layout | None = None,
+        replicated: ReplicatedTables | None = None,
+    ) -> None:
         """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
 
         Args:
             keys: the features in the order in which every batch has them, alike on all ranks.
             bound: the most that a rank brings to a step.
+            layout: with the tables that every rank holds, which from now on are looked up here, too; None has none.
+            replicated: those tables, whose gradients are added to those of their parameters.
 
         Raises:
             InputError: if a feature has no bound, or there is no room for the windows.
         """
         self.close()
-        self.layout = joined(self.layout)
+        self.layout, self._replicated = joined(layout or self.layout), replicated
         self._ids = IdLayout(self.layout, list(keys), bound)
         self._require(bound.samples)
 
@@ -216,7 +236,7 @@ class Exchange:
         if not self._sent:
             self.send_ids(features)
         arrived = self._sent.popleft()
-        return self.start([arrived.ids], arrived.batch.per_rank)
+        return self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated)
 
     def _set_aside(self, step: Step) -> None:
         """Keep the pooled embeddings of a step that may still be asked for when the next has begun."""
@@ -264,6 +284,8 @@ class Exchange:
         step.sent = step.number == self.steps - 1
         if step.sent:
             self._open().backward.start(step, gradient)
+        if (local := self._open().local) is not None:
+            local.start_backward(step, gradient)
 
     @_fails_for_good
     def finish_backward(self, step: Step) -> None:
@@ -272,6 +294,8 @@ class Exchange:
         if not step.sent:
             assert step.gradient is not None
             backward.start(step, step.gradient)
+        if (local := self._open().local) is not None:
+            local.finish_backward(step)
         if self.order.active:  # while a step is captured, which ends with `finish_rows`
             self._unfinished.append(step)
         else:

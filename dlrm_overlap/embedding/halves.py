@@ -6,6 +6,7 @@ from dlrm_overlap.backends import BACKENDS, BACKWARDS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.local import DeviceLocalLookup, HostLocalLookup, LocalLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 
@@ -17,6 +18,8 @@ class Halves(NamedTuple):
     backward: Backward
     ids: IdExchange | None
     """brings ids to the owners of their rows, where that is not left to TorchRec"""
+    local: LocalLookup | None
+    """looks up the tables that every rank holds, where that is not left to TorchRec"""
     arena: Arena | None
     """memory of every rank's windows and flags; None where no part has windows"""
 
@@ -31,6 +34,8 @@ class Halves(NamedTuple):
         """Give the memory back. Every rank must be through with its steps."""
         self.backward.close()
         self.forward.close()
+        if self.local is not None:
+            self.local.close()
         if self.ids is not None:
             self.ids.close()
         if self.arena is not None:
@@ -65,4 +70,8 @@ def open_halves(context: ExchangeContext) -> Halves:
     if context.ids is not None:
         assert id_windows is not None
         ids = (DeviceIdExchange if device_type == "cuda" else HostIdExchange)(context, context.ids, id_windows)
-    return Halves(classes[0](context, forward_windows), classes[1](context, backward_windows), ids, arena)
+    local: LocalLookup | None = None
+    if context.layout.replicated:
+        assert forward_windows is not None
+        local = (DeviceLocalLookup if device_type == "cuda" else HostLocalLookup)(context, forward_windows)
+    return Halves(classes[0](context, forward_windows), classes[1](context, backward_windows), ids, local, arena)

@@ -11,6 +11,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
@@ -93,3 +94,5 @@ class ExchangeContext:
     order: CommunicationOrder = field(default_factory=CommunicationOrder)
     ids: IdLayout | None = None
     """where ids are, if this exchange sends them to the owners of their rows; None leaves that to TorchRec"""
+    replicated: ReplicatedTables | None = None
+    """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""

@@ -12,8 +12,13 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    table_wise,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -35,6 +40,7 @@ _GPU_BYTES_PER_S = {
 _PCIE_BYTES_PER_S = 25e9
 _NETWORK_BYTES_PER_S = 50e9  # a 400 Gb/s adapter a GPU
 _RESERVED = 0.2  # of a device's memory: what is not tables
+_REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
@@ -97,8 +103,13 @@ def build_plan(
         plan = _planners_plan(module, sharder, topology, config, dim, pooling, batch_size, group)
     memory, links = fullest_rank(plan, dict(zip(table_keys(len(pooling)), pooling, strict=True)), group.size())
     if group.rank() == 0:
+        kinds = [s.sharding_type for tables in plan.plan.values() for s in tables.values()]  # type: ignore[attr-defined]
+        whole = kinds.count(ShardingType.DATA_PARALLEL.value)
         log.info(
-            "plan: the fullest rank reads %.2f times the mean of rows and has %.2f times its columns", memory, links
+            "plan: the fullest rank reads %.2f times the mean of rows and has %.2f times its columns%s",
+            memory,
+            links,
+            f"; {whole} tables are on every rank" if whole else "",
         )
     return plan
 
@@ -146,41 +157,62 @@ def _balanced_plan(
     pooling: Sequence[float],
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Return table-wise and column-wise shards placed by `balance`, which all ranks compute alike."""
+    """Return data-parallel tables, and table-wise and column-wise shards placed by `balance`; all ranks do so alike."""
     (path, tables), *others = [(p, m) for p, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)]
     assert not others, "one collection holds all tables"
     world_size, device_type = group.size(), topology.compute_device
     storage = topology.devices[group.rank()].storage
     capacities = [0] * world_size
     dist.all_gather_object(capacities, storage.hbm if device_type == "cuda" else storage.ddr, group)
-    loads = []
-    for table, ids in zip(tables.embedding_bag_configs(), pooling, strict=True):
+    every = tables.embedding_bag_configs()
+    replicated = {every[index].name for index in data_parallel_tables(config, [t.num_embeddings for t in every])}
+    loads: dict[str, TableLoad] = {}
+    for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * table.embedding_dim}[config.optimizer]
         size = table.num_embeddings * (row_bytes + state_bytes)
-        loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size))
-    capacity = int(min(capacities) * (1 - _RESERVED))
+        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size)
+    divided = [load for name, load in loads.items() if name not in replicated]
+    everywhere = [load for name, load in loads.items() if name in replicated]
+    whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
+    capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
     # FBGEMM keeps row-wise Adagrad's state for each shard's rows apart: where cuts depend on the number of ranks, so
     # would what is trained, and a checkpoint would load on no other number.
-    placed = balance(loads, world_size, capacity, cut=config.optimizer != "rowwise_adagrad")
+    placed = balance(divided, world_size, capacity, config.optimizer != "rowwise_adagrad", everywhere)
     if placed is None:
-        held = sum(load.bytes for load in loads)
+        held = sum(load.bytes for load in divided)
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
     kernel = EmbeddingComputeKernel.FUSED.value
     shardings = {
-        table.name: table_wise(rank=ranks[0], compute_kernel=kernel)
+        name: table_wise(rank=ranks[0], compute_kernel=kernel)
         if len(ranks) == 1
         else column_wise(ranks=ranks, compute_kernel=kernel)
-        for table, ranks in zip(tables.embedding_bag_configs(), placed.ranks, strict=True)
+        for name, ranks in zip((name for name in loads if name not in replicated), placed.ranks, strict=True)
     }
+    shardings |= {name: data_parallel() for name in sorted(replicated)}
     made = construct_module_sharding_plan(
         tables, shardings, sharder, topology.local_world_size, world_size, device_type
     )
     return ShardingPlan({path: made})
 
 
+def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int]) -> list[int]:
+    """Return the numbers of the tables, which have `rows`, that a plan of `config` makes data-parallel.
+
+    On every number of ranks they are the same, one included, since the dense optimizer trains them and holds their
+    state: otherwise the number of ranks would decide what is trained, and a checkpoint would load on no other number.
+    Where all tables are so small none is, since a module without an exchange is left to TorchRec's pipeline.
+    """
+    if config.plan != "auto" or config.weight_dtype != "fp32":
+        return []
+    small = [index for index, count in enumerate(rows) if count <= config.data_parallel_rows]
+    return small if len(small) < len(rows) else []
+
+
 def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: int) -> tuple[float, float]:
     """Return the row elements that the fullest rank reads, and the columns it has, each over the mean of the ranks.
+
+    Data-parallel tables, which are work to all ranks alike, are left out.
 
     Args:
         pooling: mean number of ids in a bag, by table.
@@ -190,6 +222,8 @@ def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: i
     memory, links = [0.0] * world_size, [0.0] * world_size
     for tables in plan.plan.values():
         for table, sharding in tables.items():  # type: ignore[attr-defined]
+            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+                continue
             rows = sum(shard.shard_sizes[0] for shard in sharding.sharding_spec.shards if shard.shard_offsets[1] == 0)
             for shard in sharding.sharding_spec.shards:
                 rank = shard.placement.rank()
@@ -210,6 +244,9 @@ def describe_plan(plan: ShardingPlan) -> str:
     lines = ["| table | sharding | ranks | shards |", "|---|---|---|---|"]
     for module in plan.plan.values():
         for table, sharding in sorted(module.items()):  # type: ignore[attr-defined]
+            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+                lines.append(f"| {table} | {sharding.sharding_type} | all | whole |")
+                continue
             shards = " ".join("x".join(map(str, shard.shard_sizes)) for shard in sharding.sharding_spec.shards)
             ranks = " ".join(map(str, sharding.ranks))
             lines.append(f"| {table} | {sharding.sharding_type} | {ranks} | {shards} |")

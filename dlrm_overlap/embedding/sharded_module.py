@@ -16,8 +16,9 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -28,12 +29,17 @@ from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.pooled import PooledAwaitable
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.replicated import (
+    MOST_COLUMNS,
+    ReplicatedTables,
+    replicated_shards,
+    why_not_looked_up,
+)
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm, unsupported
 
 log = logging.getLogger("dlrm_overlap")
 
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
-_MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 
 
 class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -61,11 +67,15 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             unlike = f"outputs of types {' and '.join(sorted(output.value for output in types))}"
             reasons = [reason or unlike for reason in reasons]
         for sharding_type, reason in zip(self._sharding_types, reasons, strict=True):
-            if reason and self._env.rank == 0:
+            # Data-parallel tables have nothing to exchange.
+            if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._env.rank == 0:
                 log.warning(
                     "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
                 )
         self._exchanged = [i for i, reason in enumerate(reasons) if reason is None]
+        self._replicated = [
+            i for i, sharding in enumerate(self._embedding_shardings) if type(sharding) is DpPooledEmbeddingSharding
+        ]
         if not self._exchanged:
             return
         group, device = self._env.process_group, self._device
@@ -75,8 +85,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         shardings = [every[i] for i in self._exchanged]
         names = [name for sharding in shardings for name in sharding.embedding_names()]
         if self._output_order == "model":
-            places = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
-            names.sort(key=places.__getitem__)
+            names = self._in_model_order(names)
         layout = build_layout(shardings, names, group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
         self.exchange = Exchange(layout, tables, self._options_for(shardings), group, device)
@@ -115,8 +124,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
             if group.has_feature_processor:
                 return "feature processors"
-            if max(table.local_cols for table in group.embedding_tables) > _MOST_COLUMNS:
-                return f"shards of more than {_MOST_COLUMNS} columns"
+            if max(table.local_cols for table in group.embedding_tables) > MOST_COLUMNS:
+                return f"shards of more than {MOST_COLUMNS} columns"
             if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
                 return f"rows of type {group.data_type.value}"
             params = group.fused_params or {}
@@ -131,11 +140,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     @property
     def leading_columns(self) -> int:
         """Columns that the model may fill in front of the output, see `ExchangeOptions`; 0 where there are none."""
-        if (
-            self.exchange is None
-            or self._output_order != "model"
-            or len(self._exchanged) < len(self._embedding_shardings)
-        ):
+        # Where it takes ids, an exchange fills the columns of data-parallel tables as well.
+        fills_all = self._takes_ids or len(self._exchanged) == len(self._embedding_shardings)
+        if self.exchange is None or self._output_order != "model" or not fills_all:
             return 0
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
@@ -144,8 +151,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
         if self.exchange is None:
             return "it exchanges nothing"
-        if len(self._exchanged) < len(self._embedding_shardings):
+        if len(self._exchanged) + len(self._replicated) < len(self._embedding_shardings):
             return "some of its tables stay with TorchRec"
+        for i in self._replicated:
+            if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
+                return f"its data-parallel tables stay with TorchRec: {reason}"
         options = self.exchange.options
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
@@ -156,8 +166,23 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
         """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
         assert self.exchange is not None
-        self.exchange.take_ids(keys, bound)
+        if self._replicated:
+            every: list[Any] = self._embedding_shardings
+            names = [name for sharding in every for name in sharding.embedding_names()]
+            if self._output_order == "model":
+                names = self._in_model_order(names)
+            exchanged = [shard for shards in self.exchange.layout.by_owner for shard in shards]
+            shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
+            layout = Layout(exchanged + replicated_shards(shardings), names, self.exchange.layout.world_size)
+            self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups))
+            self._output_names, self._output_dims = names, layout.dims
+        else:
+            self.exchange.take_ids(keys, bound)
         self._takes_ids = True
+
+    def _in_model_order(self, names: Sequence[str]) -> list[str]:
+        places = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
+        return sorted(names, key=places.__getitem__)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -26,6 +26,18 @@ log = logging.getLogger("dlrm_overlap")
 
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
+
+
+class StoredRows(NamedTuple):
+    """Where a shard's rows are, and what updates them."""
+
+    weights: torch.Tensor
+    """[n], flat: the rows of all shards of its lookup"""
+    states: torch.Tensor | None
+    """[m] float32, flat, of their optimizer; None under SGD"""
+    optimizer: str
+    """sgd | adagrad | rowwise_adagrad"""
+    stochastic_rounding: bool
 
 
 class LocalTables:
@@ -70,6 +82,13 @@ class LocalTables:
         self._split()
         states = self._states[shard.lookup]
         return states[shard.table][0] if states else None
+
+    def stored(self, shard: FeatureShard) -> StoredRows:
+        """Return where a shard's rows are, on a GPU."""
+        tbe: Any = self.lookups[shard.lookup]
+        optimizer = self.optimizer(shard)
+        states = None if optimizer == "sgd" else tbe.momentum1_dev.detach()
+        return StoredRows(tbe.weights_dev.detach(), states, optimizer, bool(tbe.stochastic_rounding))
 
     def optimizer(self, shard: FeatureShard) -> str:
         """Return the optimizer of a shard's rows: sgd | adagrad | rowwise_adagrad."""

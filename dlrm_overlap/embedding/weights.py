@@ -1,10 +1,13 @@
 """Initial weights that depend on the seed and the place in the table alone, not on which rank holds it."""
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from dlrm_overlap.embedding.replicated import data_parallel_weights
 
 _CHUNK_ELEMENTS = 1 << 24  # bounds the int64 scratch of a large table to a few hundred MB
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: SplitMix64's increment
@@ -33,12 +36,16 @@ def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: 
 
 
 def initialise_tables(model: nn.Module, seed: int) -> None:
-    """Fill every local shard of every table in place: uniform in +-1/sqrt(rows), as `nn.EmbeddingBag` users expect."""
+    """Fill every table that is here, or what of it is, in place: uniform in +-1/sqrt(rows), as users expect."""
     with torch.no_grad():
         for name, weight in model.state_dict().items():  # holds the tables of this rank alone: number them by name
             if isinstance(weight, ShardedTensor):
-                rows, columns = weight.size()
-                stream = (seed << 32) + zlib.crc32(name.encode())
                 for shard in weight.local_shards():
-                    row, column = shard.metadata.shard_offsets
-                    uniform_rows(shard.tensor, row, column, columns, stream, rows**-0.5)
+                    _fill(shard.tensor, shard.metadata.shard_offsets, name, weight.size(), seed)
+        for name, weight in data_parallel_weights(model).items():
+            _fill(weight.data, (0, 0), name, weight.size(), seed)
+
+
+def _fill(out: torch.Tensor, first: Sequence[int], name: str, size: torch.Size, seed: int) -> None:
+    (row, column), (rows, columns) = first, size
+    uniform_rows(out, row, column, columns, (seed << 32) + zlib.crc32(name.encode()), rows**-0.5)

@@ -26,7 +26,10 @@ def why_not_captured(model: nn.Module) -> str | None:
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a sharded model, by name, that no fused lookup updates in its backward."""
+    """Return the parameters of a sharded model, by name, that no fused lookup updates in its backward.
+
+    Data-parallel tables are among them, as slices of what holds them, see `FlatParameters`.
+    """
     return dict(in_backward_optimizer_filter(model.named_parameters()))
 
 

@@ -31,21 +31,23 @@ CHUNK_IDS = 128  # longer runs are cut into chunks of so many ids; very long one
 _CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by side
 
 
-@triton.jit(do_not_specialize=["ids", "batch", "bits"], do_not_specialize_on_alignment=["offsets"])
+@triton.jit(do_not_specialize=["ids", "batch", "bits", "row_units"], do_not_specialize_on_alignment=["offsets"])
 def _place_gradients(
-    infos, offsets, input_features, scales, ids: tl.int64, batch: tl.int64, bits,
+    infos, offsets, input_features, scales, ids: tl.int64, batch: tl.int64, bits, row_units: tl.int64,
     ANY_MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace each id's info, which names its bag, by the place of that bag's gradient; BLOCK ids a program.
 
     Memory: `infos` [ids] int32 is rewritten in place: feature << bits | sample becomes the offset of the bag's gradient
-    in the gradient window, in units of 4 elements. With ANY_MEAN the program reads the lengths of bags that are means
+    in the gradient window or, with `row_units` other than 0, in a tensor with a row of so many units for each sample,
+    in units of 4 elements. With ANY_MEAN the program reads the lengths of bags that are means
     from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum.
 
     Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
 
     Example: batch 10, bits 4, and a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info
-    2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40: the gradient begins at element 160 of the window.
+    2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40: the gradient begins at element 160 of the window. With
+    rows of 7 units it becomes 12 / 4 + 5 * 7 = 38.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < ids
@@ -53,7 +55,9 @@ def _place_gradients(
     feature = (info >> bits).to(tl.int64)
     sample = (info & ((1 << bits) - 1)).to(tl.int64)
     entry = input_features + feature * INPUT_FEATURE_COLUMNS
-    at = tl.load(entry + START_AT, mask=mask, other=0) * batch + sample * tl.load(entry + UNITS, mask=mask, other=0)
+    start = tl.load(entry + START_AT, mask=mask, other=0)
+    units = tl.load(entry + UNITS, mask=mask, other=0)
+    at = tl.where(row_units == 0, start * batch + sample * units, start + sample * row_units)
     tl.store(infos + i, at.to(tl.int32), mask=mask)
     if ANY_MEAN:
         mean = mask & (tl.load(entry + MEAN, mask=mask, other=0) != 0)
@@ -189,7 +193,7 @@ class PreparedRuns(NamedTuple):
     """[ranges + 1] int64: the first run of each range, and the end"""
 
 
-_PLACE_ARGUMENTS = ("infos", "offsets", "input_features", "scales", "ids", "batch", "bits")
+_PLACE_ARGUMENTS = ("infos", "offsets", "input_features", "scales", "ids", "batch", "bits", "row_units")
 _FIND_ARGUMENTS = ("run_keys", "run_count", "boundaries", "bounds", "ranges")
 _CUT_ARGUMENTS = ("run_starts", "run_count", "shared", "chunk_run", "chunk_first")
 
@@ -209,13 +213,15 @@ def _cutting(chunk_ids: int) -> CompiledKernel:
     return CompiledKernel(_cut_runs, _CUT_ARGUMENTS, {"CHUNK_IDS": chunk_ids, "BLOCK": _CUT_RUNS}, num_warps=1)
 
 
-def prepare(ids: SortedIds, features: InputFeatures, chunk_ids: int = CHUNK_IDS) -> PreparedRuns:
+def prepare(ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> PreparedRuns:
     """Place each id's gradient, find the runs of each range of rows, and cut long runs into chunks.
 
     It needs the ids only, so it can run before any gradient has arrived. `ids.infos` is overwritten, and becomes
     `PreparedRuns.places`.
 
     Args:
+        row_units: 0 where gradients are in a window, shard after shard. Otherwise they are [B, D_total], as a model has
+            them, with rows of so many units of 4 elements.
         chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
     """
     count, device = ids.infos.numel(), ids.infos.device
@@ -224,7 +230,7 @@ def prepare(ids: SortedIds, features: InputFeatures, chunk_ids: int = CHUNK_IDS)
     place = _placing(features.any_mean)
     place(
         -(-count // 1024), (ids.offsets.dtype,),
-        ids.infos, ids.offsets, features.entries, scales, count, ids.samples, ids.bits,
+        ids.infos, ids.offsets, features.entries, scales, count, ids.samples, ids.bits, row_units,
     )  # fmt: skip
     bounds = torch.empty_like(features.boundaries)
     ranges = bounds.numel()

@@ -88,10 +88,12 @@ class StandIn(CapturedStep):
 
 def _anew(arrived: ArrivedIds) -> ArrivedIds:
     """Return the ids that are in the memory of some that arrived before."""
-    ids = arrived.ids
-    return ArrivedIds(
-        KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), stride=ids.stride()), arrived.batch
-    )
+    replicated = arrived.replicated
+    return ArrivedIds(_fresh(arrived.ids), arrived.batch, _fresh(replicated) if replicated is not None else None)
+
+
+def _fresh(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), stride=ids.stride())
 
 
 @contextmanager

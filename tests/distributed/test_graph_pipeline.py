@@ -36,6 +36,7 @@ SHAPE += ["--embedding.backend", "pgas", "--embedding.lr", "1.0"]
 DCN = ["--model.arch", "dcn", "--model.cross_rank", "4", "--model.cross_layers", "2"]
 BF16 = ["--train.precision", "bf16"]
 KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
+DATA_PARALLEL = ["--embedding.data_parallel_rows", "1000"]  # all tables but two
 ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
 Losses = list[torch.Tensor]
 
@@ -117,6 +118,20 @@ def _check_segments(*options: str) -> None:
     _assert_same(losses, expected, "loss")
     _assert_same(evaluated, expected_evaluated, "held-out loss")
     _assert_same_state(ours, theirs)
+    _close(ours, theirs)
+
+
+def _check_data_parallel() -> None:
+    """Data-parallel tables learn as under TorchRec, and by the bits of TorchRec's pipeline with our exchange."""
+    _check_segments(*DATA_PARALLEL)
+    sgd = [*DATA_PARALLEL, "--train.optimizer", "sgd", "--train.lr", "1.0", "--embedding.optimizer", "sgd"]
+    theirs, ours = _trainer("torchrec", *sgd, "--embedding.backend", "torchrec"), _trainer("graph", *sgd)
+    before = _state(ours)
+    found, expected = (torch.stack(_train(trainer, 0, 12)) for trainer in (ours, theirs))
+    assert_near(found, expected, LOSS_TOLERANCE["sgd"], "loss")
+    small = [name for name in before if ".t_02.weight, shard" in name]
+    assert len(small) == 1
+    assert not torch.equal(_state(ours)[small[0]], before[small[0]])
     _close(ours, theirs)
 
 
@@ -308,9 +323,14 @@ CASES: dict[str, Callable[[], None]] = {
     "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
+    "data-parallel tables": _check_data_parallel,
+    "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
+    "graph, then torchrec, data-parallel tables": partial(_check_resume, "graph", "torchrec", *DATA_PARALLEL),
 }
 if INTERPRETED:
     CASES |= {f"captured, {borders}": partial(_check_captured, borders) for borders in BORDERS} | {
+        "captured, data-parallel tables": partial(_check_captured, BORDERS[0], *DATA_PARALLEL),
+        "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[0], *KNOWN, *BF16),
         "captured, evaluations within a segment": _check_captured_evaluations,
         "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),
@@ -334,8 +354,9 @@ SLOW_OF_TWO = [
     *CAPTURED[1:-3],
     *CAPTURED[-2:],
 ]
+SLOW_OF_TWO += [f"{order}, data-parallel tables" for order in ("torchrec, then graph", "graph, then torchrec")]
 QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
-OF_FOUR = ["dot, fp32", "dcn, bf16", "ends and resets", *CAPTURED[:2], *CAPTURED[4:5]]
+OF_FOUR = ["dot, fp32", "dcn, bf16", "ends and resets", "data-parallel tables", *CAPTURED[:2], *CAPTURED[4:5]]
 
 
 @pytest.mark.parametrize(

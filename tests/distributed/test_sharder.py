@@ -113,7 +113,8 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "graph_without_tables": Case("rank_0_without_tables", pipeline="graph"),
     "graph_int64": Case("columns_of_one_rank", ids=torch.int64, pipeline="graph"),
     "graph_adagrad": Case(pipeline="graph", fused_params={"optimizer": ADAGRAD, "eps": 1e-3}),
-    "graph_falls_back": Case("data_parallel", pipeline="graph"),
+    "graph_data_parallel": Case("columns_and_data_parallel", pipeline="graph"),
+    "graph_two_data_parallel": Case("data_parallel", pipeline="graph"),
     "fp16_rows": Case(rows=DataType.FP16),
     # Stock TorchRec sends float32 from a rank without tables, and FBGEMM has no output in bfloat16 on a CPU.
     "fp16_output": Case("columns_and_data_parallel", other=(0, 1), fused_params={"output_dtype": SparseType.FP16}),
@@ -206,9 +207,7 @@ def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
         assert ours["exchanged"] == ([] if case.weighted else [used] * 2)
 
 
-def _why_not_captured(case: Case, way: str) -> str | None:
-    if not all(PLANS[case.plan].values()):
-        return "some of its tables stay with TorchRec"
+def _why_not_captured(way: str) -> str | None:
     backend = WAYS[way]["backend"]
     return None if way in PUSHING else f"backend {backend} with backward collective waits for the host"
 
@@ -221,12 +220,9 @@ def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> No
     if case.weighted:
         lines = [f"backend {backend}: table_wise tables stay with TorchRec: bags have weights"] * 2
         lines += [f"backend {backend}: column_wise tables stay with TorchRec: bags have weights"]
-    elif not all(PLANS.get(case.plan, TABLE_WISE).values()):
-        reason = "only table-wise and column-wise shards are exchanged"
-        lines = [f"backend {backend}: data_parallel tables stay with TorchRec: {reason}"]
     if case.only_fbgemm and way in PUSHING:  # of each of the two modules
         lines += [f"backward push: gradients go by the collective: {case.only_fbgemm}"] * 2
-    if case.pipeline == "graph" and (reason := _why_not_captured(case, way)) is not None:
+    if case.pipeline == "graph" and (reason := _why_not_captured(way)) is not None:
         lines += [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"]
     for rank in range(2):
         saved = torch.load(folder / f"{name}_{rank}.pt")

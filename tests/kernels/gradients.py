@@ -202,7 +202,7 @@ class Model:
         return InputFeatures(torch.tensor(entries), any_mean, torch.tensor(self.first_keys))
 
     def prepare(self) -> PreparedRuns:
-        return prepare(self.sorted_ids(), self.input_features(), self.case.chunk_ids)
+        return prepare(self.sorted_ids(), self.input_features(), chunk_ids=self.case.chunk_ids)
 
     def row_range(self, index: int) -> RowRange:
         rows, first = self.case.ranges[index], self.first_keys[index]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dlrm_overlap.kernels.backward.row_runs import prepare
 from dlrm_overlap.kernels.backward.update_rows import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted, to_wire
@@ -160,6 +161,16 @@ def test_places_scales_and_bounds() -> None:
         assert not model.features[feature].mean or runs.scales[i] == 1 / model.lengths[bag]
     first_keys = torch.tensor(model.first_keys)
     assert_same(runs.bounds, torch.searchsorted(keys.unique(), first_keys), "bounds")
+
+
+def test_places_in_rows_of_one_sample_each() -> None:
+    """Gradients as a model has them: a row a sample, longer than all columns here."""
+    model = Model(Case(RANGES))
+    order = model.keys.sort(stable=True).indices
+    runs = prepare(model.sorted_ids(), model.input_features(), row_units=99)
+    for bag, place in zip(model.bags[order].tolist(), runs.places.tolist(), strict=True):
+        feature, sample = divmod(bag, model.case.samples)
+        assert place == model.starts[feature] // 4 + 99 * sample
 
 
 def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Model, Model]:

@@ -5,13 +5,14 @@ this model on these GPUs can be faster than the longest of the three.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_limit
@@ -19,6 +20,7 @@ from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config, ModelConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.sharded_module import build_layout, model_order
 from dlrm_overlap.trainer import Trainer
 
@@ -119,15 +121,30 @@ def find_floor(
     group, device, config = dist.group.WORLD, trainer.device, trainer.config
     assert isinstance(group, dist.ProcessGroup)
     (module,) = [each for each in trainer.model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
-    shardings: list[Any] = list(module._embedding_shardings)
-    layout = build_layout(shardings, model_order(module._embedding_bag_configs), group.size())
+    every: list[Any] = list(module._embedding_shardings)
+    replicated = [i for i, sharding in enumerate(every) if type(sharding) is DpPooledEmbeddingSharding]
+    exchanged = [i for i in range(len(every)) if i not in replicated]
+    order, alone = model_order(module._embedding_bag_configs), replicated_shards([every[i] for i in replicated])
+    names = [name for name in order if name not in {shard.name for shard in alone}]
+    layout = build_layout([every[i] for i in exchanged], names, group.size())
+    own = Layout([replace(shard, owner=0) for shard in alone], [shard.name for shard in alone], world_size=1)
+    elements = sum(
+        table.num_embeddings * table.embedding_dim
+        for table in module._embedding_bag_configs
+        if not set(table.feature_names).isdisjoint(own.names)
+    )
     tables, samples = len(trainer.train_data.rows), trainer.samples_per_rank
     dense = count_dense(config.model, tables, config.data.dense_features, samples)
     counts = []
     for batch in batches:
         sparse = batch.sparse.to(device)
         inputs = list(module.input_dist(module.create_context(), sparse).wait().wait())
-        counts.append(_count_step(layout, group.rank(), [samples] * group.size(), sparse, inputs, dense, config))
+        sizes, divided = [samples] * group.size(), [inputs[i] for i in exchanged]
+        counted = _count_step(layout, group.rank(), sizes, sparse, divided, dense, config)
+        if replicated:  # one sharding, whose tables a rank looks up for its samples as if it were alone
+            mine = _count_replicated(own, samples, inputs[replicated[0]], elements, group.size())
+            counted = counted[0] + mine[0], counted[1] + mine[1], counted[2] + mine[2]
+        counts.append(counted)
     limit, (uncached_hbm_bytes,) = find_limit(counts, ceilings, group, device)
     return StepFloor(
         dense.flop,
@@ -176,6 +193,30 @@ def _count_step(
         link_bytes + update.link_bytes + _sent_id_bytes(layout, rank, sparse) + ring_bytes,
         hbm_bytes + update.hbm_bytes + dense_bytes,
     )
+
+
+def _count_replicated(
+    own: Layout, samples: int, ids: KeyedJaggedTensor, elements: int, world_size: int
+) -> tuple[int, int, int]:
+    """Return the bytes that data-parallel tables add to those of `_count_step`, in its order.
+
+    Forward, they are a rank's tables for its samples alone. Backward, the gradient of the pooled embeddings is read,
+    and that of the touched rows written. The ring sums the gradient of all rows.
+
+    Args:
+        own: of those tables, as if a rank were alone with them.
+        samples: of a rank.
+        ids: of these, by feature of `own`.
+        elements: of all rows of these tables.
+        world_size: number of ranks.
+    """
+    hbm_bytes, _ = count_bytes(own, 0, [samples], [ids], torch.float32)
+    counts = ids.length_per_key()
+    named = sum(counts[shard.feature] * shard.dim * 4 for shard in own.by_owner[0])
+    repeated, pooled = _repeated_row_bytes(own, 0, samples, [ids]), samples * own.total_dim * 4
+    touched = named - repeated
+    ring_bytes = 2 * (world_size - 1) * 4 * elements // world_size
+    return hbm_bytes - repeated + pooled + touched, ring_bytes, hbm_bytes + named + touched
 
 
 def _repeated_row_bytes(layout: Layout, rank: int, samples: int, inputs: Sequence[KeyedJaggedTensor]) -> int:

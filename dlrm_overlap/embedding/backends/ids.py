@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -11,21 +12,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.host import meet_on_host, skip_on_host
+from dlrm_overlap.embedding.device.id_pull import Bags, IdPull
 from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.ids import IdLayout
+from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
-from dlrm_overlap.kernels.ids.pull_ids import BLOCK_IDS, Places, Published, place_ids, pull_ids, pull_tasks
 
 _GREATEST_INT32 = 2**31 - 1
 
 
 class ArrivedIds(NamedTuple):
-    """The ids of this rank's shards for one step: its only input, and the samples of each rank.
+    """The ids of one step: those of this rank's shards, its only input, and those of the tables that every rank holds.
 
     Where lengths are not known beforehand, the input has one feature more than there are shards, behind the others. Its
     ids, all 0, pad the number of ids to what it is in every step.
@@ -33,6 +35,9 @@ class ArrivedIds(NamedTuple):
 
     ids: KeyedJaggedTensor
     batch: BatchSizes
+    """the samples of each rank"""
+    replicated: KeyedJaggedTensor | None = None
+    """of this rank's samples, the ids of the replicated features, padded likewise; None without such features"""
 
 
 class IdExchange(ABC):
@@ -45,8 +50,11 @@ class IdExchange(ABC):
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
         self.layout, self.tables, self.order = context.layout, context.tables, context.order
         self.rank, self.world_size = context.group.rank(), context.group.size()
+        self._replicated_tables, self._own_bad_ids = context.replicated, BadIds(BoundsCheckMode.NONE)
+        if context.replicated is not None:
+            self._own_bad_ids = BadIds(context.replicated.bounds_check)
         self.known = ids.bound.known_lengths
-        self.requested = ids.features(self.rank)
+        self.requested, self.replicated = ids.features(self.rank), ids.replicated
         self.bad_ids = BadIds(self.tables.bounds_check)
 
     def send(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> ArrivedIds:
@@ -99,17 +107,25 @@ class IdExchange(ABC):
     def _fetch(self, samples: int) -> ArrivedIds:
         """Tell the peers that this rank has published, wait for them, and read what this rank's shards need."""
 
-    def arrived(self, values: torch.Tensor, offsets: torch.Tensor, samples: int) -> ArrivedIds:
-        """Return ids that have arrived as the input of a step."""
-        keys = [str(index) for index in range((offsets.numel() - 1) // (self.world_size * samples))]
-        ids = KeyedJaggedTensor(keys, values, offsets=offsets, stride=self.world_size * samples)
-        return ArrivedIds(ids, BatchSizes.of((samples,) * self.world_size))
+    def arrived(self, shards: Bags, replicated: Bags | None, samples: int) -> ArrivedIds:
+        """Return the ids that have arrived for this rank's shards, and its own of replicated tables, as a step's."""
+        ids = _input(*shards, self.world_size * samples)
+        batch = BatchSizes.of((samples,) * self.world_size)
+        return ArrivedIds(ids, batch, _input(*replicated, samples) if replicated is not None else None)
 
-    def report(self, shard: int, source: int, place: int, value: int, rows: int) -> None:
+    def rows_of(self, shard: FeatureShard) -> int:
+        """Return the rows of the table of a shard that this rank holds, be it alone or as every rank does."""
+        if shard.owner != EVERY_RANK:
+            return self.tables.weight(shard).shape[0]
+        assert self._replicated_tables is not None
+        return self._replicated_tables.weight(shard).shape[0]
+
+    def report(self, shard: FeatureShard, source: int, place: int, value: int, rows: int) -> None:
         """Report an id outside its table, see `BadIds`."""
-        name = self.layout.by_owner[self.rank][shard].feature_name
+        name = shard.feature_name
         where = f"id {place} of feature {name} in the batch of rank {source}"
-        self.bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
+        bad_ids = self._own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
+        bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
         """Return what to raise for a batch that has too many ids, or another number than is known."""
@@ -132,15 +148,24 @@ class IdExchange(ABC):
         self.windows.close()
 
 
+def _input(values: torch.Tensor, offsets: torch.Tensor, samples: int) -> KeyedJaggedTensor:
+    keys = [str(index) for index in range((offsets.numel() - 1) // samples)]
+    return KeyedJaggedTensor(keys, values, offsets=offsets, stride=samples)
+
+
 class HostIdExchange(IdExchange):
     """Between processes of one host, by the reference's copies."""
 
     def _fetch(self, samples: int) -> ArrivedIds:
         meet_on_host(self.windows, self.options.wait_timeout_s, "ids")
         published = [self._published(rank, samples) for rank in range(self.world_size)]
-        values, offsets = reference.pull_ids(published, self.requested, samples)
-        self._check_rows(values, offsets, samples)
-        return self.arrived(values, offsets, samples)
+        shards = reference.pull_ids(published, self.requested, samples)
+        self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards, samples)
+        if not self.replicated:
+            return self.arrived(shards, None, samples)
+        own = reference.pull_ids(published[self.rank : self.rank + 1], self.replicated, samples)
+        self._check_rows(self.layout.replicated, [self.rank], *own, samples)
+        return self.arrived(shards, own, samples)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
@@ -161,14 +186,21 @@ class HostIdExchange(IdExchange):
                 raise self.overflow(rank, feature, count, most)
         return window, offsets
 
-    def _check_rows(self, values: torch.Tensor, offsets: torch.Tensor, samples: int) -> None:
+    def _check_rows(
+        self,
+        shards: Sequence[FeatureShard],
+        sources: Sequence[int],
+        values: torch.Tensor,
+        offsets: torch.Tensor,
+        samples: int,
+    ) -> None:
         """Take row 0 for ids outside their table or, by the bounds check, stop."""
-        pairs = offsets[::samples].tolist()
-        for shard, feature_shard in enumerate(self.layout.by_owner[self.rank]):
-            rows = self.tables.weight(feature_shard).shape[0]
-            for source in range(self.world_size):
-                pair = shard * self.world_size + source
-                here = values[pairs[pair] : pairs[pair + 1]]
+        pairs = iter(pairwise(offsets[::samples].tolist()))
+        for shard in shards:
+            rows = self.rows_of(shard)
+            for source in sources:
+                begin, end = next(pairs)
+                here = values[begin:end]
                 outside = (here < 0) | (here >= rows)
                 if outside.any():
                     place = int(outside.nonzero()[0])
@@ -176,81 +208,35 @@ class HostIdExchange(IdExchange):
                     here.masked_fill_(outside, 0)
 
 
-class _DevicePlaces(NamedTuple):
-    """What one number of samples needs on the device."""
-
-    places: Places
-    tasks: torch.Tensor
-    total: int
-    """ids of a rank's batch, where lengths are known"""
-    arrived: list[tuple[torch.Tensor, torch.Tensor]]
-    """values and offsets as they arrive: those of even epochs, those of odd ones"""
-
-
 class DeviceIdExchange(IdExchange):
     """Between GPUs: flags, then kernels that read the ranks' windows. Nothing is read back to the host."""
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         super().__init__(context, ids, windows)
-        self.record = Record(self.device)
+        self._shards = self.layout.by_owner[self.rank]
+        rows = [[self.rows_of(shard) for shard in shards] for shards in (self._shards, self.layout.replicated)]
+        self._pull = IdPull(ids, windows, range(self.world_size), self.requested, rows[0])
+        self._pull_own: IdPull | None = None
+        if self.replicated:
+            self._pull_own = IdPull(ids, windows, range(self.rank, self.rank + 1), self.replicated, rows[1])
         counts = torch.ones(self.world_size, dtype=torch.int32)
-        self._flags = ready_flags(windows, counts, self.record.status, self.options)
-        rows = [self.tables.weight(shard).shape[0] for shard in self.layout.by_owner[self.rank]]
-        known = self._tensor(self.requested), self._tensor(rows), self._tensor(ids.capacity)
-        self._published = [Published(windows.arena.addresses(name), ids.offsets_at, *known) for name in windows.names]
-        self._values = [torch.zeros(ids.arriving(self.rank), dtype=torch.int32, device=self.device) for _ in range(2)]
-        self._places: dict[int, _DevicePlaces] = {}
-
-    def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
-
-    def _places_of(self, samples: int) -> _DevicePlaces:
-        """Return what batches of `samples` need, made when they first appear; that allocates memory."""
-        if samples not in self._places:
-            batch, shards = self.world_size * samples, len(self.requested)
-            total = samples * sum(most for _, most in self.ids.bound.bag_sizes.values())
-            values = self._values
-            if self.known:
-                sources, counts, arrivals, starts = self.ids.known_places(self.rank, samples)
-                places = Places(self._tensor(sources), self._tensor(counts), self._tensor([*arrivals, starts[-1]]))
-                offsets = [self.ids.known_offsets(self.requested, batch).to(self.device)] * 2
-                values = [each[: starts[-1]] for each in values]
-            else:
-                pairs = shards * self.world_size
-                places = Places(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
-                offsets = [self._tensor([0] * ((shards + 1) * batch + 1)) for _ in range(2)]
-            capacities = [self.ids.capacity[feature] for feature in self.requested]
-            padded = 0 if self.known else self._values[0].numel()
-            tasks = pull_tasks(capacities, self.world_size, samples, padded, BLOCK_IDS)
-            arrived = list(zip(values, offsets, strict=True))
-            self._places[samples] = _DevicePlaces(places, self._tensor(tasks).reshape(len(tasks), 3), total, arrived)
-        return self._places[samples]
+        self._flags = ready_flags(windows, counts, self._pull.record.status, self.options)
 
     def _fetch(self, samples: int) -> ArrivedIds:
         self.check()
-        found, parity = self._places_of(samples), self.windows.epoch % 2
-        argument, published, status = self.windows.counter.argument, self._published[parity], self.record.status
+        argument, parity = self.windows.counter.argument, self.windows.epoch % 2
         with self.order:
             raise_flags(self._flags, self.rank, 0, argument)
             wait_flags(self._flags, self.rank, argument)
-        place_ids(published, found.places, status, samples, not self.known, found.total)
-        values, offsets = found.arrived[parity]
-        pull_ids(
-            published,
-            found.places,
-            found.tasks,
-            values,
-            offsets,
-            status,
-            samples,
-            lengths=not self.known,
-            check=self.bad_ids.mode != BoundsCheckMode.NONE,
-        )
-        return self.arrived(values, offsets, samples)  # of its own in every step: it remembers lengths it is asked for
+        shards = self._pull(samples, parity, self.bad_ids.mode != BoundsCheckMode.NONE)
+        own = None
+        if self._pull_own is not None:
+            own = self._pull_own(samples, parity, self._own_bad_ids.mode != BoundsCheckMode.NONE)
+        return self.arrived(shards, own, samples)  # of its own in every step: it remembers lengths it is asked for
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
-        skip_epoch(self.windows, self.record.status, self.options)
+        skip_epoch(self.windows, self._pull.record.status, self.options)
 
     def check(self) -> None:
         """Raise what a kernel has recorded.
@@ -259,11 +245,19 @@ class DeviceIdExchange(IdExchange):
             ExchangeTimeoutError: if a wait for a peer has expired.
             ValueError: if a batch is beyond its bound; or if an id is outside its table, under bounds check FATAL.
         """
-        if self.record.empty:
+        self._raise(self._pull.record, self._shards, 0)
+        if self._pull_own is not None:
+            self._raise(self._pull_own.record, self.layout.replicated, self.rank)
+
+    def _raise(self, record: Record, shards: Sequence[FeatureShard], first_rank: int) -> None:
+        """Raise what is in a record, whose kernels count `shards`, and ranks from `first_rank` on."""
+        if record.empty:
             return
-        if overflow := self.record.overflow():
-            raise self.overflow(*overflow)
-        if expired := self.record.expired():
+        if overflow := record.overflow():
+            rank, *rest = overflow
+            raise self.overflow(first_rank + rank, *rest)
+        if expired := record.expired():
             raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "ids")
-        if bad := self.record.bad_arrival():
-            self.report(*bad)
+        if bad := record.bad_arrival():
+            shard, source, *rest = bad
+            self.report(shards[shard], first_rank + source, *rest)

@@ -80,7 +80,8 @@ class Push(WindowBackward):
         """Return the rows of each of this rank's inputs, made anew when the rows have moved."""
         if (storage := self.tables.storage()) != self._storage:
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
-            self._inputs = [InputRows(list(shards), self.tables, self.gradients) for _, shards in by_input]
+            places = self.gradients.starts, self.gradients.part_of
+            self._inputs = [InputRows(list(shards), self.tables, *places) for _, shards in by_input]
             self._storage = storage
         return self._inputs
 
@@ -101,7 +102,7 @@ class Push(WindowBackward):
         """Sort the ids, beside the main stream."""
         self._update_stream.wait_event(step.ids_ready)
         with torch.cuda.stream(self._update_stream):
-            step.runs = [rows.sort(step) for rows in self._input_rows()]
+            step.runs = [rows.sort(step.inputs[rows.input], step.batch.total) for rows in self._input_rows()]
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""

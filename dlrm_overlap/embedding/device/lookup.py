@@ -8,8 +8,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
@@ -20,12 +21,24 @@ _MOST_SIZES = 64  # batch sizes whose first samples stay in memory
 class DeviceLookup:
     """The kernels that pool this rank's shards, one for each kind of shards that can be pooled together."""
 
-    def __init__(self, context: ExchangeContext, columns: Mapping[FeatureShard, int], bad_ids: BadIds) -> None:
-        """Take, for each shard of this rank, the first column of a destination's row that it fills."""
+    def __init__(
+        self,
+        context: ExchangeContext,
+        columns: Mapping[FeatureShard, int],
+        bad_ids: BadIds,
+        replicated: ReplicatedTables | None = None,
+    ) -> None:
+        """Take, for each shard of this rank, the first column of a destination's row that it fills.
+
+        Args:
+            replicated: the tables that every rank holds, where those are looked up.
+        """
         self._context, self._columns, self._bad_ids = context, columns, bad_ids
+        self._rows = replicated or context.tables
         self._rank, self._device = context.group.rank(), context.device
         self._schedule = context.options.resolved_schedule
-        self.pooled_together = list(context.layout.pooled_together(self._rank).values())
+        owner = self._rank if replicated is None else EVERY_RANK
+        self.pooled_together = list(context.layout.pooled_together(owner).values())
         """the shards of each kernel"""
         self.record = Record(self._device)
         self._storage: tuple[int, ...] | None = None
@@ -34,13 +47,13 @@ class DeviceLookup:
 
     def tables(self) -> list[FeatureTable]:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
-        if (storage := self._context.tables.storage()) != self._storage:
+        if (storage := self._rows.storage()) != self._storage:
             self._tables = [self._table(shards) for shards in self.pooled_together]
             self._storage = storage
         return self._tables
 
     def _table(self, shards: list[FeatureShard]) -> FeatureTable:
-        weights = [self._context.tables.weight(shard) for shard in shards]
+        weights = [self._rows.weight(shard) for shard in shards]
         entries = [
             [weight.data_ptr(), weight.shape[0], self._columns[shard], shard.feature, int(shard.mean)]
             for shard, weight in zip(shards, weights, strict=True)

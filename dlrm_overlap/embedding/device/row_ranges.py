@@ -1,16 +1,15 @@
 """Which rows the backward updates on a GPU, from which ids, and by which kernel calls."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Protocol
 
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.protocol.gradients import GradientLayout
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.tables import StoredRows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
 
@@ -27,6 +26,22 @@ class UpdateRange:
     """the fused lookup that holds them, whose optimizer and learning rate are theirs"""
 
 
+class RowTables(Protocol):
+    """What holds the rows that are updated."""
+
+    def weight(self, shard: FeatureShard) -> torch.Tensor:
+        """Return the rows [rows, D] of a shard."""
+        ...
+
+    def state(self, shard: FeatureShard) -> torch.Tensor | None:
+        """Return the optimizer's state of a shard's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
+        ...
+
+    def stored(self, shard: FeatureShard) -> StoredRows:
+        """Return where a shard's rows are, and what updates them."""
+        ...
+
+
 class InputRows:
     """The rows that the ids of one input name: their order by key, and the ranges in which they are updated.
 
@@ -34,10 +49,21 @@ class InputRows:
     the second has key 13. Sorted by key, the ids of a table, and so of a range, are together.
     """
 
-    def __init__(self, shards: Sequence[FeatureShard], tables: LocalTables, gradients: GradientLayout) -> None:
-        """Take the shards of one input in the order of their features, in which those of a table are together."""
+    def __init__(
+        self,
+        shards: Sequence[FeatureShard],
+        tables: RowTables,
+        starts: Mapping[FeatureShard, int],
+        part_of: Mapping[FeatureShard, int],
+    ) -> None:
+        """Take the shards of one input in the order of their features, in which those of a table are together.
+
+        Args:
+            starts: the column at which each shard's gradient begins, see `GradientLayout`.
+            part_of: the part of the gradients with which each shard's arrives.
+        """
         self.input = shards[0].input
-        self._tables, self._gradients = tables, gradients
+        self._tables, self._part_of = tables, part_of
         first_keys: list[int] = []
         key = 0
         for _, same in groupby(shards, key=lambda shard: (shard.lookup, shard.table)):
@@ -49,7 +75,6 @@ class InputRows:
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
-        starts = gradients.starts
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
@@ -70,31 +95,27 @@ class InputRows:
         )
 
     def _row_range(self, index: int, shard: FeatureShard, weight_at: int, state_at: int, any_mean: bool) -> RowRange:
-        tbe, optimizer = self._tables.lookups[shard.lookup], self._tables.optimizer(shard)
-        weights = tbe.weights_dev.detach()  # type: ignore[union-attr]
+        stored = self._tables.stored(shard)
         return RowRange(
             index=index,
-            weights=weights,
-            states=weights if optimizer == "sgd" else tbe.momentum1_dev.detach(),  # type: ignore[union-attr]
+            weights=stored.weights,
+            states=stored.weights if stored.states is None else stored.states,
             weight_at=weight_at,
             state_at=state_at,
             dim=shard.dim,
             any_mean=any_mean,
-            optimizer=optimizer,
-            stochastic_rounding=bool(tbe.stochastic_rounding),
+            optimizer=stored.optimizer,
+            stochastic_rounding=stored.stochastic_rounding,
         )
 
     def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int]:
         """Return what neighbours must share to be one range: part, lookup, where key 0 would be, and its state."""
-        tables, part = self._tables, self._gradients.part_of[shard]
-        tbe, weight, state = tables.lookups[shard.lookup], tables.weight(shard), tables.state(shard)
-        units = shard.dim // 4
-        base: Any = tbe.weights_dev
-        weight_at = (weight.data_ptr() - base.data_ptr()) // (4 * weight.itemsize) - first_key * units
-        if state is None:
+        part, weight, state = self._part_of[shard], self._tables.weight(shard), self._tables.state(shard)
+        stored, units = self._tables.stored(shard), shard.dim // 4
+        weight_at = (weight.data_ptr() - stored.weights.data_ptr()) // (4 * weight.itemsize) - first_key * units
+        if state is None or stored.states is None:
             return part, shard.lookup, weight_at, 0
-        base = tbe.momentum1_dev
-        state_at = (state.data_ptr() - base.data_ptr()) // state.itemsize
+        state_at = (state.data_ptr() - stored.states.data_ptr()) // state.itemsize
         state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
         return part, shard.lookup, weight_at, state_at
 
@@ -104,10 +125,15 @@ class InputRows:
             self._device_keys[features] = torch.tensor(self._first_keys[: features + 1], device=self._device)
         return self._device_keys[features]
 
-    def sort(self, step: Step) -> PreparedRuns | None:
-        """Sort the ids by key, by FBGEMM's radix sort, and prepare the update of their rows; None if there are none."""
-        ids = step.inputs[self.input]
-        values, offsets, samples = ids.values(), ids.offsets(), step.batch.total
+    def sort(self, ids: KeyedJaggedTensor, samples: int, row_units: int = 0) -> PreparedRuns | None:
+        """Sort the ids by key, by FBGEMM's radix sort, and prepare the update of their rows; None if there are none.
+
+        Args:
+            ids: of the input, with the bags of `samples` samples a feature.
+            samples: whose gradients are there.
+            row_units: where gradients are [samples, D_total] and not in a window: a row's length, see `prepare`.
+        """
+        values, offsets = ids.values(), ids.offsets()
         if values.numel() == 0:
             return None
         features = (offsets.numel() - 1) // samples
@@ -121,4 +147,4 @@ class InputRows:
             info_B_num_bits=bits,
             info_B_mask=mask,
         )
-        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.input_features)
+        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.input_features, row_units)

@@ -105,12 +105,20 @@ class IdLayout:
 
     def features(self, rank: int) -> list[int]:
         """Return the index in `keys` of each feature shard of `rank`."""
-        places = {key: index for index, key in enumerate(self.keys)}
-        return [places[shard.feature_name] for shard in self.layout.by_owner[rank]]
+        return self._indices(self.layout.by_owner[rank])
 
-    def arriving(self, rank: int) -> int:
-        """Return the most ids that arrive at `rank`."""
-        return self.layout.world_size * sum(self.capacity[feature] for feature in self.features(rank))
+    def arriving(self, features: Sequence[int], sources: int) -> int:
+        """Return the most ids of `features`, indices in `keys`, that arrive from `sources` ranks."""
+        return sources * sum(self.capacity[feature] for feature in features)
+
+    @property
+    def replicated(self) -> list[int]:
+        """Index in `keys` of each feature whose table every rank holds."""
+        return self._indices(self.layout.replicated)
+
+    def _indices(self, shards: Sequence[FeatureShard]) -> list[int]:
+        places = {key: index for index, key in enumerate(self.keys)}
+        return [places[shard.feature_name] for shard in shards]
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
         """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.
@@ -123,26 +131,31 @@ class IdLayout:
         ends = sizes.repeat_interleave(bags).cumsum(0, dtype=torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 
-    def known_places(self, rank: int, samples: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    def known_places(
+        self, features: Sequence[int], sources: int, samples: int
+    ) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return where ids are that have known lengths, for batches of `samples`.
 
+        Args:
+            features: indices in `keys` of F features.
+            sources: ranks whose ids of these features arrive, S.
+            samples: of a rank.
+
         Returns:
-            For each of the rank's F feature shards and each source, [F * W]: the first id in the source's window, the
-            number of ids, and where they arrive; then the offsets at which the F features' bags begin, and the end,
-            [F + 1].
+            For each feature and each source, [F * S]: the first id in the source's window, the number of ids, and where
+            they arrive; then the offsets at which the F features' bags begin, and the end, [F + 1].
         """
         sizes = [self.bound.bag_sizes[key][1] * samples for key in self.keys]
         starts = [0, *accumulate(sizes)]
-        world_size, features = self.layout.world_size, self.features(rank)
-        counts = [sizes[feature] for feature in features for _ in range(world_size)]
-        sources = [starts[feature] for feature in features for _ in range(world_size)]
+        counts = [sizes[feature] for feature in features for _ in range(sources)]
+        firsts = [starts[feature] for feature in features for _ in range(sources)]
         arrivals = [0, *accumulate(counts)]
-        return sources, counts, arrivals[:-1], arrivals[::world_size]
+        return firsts, counts, arrivals[:-1], arrivals[::sources]
 
 
 def joined(layout: Layout) -> Layout:
     """Return the layout of the same shards whose ids are all in one input of their owner, in the same order."""
     shards: list[FeatureShard] = []
-    for owned in layout.by_owner:
+    for owned in (*layout.by_owner, layout.replicated):
         shards += [replace(shard, input=0, feature=index) for index, shard in enumerate(owned)]
     return Layout(shards, layout.names, layout.world_size)

@@ -6,6 +6,8 @@ from functools import cached_property
 
 import torch
 
+EVERY_RANK = -1
+
 
 @dataclass(frozen=True)
 class FeatureShard:
@@ -18,7 +20,7 @@ class FeatureShard:
     name: str
     """name of the feature's pooled embedding in the output"""
     owner: int
-    """rank that holds the shard"""
+    """rank that holds the shard; EVERY_RANK for a whole table that each rank holds and looks up for its own samples"""
     input: int
     """which of the owner's inputs holds the feature's bags; an owner has an input for each input distribution"""
     feature: int
@@ -75,6 +77,8 @@ class Layout:
         """Lay out `shards`, given in each owner's own order, for an output with the features `names`."""
         self.names, self.world_size = list(names), world_size
         self.by_owner = [[shard for shard in shards if shard.owner == rank] for rank in range(world_size)]
+        self.replicated = [shard for shard in shards if shard.owner == EVERY_RANK]
+        """what is never sent: each rank pools it for its own samples"""
         width: dict[str, int] = dict.fromkeys(names, 0)
         for shard in shards:
             width[shard.name] += shard.dim
@@ -125,8 +129,8 @@ class Layout:
         return [FusedLookup(number, shards) for number, shards in together.items()]
 
     def pooled_together(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
-        """Return the rank's feature shards by what one kernel can pool: (input, dim, type of the rows)."""
+        """Return the shards of a rank, or EVERY_RANK's, by what one kernel can pool: (input, dim, type of the rows)."""
         together: dict[tuple[int, int, torch.dtype], list[FeatureShard]] = {}
-        for shard in self.by_owner[rank]:
+        for shard in self.replicated if rank == EVERY_RANK else self.by_owner[rank]:
             together.setdefault((shard.input, shard.dim, shard.dtype), []).append(shard)
         return together

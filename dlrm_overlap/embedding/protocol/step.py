@@ -65,6 +65,10 @@ class Step:
     """the ids of each input, sorted and cut into chunks for the update of their rows"""
     gradient: torch.Tensor | None = None
     """gradient of the pooled embeddings, from when it is there until the rows are updated"""
+    replicated: KeyedJaggedTensor | None = None
+    """of this rank's samples, the ids of tables that every rank holds, where this exchange looks those up"""
+    own_looked_up: Any = None
+    """on GPUs: the event after which the backward may read those"""
     sent: bool = False
     """whether that gradient is on its way to the owners of the rows"""
 

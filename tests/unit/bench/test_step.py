@@ -14,7 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.step_floor import DenseCounts, StepFloor, _count_step, count_dense
+from dlrm_overlap.bench.harness.step_floor import (
+    DenseCounts,
+    StepFloor,
+    _count_replicated,
+    _count_step,
+    count_dense,
+)
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
@@ -37,7 +43,14 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
     for key, value in contender.keys.items():
         section, field = key.split(".")
         assert getattr(getattr(made, section), field) == value
-    same = replace(made.embedding, backend="fused", plan=config.embedding.plan, gradient_parts=None)
+    embedding = config.embedding
+    same = replace(
+        made.embedding,
+        backend="fused",
+        plan=embedding.plan,
+        gradient_parts=None,
+        data_parallel_rows=embedding.data_parallel_rows,
+    )
     assert replace(made, embedding=same, train=config.train) == config
     rehearsed = contender_config(config, contender, "cpu")
     assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
@@ -201,3 +214,15 @@ def test_what_one_contender_cannot_do_is_refused_before_the_first_trains(
     other = {"other": StepContender({"embedding.backend": "pgas", "train.precision": "tf32"})}
     with pytest.raises(InputError, match=r"train\.precision: tf32 needs a GPU"):
         _run(tmp_path, monkeypatch, _TORCHREC | other)
+
+
+def test_bytes_of_data_parallel_tables() -> None:
+    """2 samples; a table of dim 4 and 9 rows, whose row 5 is named twice in a bag and once in the other; 2 ranks."""
+    shard = FeatureShard("a", 0, 0, 0, 0, 0, 0, 4, False, torch.float32, "a")
+    own, int32 = Layout([shard], ["a"], world_size=1), torch.int32
+    ids = KeyedJaggedTensor(["a"], torch.tensor([5, 5, 5, 1], dtype=int32), lengths=torch.tensor([2, 2], dtype=int32))
+    ids_and_pooled = 4 * 4 + 3 * 4 + 2 * 16
+    cached, link, uncached = _count_replicated(own, 2, ids, 36, 2)
+    assert cached == 2 * 16 + ids_and_pooled + 2 * 16 + 2 * 16, "two rows, two gradients, two rows' gradients"
+    assert uncached == 4 * 16 + ids_and_pooled + 4 * 16 + 2 * 16
+    assert link == 36 * 4

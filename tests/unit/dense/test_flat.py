@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.kernels.dense.arguments import BLOCK
-from tests.agreement import assert_same
+from tests.agreement import assert_near, assert_same
 
 
 def _model() -> nn.Sequential:
@@ -190,3 +192,41 @@ def test_under_distributed_model_parallel(world_of_one: dist.ProcessGroup, ddp: 
         for name, parameter in twin.named_parameters():
             assert parameter.grad is not None
             assert_same(flat.gradients.views[name], parameter.grad, name)
+
+
+def _slices(whole: nn.Parameter) -> dict[str, nn.Parameter]:
+    """Return the parameter's two parts, [3, 4] and [2, 5], as TorchRec shows the tables of a lookup."""
+    return {
+        "one": TableBatchedEmbeddingSlice(whole, 0, 12, 3, 4),
+        "two": TableBatchedEmbeddingSlice(whole, 12, 22, 2, 5),
+    }
+
+
+def test_slices_stay_slices_of_what_is_moved() -> None:
+    whole, other = nn.Parameter(torch.arange(22.0)), nn.Parameter(torch.ones(3))
+    given = {"other": other, **_slices(whole)}
+    flat = FlatParameters(given)
+    assert flat.parameters == {"other": other, "lookup of one/two": whole}
+    for order in (list(flat.places), list(reversed(flat.places))):
+        flat.lay_out(order)
+        place = flat.places["lookup of one/two"]
+        for name, parameter, values in (("one", given["one"], range(12)), ("two", given["two"], range(12, 22))):
+            assert parameter.flatten().tolist() == list(values)
+            assert parameter.data_ptr() == flat.weights.views[name].data_ptr()
+            assert parameter.data_ptr() == flat.weights.tensor[place.begin + values[0] :].data_ptr()
+        assert whole.data_ptr() == flat.weights.tensor[place.begin :].data_ptr()
+        flat.zero()
+        (whole * torch.arange(22.0)).sum().backward()
+        assert flat.gradients.views["two"].flatten().tolist() == list(range(12, 22))
+        assert given["one"].grad is not None
+        assert given["one"].grad.data_ptr() == flat.gradients.views["one"].data_ptr()
+    optimizer = FlatOptimizer(flat, "adagrad", lr=1.0)
+    optimizer.step()
+    assert_same(optimizer.state[given["two"]]["sum"], torch.arange(12.0, 22.0).square().view(2, 5), "state")
+    assert_near(given["two"].data, torch.arange(11.0, 21.0).view(2, 5), 1e-6, "updated")
+
+
+def test_a_part_of_what_holds_slices_is_refused() -> None:
+    slices = _slices(nn.Parameter(torch.arange(22.0)))
+    with pytest.raises(InputError, match=r"^flat parameters: two are 10 of the 22 elements of one parameter"):
+        FlatParameters({"two": slices["two"]})

@@ -98,3 +98,14 @@ def test_a_table_is_cut_to_fit() -> None:
 def test_bags_that_are_all_empty() -> None:
     placed = _placed([TableLoad(0.0, 16, 64, 1 << 20)] * 4, 2)
     assert (placed.memory, placed.links) == (0.0, 1.0)
+
+
+def test_what_every_rank_holds_makes_less_of_the_rest() -> None:
+    """Four ranks, five tables: one rank has two, which is worth a cut unless every rank has much else to do."""
+    tables, much = [TableLoad(1.0, 64, 256, 1) for _ in range(5)], [TableLoad(1.0, 64, 256, 1)] * 40
+    alone, beside = balance(tables, 4, _ROOM), balance(tables, 4, _ROOM, everywhere=much)
+    assert alone is not None
+    assert beside is not None
+    assert max(len(ranks) for ranks in alone.ranks) > 1
+    assert [len(ranks) for ranks in beside.ranks] == [1] * 5
+    assert beside.links == pytest.approx((2 + 10) / (45 / 4))

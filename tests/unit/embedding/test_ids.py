@@ -24,7 +24,7 @@ def test_the_worked_example() -> None:
     ids = _ids(RANGES, pair)
     assert (ids.capacity, ids.values, ids.offsets_at) == ([3, 6], 9, 12)
     assert ids.windows.regions(2)["ids0"] == Region((12 + 2 * 3 + 1,), torch.int32)
-    assert [ids.arriving(rank) for rank in range(2)] == [2 * 6, 2 * 3]
+    assert [ids.arriving(ids.features(rank), 2) for rank in range(2)] == [2 * 6, 2 * 3]
 
 
 def test_windows_have_two_sides_and_a_flag_a_rank() -> None:
@@ -36,7 +36,7 @@ def test_windows_have_two_sides_and_a_flag_a_rank() -> None:
 def test_owners_ask_for_features_in_the_order_of_their_shards() -> None:
     ids = _ids(RANGES)
     assert [ids.features(rank) for rank in range(3)] == [[1, 0], [1], []]
-    assert [ids.arriving(rank) for rank in range(3)] == [3 * (6 + 3), 3 * 6, 0]
+    assert [ids.arriving(ids.features(rank), 3) for rank in range(3)] == [3 * (6 + 3), 3 * 6, 0]
 
 
 def test_lengths_are_known_where_every_bag_of_a_feature_has_as_many_ids() -> None:
@@ -47,13 +47,13 @@ def test_lengths_are_known_where_every_bag_of_a_feature_has_as_many_ids() -> Non
 
 def test_known_places() -> None:
     ids = _ids(KNOWN)
-    sources, counts, arrivals, starts = ids.known_places(0, samples=3)
+    sources, counts, arrivals, starts = ids.known_places(ids.features(0), 3, samples=3)
     assert sources == [3, 3, 3, 0, 0, 0], "g's ids begin behind f's 3"
     assert counts == [6, 6, 6, 3, 3, 3]
     assert arrivals == [0, 6, 12, 18, 21, 24]
     assert starts == [0, 18, 27]
-    assert ids.known_places(0, samples=2)[0] == [2, 2, 2, 0, 0, 0], "a smaller batch lies closer"
-    assert ids.known_places(2, samples=3) == ([], [], [], [0])
+    assert ids.known_places(ids.features(0), 3, samples=2)[0] == [2, 2, 2, 0, 0, 0], "a smaller batch lies closer"
+    assert ids.known_places(ids.features(2), 3, samples=3) == ([], [], [], [0])
 
 
 def test_all_ids_of_an_owner_become_one_input() -> None:

@@ -12,7 +12,13 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
-from dlrm_overlap.embedding.plan import build_plan, build_topology, fullest_rank
+from dlrm_overlap.embedding.plan import (
+    build_plan,
+    build_topology,
+    data_parallel_tables,
+    describe_plan,
+    fullest_rank,
+)
 from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.model import build_model
@@ -76,7 +82,8 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
     given: list[list[TableLoad]] = []
     may_cut: list[bool] = []
 
-    def balance(tables: list[TableLoad], world_size: int, capacity_bytes: int, cut: bool) -> Balance:
+    def balance(tables: list[TableLoad], _: int, __: int, cut: bool, everywhere: list[TableLoad]) -> Balance:
+        assert everywhere == []
         given.append(tables)
         may_cut.append(cut)
         return placed
@@ -103,3 +110,26 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
     assert given[:1] == [
         [TableLoad(p, 16, row_bytes, n * (row_bytes + 4)) for n, p in zip(_ROWS, _POOLING, strict=True)]
     ]
+
+
+def test_small_tables_are_data_parallel(world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    made = _plan(_config("--embedding.data_parallel_rows", "20"), world_of_one)
+    types = {name: sharding.sharding_type for name, sharding in made.plan["embedding"].items()}  # type: ignore[attr-defined]
+    assert types == {"t_00": "table_wise", "t_01": "table_wise", "t_02": "data_parallel", "t_03": "data_parallel"}
+    assert "| t_03 | data_parallel | all | whole |" in describe_plan(made).splitlines()
+    assert caplog.messages[-1].endswith("has 1.00 times its columns; 2 tables are on every rank")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ((), []),
+        (("--embedding.data_parallel_rows", "50"), [1, 2, 3]),
+        (("--embedding.data_parallel_rows", "100"), []),
+        (("--embedding.data_parallel_rows", "50", "--embedding.weight_dtype", "fp16"), []),
+        (("--embedding.data_parallel_rows", "50", "--embedding.plan", "table_wise"), []),
+    ],
+)
+def test_which_tables_are_data_parallel(options: tuple[str, ...], found: list[int]) -> None:
+    assert data_parallel_tables(_config(*options).embedding, _ROWS) == found

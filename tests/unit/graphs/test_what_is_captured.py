@@ -5,19 +5,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     construct_module_sharding_plan,
     data_parallel,
+    row_wise,
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap import pipeline
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
+from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.parts import why_not_captured
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
@@ -29,11 +33,15 @@ FUSED = table_wise(0, compute_kernel="fused")
 
 
 def _shard(
-    sharder: Any, group: dist.ProcessGroup, *ways: ParameterShardingGenerator, weighted: bool = False
+    sharder: Any,
+    group: dist.ProcessGroup,
+    *ways: ParameterShardingGenerator,
+    weighted: bool = False,
+    rows: DataType = DataType.FP32,
 ) -> nn.Module:
     """Return a module of a table for each of `ways`."""
     tables = ONE | (TWO if len(ways) == 2 else {})
-    module = EmbeddingBagCollection(table_configs(tables), is_weighted=weighted, device=torch.device("meta"))
+    module = EmbeddingBagCollection(table_configs(tables, rows), is_weighted=weighted, device=torch.device("meta"))
     by_table = dict(zip(tables, ways, strict=True))
     plan = construct_module_sharding_plan(module, by_table, sharder, 1, 1, "cpu")
     return sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
@@ -70,10 +78,29 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
     assert why_not_captured(stock) == none
     beside = nn.ModuleList([_shard(ours, world_of_one, FUSED), stock])
     assert why_not_captured(beside) == "ShardedEmbeddingBagCollection is TorchRec's own, which waits for the host"
-    some = _shard(ours, world_of_one, FUSED, data_parallel())
+    some = _shard(ours, world_of_one, FUSED, row_wise())
     assert why_not_captured(some) == "some of its tables stay with TorchRec"
     nothing = _shard(ours, world_of_one, FUSED, weighted=True)
     assert why_not_captured(nothing) == "it exchanges nothing"
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [(DataType.FP32, None), (DataType.FP16, "its data-parallel tables stay with TorchRec: rows of type FP16")],
+)
+def test_data_parallel_tables_are_captured(world_of_one: dist.ProcessGroup, rows: DataType, reason: str | None) -> None:
+    module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED, data_parallel(), rows=rows)
+    assert why_not_captured(module) == reason
+
+
+@pytest.mark.parametrize("mode", [None, BoundsCheckMode.FATAL, BoundsCheckMode.NONE])
+def test_ids_of_data_parallel_tables_are_checked_as_the_sharder_says(
+    world_of_one: dist.ProcessGroup, mode: BoundsCheckMode | None
+) -> None:
+    params = {} if mode is None else {"bounds_check_mode": mode}
+    module: Any = _shard(OverlapEmbeddingBagCollectionSharder(params), world_of_one, data_parallel())
+    tables = ReplicatedTables.of(module._embedding_shardings, module._lookups)
+    assert tables.bounds_check == (BoundsCheckMode.WARNING if mode is None else mode)
 
 
 @pytest.mark.parametrize("where", ["post_lookup", "post_odist"])

@@ -132,3 +132,15 @@ def test_only_the_newest_of_a_runs_own_checkpoints_is_gone_on_from(tmp_path: Pat
     for resume in ("auto", str(newest), f"{older}/../step_10"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
     check_folder(_run(tmp_path, "--checkpoint.resume", str(older), "--log.name", "another"))
+
+
+def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match=r"has data_parallel \[\], this run has \[0\]; use the same, or start anew"):
+        _find(checkpoint, "--embedding.data_parallel_rows", "10")
+
+
+def test_checkpoints_from_before_data_parallel_tables_have_none(checkpoint: Path) -> None:
+    about = json.loads((checkpoint / "checkpoint.json").read_text())
+    del about["shape"]["data_parallel"]
+    (checkpoint / "checkpoint.json").write_text(json.dumps(about))
+    assert _find(checkpoint) == checkpoint

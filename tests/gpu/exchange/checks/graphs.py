@@ -38,8 +38,14 @@ _BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single
 _BACKENDS = ("pgas", "fused")
 
 
-def _graph_config(place: Place, backend: str, optimizer: str, known: bool) -> Config:
+def _graph_config(place: Place, backend: str, optimizer: str, known: bool, data_parallel: bool = False) -> Config:
     config = small_config(place, backend, optimizer, pipeline="graph")
+    if data_parallel:  # all tables but two, by SGD, which shows a wrong scale of their gradients at once
+        config = replace(
+            config,
+            embedding=replace(config.embedding, data_parallel_rows=1000),
+            train=replace(config.train, optimizer="sgd", lr=0.3),
+        )
     if not known:
         return config
     tables = replace(config.data.tables, multi_hot=[4, 3, 1, 1, 2, 1, 1, 1])
@@ -83,14 +89,14 @@ def _close(place: Place, trainer: Trainer) -> None:
     trainer.close()
 
 
-def _check_losses(place: Place, optimizer: str, known: bool) -> None:
-    config = _graph_config(place, "pgas", optimizer, known)
+def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool = False) -> None:
+    config = _graph_config(place, "pgas", optimizer, known, data_parallel)
     uncaptured = replace(config, train=replace(config.train, pipeline="torchrec"))
     expected, expected_evaluated, trainer = _train(place, uncaptured)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
     for backend in _BACKENDS:
-        config = _graph_config(place, backend, optimizer, known)
+        config = _graph_config(place, backend, optimizer, known, data_parallel)
         losses, evaluated, trainer = _train(place, config)
         assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], backend)
         assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{backend}, evaluated")
@@ -127,9 +133,9 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
         _close(place, trainer)
 
 
-def _check_delays(place: Place, backend: str, known: bool) -> None:
+def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False) -> None:
     """Whoever is late, and wherever, the bits are the same."""
-    config = _graph_config(place, backend, "rowwise_adagrad", known)
+    config = _graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
     expected, expected_evaluated, trainer = _train(place, config)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
@@ -141,10 +147,11 @@ def _check_delays(place: Place, backend: str, known: bool) -> None:
         _close(place, trainer)
 
 
-def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
+def _check_checkpoint(place: Place, writer: str, reader: str, rows: int = 0) -> None:
     """Half a run under one pipeline, its checkpoint under the other: the losses of a whole run under the first."""
     half = _STEPS // 2
     config = small_config(place, "pgas", "adagrad")
+    config = replace(config, embedding=replace(config.embedding, data_parallel_rows=rows))
     first = make_trainer(place, replace(config, train=replace(config.train, pipeline=writer)))
     train_steps(place, first, 0, half)
     checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
@@ -303,6 +310,22 @@ CHECKS = (
     }
     | {
         f"graph_checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
+        for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
+    }
+    | {
+        f"graph_{what}_data_parallel_{'known' if known else 'ranges'}": Check(
+            partial(check, known=known, data_parallel=True)
+        )
+        for what, check in (
+            ("losses", partial(_check_losses, optimizer="sgd")),
+            ("delays", partial(_check_delays, backend="pgas")),
+        )
+        for known in (False, True)
+    }
+    | {
+        f"graph_checkpoint_data_parallel_{writer}_{reader}": Check(
+            partial(_check_checkpoint, writer=writer, reader=reader, rows=1000)
+        )
         for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
     }
     | {"graph_learning_rates": Check(_check_learning_rates)}

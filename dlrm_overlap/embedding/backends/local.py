@@ -1,0 +1,155 @@
+"""Tables that every rank holds: looked up for this rank's samples alone, and nothing is sent.
+
+The rows are pooled into the columns of this rank's own output window that no peer stores into, so the output is whole
+without a copy. The gradient is read where autograd left it, and added to that of the dense lookups' parameters, which
+belongs to the dense part: it is summed over the ranks and used as that part's is.
+"""
+
+from abc import abstractmethod
+
+import torch
+
+from dlrm_overlap.embedding.backends.base import Half
+from dlrm_overlap.embedding.backends.host import pool_on_host
+from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.device.row_ranges import InputRows
+from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, lengths_and_ids
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.replicated import ReplicatedGradients
+from dlrm_overlap.embedding.tables import BadIds
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.backward.optimizers import Rule
+from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
+from dlrm_overlap.kernels.backward.update_rows import update_rows
+
+
+class LocalLookup(Half):
+    """The lookup of replicated tables on one rank: of each step `pool`, and maybe `start_backward`, `finish_backward`.
+
+    Who trains sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
+    to them without autograd's knowledge. An id that several bags of a step have is added up as often.
+    """
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        """Take the windows of the outputs."""
+        super().__init__(context, windows)
+        assert context.replicated is not None, "a layout with replicated features comes with their tables"
+        self.windows, self.replicated = windows, context.replicated
+        self.gradients = ReplicatedGradients(context.replicated.lookups, context.replicated.bounds_check)
+        self.columns = {shard: self.layout.column(shard) for shard in self.layout.replicated}
+        """of the output and of its gradient"""
+        self.leading = context.options.leading_columns
+
+    def own(self, step: Step) -> Step:
+        """Return the step as if this rank were alone: its samples, and the ids of replicated features as input 0."""
+        assert step.replicated is not None, "the ids of a step come with those of replicated features"
+        return Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
+
+    @abstractmethod
+    def pool(self, step: Step) -> None:
+        """Store the pooled embeddings of this rank's samples to its window of the step, which has begun."""
+
+    @abstractmethod
+    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
+        """Start to add the gradient [b, D_total] of the output to those of the rows."""
+
+    @abstractmethod
+    def finish_backward(self, step: Step) -> None:
+        """Make all that is issued on the current stream from now on see the rows' gradients."""
+
+
+class HostLocalLookup(LocalLookup):
+    """On a CPU, by the reference's arithmetic."""
+
+    def pool(self, step: Step) -> None:
+        """Pool feature after feature."""
+        own, window = self.own(step), self.windows.local
+        for shard, column in self.columns.items():
+            pooled = pool_on_host(shard, self.replicated.weight(shard), own, 0, own.batch.total)
+            first = self.leading + column
+            window[: own.batch.total, first : first + shard.dim] = pooled
+
+    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
+        """Add feature after feature."""
+        own = self.own(step)
+        for shard, column in self.columns.items():
+            bag = shard.feature * own.batch.total
+            lengths, ids = lengths_and_ids(own.inputs[0], bag, bag + own.batch.total)
+            rows = gradient[:, column : column + shard.dim].float()
+            if shard.mean:
+                rows = rows / lengths.clamp(min=1)[:, None]
+            sums = self.gradients.weight(shard)
+            rate = self.gradients.LEARNING_RATE
+            reference.update_rows(sums, None, ids.long(), rows.repeat_interleave(lengths, dim=0), "sgd", rate)
+
+    def finish_backward(self, step: Step) -> None:
+        """Nothing is left to do."""
+
+
+class DeviceLocalLookup(LocalLookup):
+    """On a GPU, by the kernels of the exchange: those that pool, as a rank alone would, and those that update rows.
+
+    All of the backward runs beside the main stream, which needs its result for the dense parameters' reduction alone:
+    the ids are sorted once the forward has looked them up, and gradients added while the others' are on their way.
+    """
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        bad_ids = BadIds(self.replicated.bounds_check)
+        in_window = {shard: self.leading + column for shard, column in self.columns.items()}
+        self._lookup = DeviceLookup(context, in_window, bad_ids, self.replicated)
+        wire = self.options.wire_dtype
+        own = [torch.tensor([windows.arena.local(name).data_ptr()], device=self.device) for name in windows.names]
+        self._windows = [Windows(address, self.leading + self.layout.total_dim, wire) for address in own]
+        # As updates: behind what the peers wait for, and behind the main stream's.
+        self._stream = torch.cuda.Stream(self.device, priority=0)
+        self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._storage: tuple[int, ...] | None = None
+        self._rows: InputRows | None = None
+        numbers = torch.tensor([self.gradients.LEARNING_RATE, 0.0], device=self.device)
+        self._rule = Rule(numbers, context.counters.steps.word, 0)
+
+    def _input_rows(self) -> InputRows:
+        """Return the rows, that is gradients, which ids name, made anew when they have moved."""
+        if (storage := self.gradients.storage()) != self._storage or self._rows is None:
+            self._rows = InputRows(
+                self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)
+            )
+            self._storage = storage
+        return self._rows
+
+    def pool(self, step: Step) -> None:
+        """Launch the kernels that pool into this rank's window."""
+        self._lookup.store(self._windows[self.windows.epoch % 2], self.own(step), self._lookup.tables())
+        step.own_looked_up = torch.cuda.current_stream(self.device).record_event()
+
+    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
+        """Sort the ids, and add the gradient, all beside the main stream."""
+        if gradient.stride(1) != 1 or gradient.stride(0) % 4 or gradient.data_ptr() % 16:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        rows, own = self._input_rows(), self.own(step)
+        ids = own.inputs[0]
+        for tensor in (gradient, ids.values(), ids.offsets()):
+            tensor.record_stream(self._stream)
+        self._stream.wait_event(step.own_looked_up)
+        self._issued.record(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            runs = rows.sort(ids, own.batch.total, gradient.stride(0) // 4)
+            self._stream.wait_event(self._issued)
+            self._add(rows, runs, gradient)
+            self._done.record(self._stream)
+
+    def _add(self, rows: InputRows, runs: PreparedRuns | None, gradient: torch.Tensor) -> None:
+        if runs is not None:
+            for added in rows.ranges:
+                update_rows(runs, added.rows, gradient, self._rule)
+
+    def finish_backward(self, step: Step) -> None:
+        """Make the current stream wait until the gradients are added."""
+        torch.cuda.current_stream(self.device).wait_event(self._done)
+
+    def close(self) -> None:
+        """Forget the windows."""
+        self._windows = []

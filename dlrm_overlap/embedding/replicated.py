@@ -1,0 +1,134 @@
+"""Data-parallel tables: whole on every rank, looked up for its own samples, trained with the dense parameters.
+
+TorchRec keeps those of a module in dense lookups (FBGEMM), each with one flat parameter. An exchange that takes ids
+looks their rows up itself, into the columns of its output, and adds their gradient to that of the flat parameter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
+
+from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
+from dlrm_overlap.embedding.tables import StoredRows
+
+MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
+
+
+class ReplicatedTables:
+    """The dense lookups that hold a module's data-parallel tables."""
+
+    def __init__(self, lookups: Sequence[Any], bounds_check: BoundsCheckMode) -> None:
+        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`, and what happens to an id outside its table."""
+        self.lookups, self.bounds_check = list(lookups), bounds_check
+
+    @classmethod
+    def of(cls, shardings: Sequence[Any], lookups: Sequence[Any]) -> "ReplicatedTables":
+        """Return the tables of TorchRec's data-parallel shardings and their lookup modules."""
+        params = [group.fused_params or {} for s in shardings for group in s._grouped_embedding_configs]
+        mode = params[0].get("bounds_check_mode", BoundsCheckMode.WARNING)  # FBGEMM's default
+        modules = [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups]
+        return cls([each.emb_module for module in modules for each in module._emb_modules], BoundsCheckMode(mode))
+
+    def storage(self) -> tuple[int, ...]:
+        """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
+        return tuple(lookup.weights.data_ptr() for lookup in self.lookups)
+
+    def weight(self, shard: FeatureShard) -> torch.Tensor:
+        """Return the rows [rows, D] of a table."""
+        return self.table_in(self.lookups[shard.lookup].weights.detach(), shard)
+
+    def table_in(self, flat: torch.Tensor, shard: FeatureShard) -> torch.Tensor:
+        """Return the part [rows, D] that is a table's of what has the size of its lookup's weights, [n]."""
+        lookup = self.lookups[shard.lookup]
+        rows, dim = lookup.embedding_specs[shard.table]
+        begin = lookup.weights_physical_offsets[shard.table]
+        return flat[begin : begin + rows * dim].view(rows, dim)
+
+
+class ReplicatedGradients(ReplicatedTables):
+    """The gradients of replicated tables, in the place of rows: SGD at a learning rate of -1 adds a step's to them.
+
+    Example: a table of 2 rows, gradient zeros; bags of ids [1], [1, 0] whose gradients are g and h. "Updated" so, the
+    gradient of row 0 is h and that of row 1 is g + h.
+    """
+
+    LEARNING_RATE = -1.0
+
+    def storage(self) -> tuple[int, ...]:
+        """Return the addresses of the gradients, which are made where there are none."""
+        return tuple(self._gradient(number).data_ptr() for number in range(len(self.lookups)))
+
+    def _gradient(self, lookup: int) -> torch.Tensor:
+        weights: nn.Parameter = self.lookups[lookup].weights
+        if weights.grad is None:
+            weights.grad = torch.zeros_like(weights)
+        return weights.grad
+
+    def weight(self, shard: FeatureShard) -> torch.Tensor:
+        """Return the gradient [rows, D] of a table."""
+        return self.table_in(self._gradient(shard.lookup), shard)
+
+    def state(self, shard: FeatureShard) -> None:
+        """SGD has none."""
+
+    def stored(self, shard: FeatureShard) -> StoredRows:
+        """Return the flat gradient that holds a table's, and by which rule it is updated."""
+        return StoredRows(self._gradient(shard.lookup), None, "sgd", stochastic_rounding=False)
+
+
+def why_not_looked_up(sharding: Any) -> str | None:
+    """Return why an exchange cannot look up the tables of a data-parallel sharding, or None if it can."""
+    for group in sharding._grouped_embedding_configs:
+        kernels = {table.compute_kernel for table in group.embedding_tables}
+        if kernels != {EmbeddingComputeKernel.DENSE}:
+            return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
+        if group.has_feature_processor:
+            return "feature processors"
+        if group.data_type != DataType.FP32:
+            return f"rows of type {group.data_type.value}"
+        if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
+            return "output of another type than fp32"
+        if any(table.local_cols % 4 or table.local_cols > MOST_COLUMNS for table in group.embedding_tables):
+            return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
+    return None
+
+
+def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:
+    """Return the features of data-parallel shardings, alike on all ranks, in the order of their lookups."""
+    shards: list[FeatureShard] = []
+    groups = [group for sharding in shardings for group in sharding._grouped_embedding_configs]
+    for number, group in enumerate(groups):
+        for index, table in enumerate(group.embedding_tables):
+            for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
+                shard = FeatureShard(
+                    name=name,
+                    owner=EVERY_RANK,
+                    input=0,
+                    feature=len(shards),
+                    lookup=number,
+                    table=index,
+                    first_column=0,
+                    dim=table.local_cols,
+                    mean=group.pooling == PoolingType.MEAN,
+                    dtype=data_type_to_dtype(group.data_type),
+                    feature_name=feature_name,
+                )
+                shards.append(shard)
+    return shards
+
+
+def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
+    """Return the data-parallel tables of a sharded model, by name: parameters that show a part of a dense lookup's."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, TableBatchedEmbeddingSlice) and not hasattr(parameter, "_in_backward_optimizers")
+    }

@@ -1,0 +1,143 @@
+"""Tables that every rank holds: pooled into its own window, gradients added to those of the dense lookups' weights."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.comm.counters import Counter
+from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.local import DeviceLocalLookup, HostLocalLookup, LocalLookup
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout
+from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard, Layout
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.windows import WindowPair, WindowSpec
+from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.tables import LocalTables
+from tests.agreement import assert_near
+from tests.distributed.interpreted import without_streams
+from tests.unit.embedding.shards import make_shard
+
+SAMPLES, CPU = 12, torch.device("cpu")
+LOOKUPS = [([(9, 8), (5, 12)], PoolingMode.SUM), ([(7, 8)], PoolingMode.MEAN)]
+# Two features of a table, tables of two dims, a mean; between them a feature whose table another rank may hold.
+FEATURES = [("a", 0, 0, 8, False), ("b", 0, 0, 8, False), ("c", 0, 1, 12, False), ("d", 1, 0, 8, True)]
+NAMES = ["d", "other", "b", "c", "a"]
+
+
+def _context(group: dist.ProcessGroup, *others: FeatureShard) -> ExchangeContext:
+    shards = [
+        FeatureShard(name, EVERY_RANK, 0, feature, lookup, table, 0, dim, mean, torch.float32, name)
+        for feature, (name, lookup, table, dim, mean) in enumerate(FEATURES)
+    ]
+    lookups = [
+        DenseTableBatchedEmbeddingBagsCodegen(
+            specs,
+            feature_table_map=[table for _, lookup, table, _, _ in FEATURES if lookup == number],
+            pooling_mode=pooling,
+            use_cpu=True,
+        )
+        for number, (specs, pooling) in enumerate(LOOKUPS)
+    ]
+    names = [name for name in NAMES if name != "other" or others]
+    layout = Layout([*others, *shards], names, world_size=1)
+    ids = IdLayout(layout, names, BatchBound(SAMPLES, dict.fromkeys(names, (0, 40))))
+    options, replicated = ExchangeOptions(wait_timeout_s=1.0), ReplicatedTables(lookups, BoundsCheckMode.FATAL)
+    known = layout, LocalTables([]), options, group, CPU, SAMPLES, StepCounters(CPU)
+    return ExchangeContext(*known, ids=ids, replicated=replicated)
+
+
+def _windows(context: ExchangeContext, spec: WindowSpec, counter: Counter) -> WindowPair:
+    return WindowPair(spec, open_arena(spec.regions(1), context.group, CPU), counter)
+
+
+def _open(kind: type[LocalLookup], group: dist.ProcessGroup) -> LocalLookup:
+    context = _context(group, make_shard("other", 0, 4))
+    spec = WindowSpec("outputs", Region((SAMPLES, context.layout.total_dim), torch.float32), 1)
+    return kind(context, _windows(context, spec, context.counters.forward))
+
+
+def _ids(padding: int) -> KeyedJaggedTensor:
+    """Return bags of 0 to 40 ids, and of one feature more, all 0, that no lookup knows."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 4, (len(FEATURES), SAMPLES), generator=generator)
+    lengths[2, 3] = 40  # a row's ids have a program to themselves
+    rows = [LOOKUPS[lookup][0][table][0] for _, lookup, table, _, _ in FEATURES]
+    values = [
+        torch.randint(0, n, (int(bags.sum()),), generator=generator) for n, bags in zip(rows, lengths, strict=True)
+    ]
+    keys = [feature[0] for feature in FEATURES]
+    if padding:
+        keys.append("padding")
+        values.append(torch.zeros(padding * SAMPLES, dtype=torch.int64))
+        lengths = torch.cat([lengths, torch.full((1, SAMPLES), padding)])
+    return KeyedJaggedTensor(keys, torch.cat(values).int(), lengths=lengths.flatten().int(), stride=SAMPLES)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("kind", [HostLocalLookup, DeviceLocalLookup])
+def test_pooled_embeddings_and_gradients(
+    world_of_one: dist.ProcessGroup, kind: type[LocalLookup], padding: int
+) -> None:
+    with without_streams() if kind is DeviceLocalLookup else nullcontext():
+        local = _open(kind, world_of_one)
+        layout, ids = local.layout, _ids(padding)
+        step = Step([], BatchSizes.of((SAMPLES,)))
+        step.replicated = ids
+        local.windows.begin()
+        local.windows.local.fill_(torch.nan)
+        local.pool(step)
+        # As autograd leaves it: columns of a wider tensor.
+        gradient = (torch.randint(-64, 64, (SAMPLES, layout.total_dim + 12)) / 8)[:, 4:-8]
+        before = [torch.randint(-64, 64, lookup.weights.shape) / 8 for lookup in local.replicated.lookups]
+        for lookup, each in zip(local.replicated.lookups, before, strict=True):
+            lookup.weights.grad = each.clone()
+        local.start_backward(step, gradient)
+        local.finish_backward(step)
+
+    expected = [each.clone() for each in before]
+    bags = ids.offsets().tolist()
+    for shard in layout.replicated:
+        weight, column = local.replicated.weight(shard), layout.column(shard)
+        sums = local.replicated.table_in(expected[shard.lookup], shard)
+        for sample in range(SAMPLES):
+            bag = shard.feature * SAMPLES + sample
+            rows = ids.values()[bags[bag] : bags[bag + 1]].long()
+            scale = 1.0 / max(1, rows.numel()) if shard.mean else 1.0
+            pooled = weight[rows].sum(0) * scale
+            assert_near(local.windows.local[sample, column : column + shard.dim], pooled, 1e-5, f"{shard.name}, pooled")
+            for row in rows:
+                sums[row] += gradient[sample, column : column + shard.dim] * scale
+    for lookup, each in zip(local.replicated.lookups, expected, strict=True):
+        assert_near(lookup.weights.grad, each, 1e-6, "gradient")
+    other = layout.column(layout.by_owner[0][0])
+    assert local.windows.local[:, other : other + 4].isnan().all(), "the columns that the exchange fills"
+
+
+@pytest.mark.parametrize("kind", [HostIdExchange, DeviceIdExchange])
+def test_ids_of_this_rank_are_found_and_checked(world_of_one: dist.ProcessGroup, kind: type[IdExchange]) -> None:
+    context, given = _context(world_of_one), _ids(padding=0)
+    assert context.ids is not None
+    exchange = kind(context, context.ids, _windows(context, context.ids.windows, context.counters.ids))
+    names, by_name = list(context.ids.keys), given.to_dict()
+    lengths, values = (torch.cat([getattr(by_name[name], what)() for name in names]) for what in ("lengths", "values"))
+    arrived = exchange.send(KeyedJaggedTensor(names, values, lengths=lengths)).replicated
+    assert arrived is not None
+    assert arrived.values()[: given.values().numel()].tolist() == given.values().tolist()
+    assert arrived.offsets()[: given.offsets().numel()].tolist() == given.offsets().tolist()
+    values = values.clone()
+    values[0] = 99  # of feature d, whose table has 7 rows
+    wrong = KeyedJaggedTensor(names, values, lengths=lengths)
+    with pytest.raises(ValueError, match="of feature d in the batch of rank 0: d: id 99 is outside its table"):
+        _send_and_check(exchange, wrong)
+
+
+def _send_and_check(exchange: IdExchange, ids: KeyedJaggedTensor) -> None:
+    exchange.send(ids)
+    exchange.check()
