@@ -124,7 +124,9 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
-    bottom.forward = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
+    computed = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
+    # The pooled embeddings' gradient leaves first, since it is asked for later in the forward.
+    bottom.forward = lambda input: casts.ahead_of(computed(input)) if bottom.training else computed(input)
     if crossed is None:
         head.forward = _with_casts(head, head, head.forward, names, casts, compiled)
         return casts

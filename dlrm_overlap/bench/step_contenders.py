@@ -101,7 +101,7 @@ ABLATION: Mapping[str, Mapping[str, str]] = {
         "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
         "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
         "pgas_graph_fp32_wire": "embeddings in the dense part's type and joined in place; float32, cast and copied",
-        "pgas_graph_collective": "dense gradients by stores, updated piece by piece; NCCL's all-reduce, then the update",
+        "pgas_graph_collective": "dense gradients by stores, updated piece by piece; by NCCL, then the update",
         "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
     },
 }

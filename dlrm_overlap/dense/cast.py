@@ -18,7 +18,8 @@ class CastWeights:
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
     backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and hands in its
-    backward what writes them to `later`.
+    backward what writes them to `later`. Where the backward passes `ahead_of`, what is there by then is written beside
+    the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
@@ -28,16 +29,20 @@ class CastWeights:
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
         self._later: list[tuple[list[str], Callable[[list[torch.Tensor]], None]]] = []
+        self._written: set[str] = set()
+        self._stream = torch.cuda.Stream(flat.device, priority=-1) if flat.device.type == "cuda" else None
+        self._beside: list[Any] = []
+        """what the stream reads, until the current one has waited for it"""
         # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
         self._anchor = torch.empty(0, requires_grad=True)
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
-        """Have `complete` called by `finish` with the name of each parameter that got a gradient."""
+        """Have `complete` called with the name of each parameter whose gradient has been written, on that stream."""
         self._complete = complete
 
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
-        self._taken, self._later = {}, []
+        self._taken, self._later, self._written = {}, [], set()
         self._flat.zero(self._others)
 
     def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -58,7 +63,7 @@ class CastWeights:
         return self._optimizer.shadow(name)
 
     def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have `finish` call `write` with where the optimizer reads the gradients of `names`, float32 and contiguous.
+        """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
 
         So what others wait for, a gradient of the model's input, is not held up by gradients that nobody needs yet.
         """
@@ -70,12 +75,40 @@ class CastWeights:
         """Keep a parameter's gradient until `finish`."""
         self._taken[name] = gradient
 
+    def ahead_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`; its backward first writes the gradients that have been taken, beside what comes after.
+
+        Example: with the bottom MLP's output, the head's gradients are written while the bottom MLP's are computed.
+        """
+        return _Ahead.apply(tensor, self)
+
+    @torch.no_grad()
+    def write_beside(self) -> None:
+        """Write the gradients that have been taken by now, on a stream of their own."""
+        if self._stream is None:
+            self._write()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        self._beside += [self._taken, self._later]
+        with torch.cuda.stream(self._stream):
+            self._write()
+
     @torch.no_grad()
     def finish(self) -> None:
         """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
+        if self._beside:
+            assert self._stream is not None
+            torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
+            self._beside = []
+        self._write()
+        self._flat.zero(self._names - self._written)
+
+    def _write(self) -> None:
+        """Write what has been taken, and tell of it."""
         views = self._flat.gradients.views
         for names, write in self._later:
             write([views[name] for name in names])
+            self._tell(names)
         pairs = [(views[name], gradient) for name, gradient in self._taken.items()]
         # PyTorch takes all tensors by one kernel only if each pair has the same strides; one product's weight has not.
         alike = [(view, gradient) for view, gradient in pairs if view.stride() == gradient.stride()]
@@ -84,11 +117,13 @@ class CastWeights:
                 view.copy_(gradient)
         if alike:
             torch._foreach_copy_(*map(list, zip(*alike, strict=True)))  # type: ignore[arg-type]
-        written = [name for names, _ in self._later for name in names]
-        self._flat.zero(self._names - self._taken.keys() - set(written))
-        for name in (*written, *self._taken):
-            self._complete(name)
+        self._tell(self._taken)
         self._taken, self._later = {}, []
+
+    def _tell(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._written.add(name)
+            self._complete(name)
 
 
 class _CastOnce(torch.autograd.Function):
@@ -103,3 +138,17 @@ class _CastOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
         ctx.weights.take(ctx.name, gradients[0])
         return None, None, None, None
+
+
+class _Ahead(torch.autograd.Function):
+    """The tensor itself; in the backward, `CastWeights` writes what it has taken."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, weights: CastWeights) -> Any:
+        ctx.weights = weights
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.weights.write_beside()
+        return gradients[0], None

@@ -118,12 +118,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._group.size() > 1:  # all ranks start alike, as under DDP
             dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
         self._order = CommunicationOrder()
-        # Where casts write all gradients at once, nothing is gained by sending them in parts.
-        bucket_bytes = _BUCKET_BYTES if casts is None else self._flat.gradients.tensor.nbytes
         # The exchanges store to their peers, so whatever has come this far can do the same with dense gradients.
         timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
         stores = None if dense_reduce == "collective" else StoreOptions(wait_timeout_s=timeout_s)
-        self._buckets = GradientBuckets(self._flat, self._group, gradient_dtype, bucket_bytes, self._order, stores)
+        self._buckets = GradientBuckets(self._flat, self._group, gradient_dtype, _BUCKET_BYTES, self._order, stores)
         self._casts = casts
         if casts is not None:
             casts.on_complete(self._buckets.complete)
