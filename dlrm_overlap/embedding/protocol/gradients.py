@@ -9,7 +9,7 @@ from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.protocol.windows import WindowSpec
 
-_PART_BYTES = 16 << 20  # of a window: so much takes the links longer than the launches that a part costs
+_PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs
 _HEAVY = 0.25  # share of a rank's ids from which a table travels first
 _MOST_PARTS = 6  # from here on the host's launches cost more than they hide
 
