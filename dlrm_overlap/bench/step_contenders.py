@@ -81,7 +81,7 @@ STEP_CONTENDERS = {
 }
 
 # Those that `bench step` times where none are named.
-USUAL = ("torchrec", "torchrec_strongest", "torchrec_bf16_output", "pgas", "fused", "pgas_graph", "fused_graph")
+USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
 
 # Reference -> contender -> what it has beside torchrec, or what it lacks of pgas_graph, and has in its stead.
 ABLATION: Mapping[str, Mapping[str, str]] = {
