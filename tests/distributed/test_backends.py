@@ -1,6 +1,6 @@
 """Every backend trains as stock TorchRec does: the same losses, step by step, on two and four processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,9 @@ VARIANTS = {
     "collective": ("fused", ["--embedding.backward", "collective"]),
     "atomic": ("pgas", ["--embedding.backward", "atomic"]),
 }
-RESUMED = [
-    ("adagrad", "torchrec", "pgas"),
-    ("adagrad", "torchrec", "fused"),
-    ("adagrad", "pgas", "torchrec"),
-    ("rowwise_adagrad", "torchrec", "pgas"),
-    ("rowwise_adagrad", "fused", "torchrec"),
-]
+RESUMED = [("rowwise_adagrad", "torchrec", "pgas"), ("rowwise_adagrad", "fused", "torchrec")]
+RESUMED_MORE = [("adagrad", "torchrec", "pgas"), ("adagrad", "torchrec", "fused"), ("adagrad", "pgas", "torchrec")]
+QUICK = ("sgd", "rowwise_adagrad")  # optimizers of what every `make test` runs
 
 
 def _run(folder: Path, name: str, backend: str, optimizer: str, *options: str) -> None:
@@ -60,23 +56,27 @@ def _load_without_states(load: Callable[..., int]) -> Callable[..., int]:
     return load_and_forget
 
 
-def _train_with_all_optimizers(folder: Path) -> None:
+def _train_and_resume(folder: Path, optimizers: Iterable[str], resumed: Iterable[tuple[str, str, str]]) -> None:
     for backend in ("torchrec", *EXCHANGED):
-        for optimizer in LEARNING_RATE:
+        for optimizer in optimizers:
             _run(folder, f"{optimizer}_{backend}", backend, optimizer, *SAVING)
+    for each in resumed:
+        _resume(folder, "_then_".join(each), *each)
 
 
 def _train_on_two_ranks(folder: Path) -> None:
-    _train_with_all_optimizers(folder)
-    for backend in ("torchrec", *EXCHANGED):
-        _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
-    for resumed in RESUMED:
-        _resume(folder, "_then_".join(resumed), *resumed)
+    _train_and_resume(folder, QUICK, RESUMED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpointer, "load", _load_without_states(Checkpointer.load))
         _resume(folder, "forgotten", "rowwise_adagrad", "torchrec", "pgas")
     comm_ops.set_gradient_division(False)
     _run(folder, "undivided", "pgas", "sgd")
+
+
+def _train_more_on_two_ranks(folder: Path) -> None:
+    _train_and_resume(folder, [name for name in LEARNING_RATE if name not in QUICK], RESUMED_MORE)
+    for backend in ("torchrec", *EXCHANGED):
+        _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
 
 
 def _train_variants(folder: Path) -> None:
@@ -97,6 +97,11 @@ def _train_on_four_ranks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train_all(_train_on_two_ranks, 2, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def two_ranks_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _train_all(_train_more_on_two_ranks, 2, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +128,13 @@ def _assert_agrees(run: Path, reference: Path, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("backend", EXCHANGED)
-@pytest.mark.parametrize("optimizer", LEARNING_RATE)
-def test_two_ranks_agree(two_ranks: Path, backend: str, optimizer: str) -> None:
-    reference = two_ranks / f"{optimizer}_torchrec"
-    _assert_agrees(two_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
+@pytest.mark.parametrize(
+    "optimizer", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow) for o in LEARNING_RATE]
+)
+def test_two_ranks_agree(request: pytest.FixtureRequest, backend: str, optimizer: str) -> None:
+    folder: Path = request.getfixturevalue("two_ranks" if optimizer in QUICK else "two_ranks_more")
+    reference = folder / f"{optimizer}_torchrec"
+    _assert_agrees(folder / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
     losses = read_metrics(reference, "train/loss")
     assert min(losses.values()) < 0.95 * losses[1], "a run that learns nothing agrees with anything"
 
@@ -139,8 +147,9 @@ def test_four_ranks_agree(four_ranks: Path, backend: str, optimizer: str) -> Non
     _assert_agrees(four_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", EXCHANGED)
-@pytest.mark.parametrize("ranks", ["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", ["two_ranks_more", "four_ranks"])
 def test_tables_cut_by_columns(request: pytest.FixtureRequest, ranks: str, backend: str) -> None:
     folder = request.getfixturevalue(ranks)
     _assert_agrees(folder / f"columns_{backend}", folder / "columns_torchrec", LOSS_TOLERANCE["sgd"])
@@ -175,6 +184,12 @@ def _assert_continues(folder: Path, name: str, optimizer: str) -> None:
 @pytest.mark.parametrize(("optimizer", "writer", "reader"), RESUMED)
 def test_checkpoints_interchange(two_ranks: Path, optimizer: str, writer: str, reader: str) -> None:
     _assert_continues(two_ranks, f"{optimizer}_then_{writer}_then_{reader}", optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "writer", "reader"), RESUMED_MORE)
+def test_more_checkpoints_interchange(two_ranks_more: Path, optimizer: str, writer: str, reader: str) -> None:
+    _assert_continues(two_ranks_more, f"{optimizer}_then_{writer}_then_{reader}", optimizer)
 
 
 def test_a_state_that_does_not_cross_is_caught(two_ranks: Path) -> None:

@@ -51,15 +51,12 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "widths"),
     [
         ([], (3, 3)),
-        pytest.param(
-            ["--data.tables.count", "5", "--embedding.wire_dtype", "bf16", "--data.tables.zipf_alpha", "1.05"],
-            (3, 2),
-            marks=pytest.mark.slow,
-        ),
+        (["--data.tables.count", "5", "--embedding.wire_dtype", "bf16", "--data.tables.zipf_alpha", "1.05"], (3, 2)),
     ],
     ids=["equal", "unequal_bf16_zipf"],
 )

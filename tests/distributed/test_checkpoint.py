@@ -56,6 +56,7 @@ def test_a_checkpoint_half_written_is_not_found(whole: Path, tmp_path: Path) -> 
     _assert_continues(run, whole, 0.0)
 
 
+@pytest.mark.slow
 def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> None:
     result = run_cli(
         *["train", "--config", "configs/quickstart.yaml", "--log.dir", str(tmp_path), "--train.optimizer", "adam"],
@@ -66,6 +67,7 @@ def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> No
     assert "has optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']" in line
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_was(whole: Path) -> None:
     files = [path for path in whole.rglob("*") if path.is_file()]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

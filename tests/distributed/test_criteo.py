@@ -27,6 +27,7 @@ def test_prepare_and_train_on_the_kaggle_sample(tmp_path: Path) -> None:
     assert auroc >= 0.66  # on the last quarter, held out; one epoch of the other three
 
 
+@pytest.mark.slow
 def test_train_on_the_text_itself(tmp_path: Path) -> None:
     assert FOLDER is not None
     text = str(Path(FOLDER) / "criteo_kaggle_1999.tsv")

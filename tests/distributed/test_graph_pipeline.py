@@ -346,6 +346,8 @@ def _run_case(case: str) -> None:
 CAPTURED = [case for case in CASES if case.startswith("captured")]
 QUICK_ALONE = ["ends and resets", "another optimizer"]
 SLOW_OF_TWO = [
+    "dot, bf16",
+    "torchrec, then graph, bf16",
     "dcn, fp32",
     "dcn, in place",
     "dense gradients by gloo",

@@ -309,11 +309,26 @@ def _run(case: str) -> None:
     CASES[case]()
 
 
+MORE = [case for case in CASES if "int64" in case or "device, ranges" in case]
+QUICK = [case for case in CASES if case not in MORE]
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run, 2, tmp_path_factory.mktemp("ids"), list(CASES))
+    return run_cases(_run, 2, tmp_path_factory.mktemp("ids"), QUICK)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def more_ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    return run_cases(_run, 2, tmp_path_factory.mktemp("ids"), MORE)
+
+
+@pytest.mark.parametrize("case", QUICK)
 def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
     ended(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE)
+def test_two_ranks_more(more_ended: Callable[[str], None], case: str) -> None:
+    more_ended(case)

@@ -129,6 +129,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fused_collective": {"backend": "fused", "backward": "collective"},
 }
 PUSHING = ("pgas", "fused")
+COLLECTIVE = ("pgas_collective", "fused_collective")  # `nccl` has the same backward
+EVERY_WAY = [pytest.param(way, marks=pytest.mark.slow) if way in COLLECTIVE else way for way in WAYS]
 
 
 def _make_plan(case: Case, model: Model, sharder: ModuleSharder) -> ShardingPlan:
@@ -164,8 +166,8 @@ def _train(case: Case, sharder: ModuleSharder) -> dict[str, Any]:
     return train(model, _make_plan(case, model, sharder), sharder, list(_batches(case)), case.pipeline)
 
 
-def _train_all(folder: Path) -> None:
-    """Train every case with stock TorchRec and with the drop-in in every way, and save what all gave."""
+def _train_all(folder: Path, *ways: str) -> None:
+    """Train every case with stock TorchRec and with the drop-in in `ways`, and save what all gave."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -173,21 +175,34 @@ def _train_all(folder: Path) -> None:
     for name, case in CASES.items():
         params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, **case.fused_params}
         saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params)))}
-        for way, options in WAYS.items():
+        for way in ways:
             messages.clear()
-            ours = _train(case, OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **options))
+            ours = _train(case, OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **WAYS[way]))
             saved[way] = ours | {"log": list(messages)}
         torch.save(saved, folder / f"{name}_{dist.get_rank()}.pt")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharder")
-    run_ranks(_train_all, 2, folder)
+    run_ranks(_train_all, 2, folder, *(way for way in WAYS if way not in COLLECTIVE))
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.fixture(scope="module")
+def collective(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("collective")
+    run_ranks(_train_all, 2, folder, *COLLECTIVE)
+    return folder
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, way: str) -> Path:
+    """What the ranks saved that trained in `way`."""
+    return request.getfixturevalue("collective" if way in COLLECTIVE else "others")
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
     case = CASES[name]
@@ -212,7 +227,7 @@ def _why_not_captured(way: str) -> str | None:
     return None if way in PUSHING else f"backend {backend} with backward collective waits for the host"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", CASES)
 def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
     case, backend = CASES[name], WAYS[way]["backend"]

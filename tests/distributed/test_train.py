@@ -132,6 +132,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_in_one_line(tmp_path: Path) ->
     assert not list(tmp_path.glob("pgas/checkpoints/*"))
 
 
+@pytest.mark.slow
 def test_early_stop_at_the_target(several: Path) -> None:
     auroc = read_metrics(several / "early", "eval/auroc")
     last = max(auroc)
@@ -141,6 +142,7 @@ def test_early_stop_at_the_target(several: Path) -> None:
     assert json.loads((several / "early" / "summary.json").read_text())["steps"] == last
 
 
+@pytest.mark.slow
 def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, several: Path) -> None:
     files = sorted((several / "traced" / "traces").iterdir())
     assert [file.name for file in files] == [f"steps_3_4_rank_{rank}.json.gz" for rank in range(2)]
@@ -174,5 +176,6 @@ def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None
     assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0: table 7, id of sample 555, column 0 is 50, not below 50")
 
 
+@pytest.mark.slow
 def test_one_epoch_of_a_finite_data_set(several: Path) -> None:
     assert list(read_metrics(several / "epoch", "train/loss")) == list(range(1, 750 // 64 + 1))

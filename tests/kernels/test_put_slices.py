@@ -34,7 +34,13 @@ def test_windows_and_flags(case: Case) -> None:
 
 @pytest.mark.parametrize("schedule", [*(pytest.param(s, marks=pytest.mark.slow) for s in OTHER_SCHEDULES), "balanced"])
 @pytest.mark.parametrize("slice_tasks", [1, 2, 16])
-@pytest.mark.parametrize("tuning", [Tuning(2, unroll=2, num_warps=1), Tuning(4, unroll=1, num_warps=1, groups=2)])
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        pytest.param(Tuning(2, unroll=2, num_warps=1), marks=pytest.mark.slow),
+        Tuning(4, unroll=1, num_warps=1, groups=2),
+    ],
+)
 def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning) -> None:
     case = Case((5, 9, 2), (2, 1, 1), dim=4, schedule=schedule, longest=2, tuning=tuning)
     world = SlicedWorld(case, slice_tasks, first_slot=3, spare=2)

@@ -25,7 +25,7 @@ RANGES = (
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("means", [False, True], ids=["sums", "means"])
-@pytest.mark.parametrize("dim", [4, 12, 128, 1020, 1024])
+@pytest.mark.parametrize("dim", [4, 12, 128, 1020, pytest.param(1024, marks=pytest.mark.slow)])
 def test_rows_are_updated_once_by_the_sum_of_their_gradients(optimizer: str, means: bool, dim: int) -> None:
     model = Model(Case((replace(MIXED, dim=dim, optimizer=optimizer, means=means),)))
     bags_by_key = list(zip(model.keys.tolist(), model.bags.tolist(), strict=True))
@@ -52,7 +52,7 @@ def test_a_row_in_every_bag(optimizer: str) -> None:
         ((4, 5, 4, 0, 8, 9), 2 + 2 + 3),
         ((16, 17), 4 + 2),
         ((1, 256, 2, 257), 16 + 5),
-        ((1, 4097), 17),
+        pytest.param((1, 4097), 17, marks=pytest.mark.slow),
         ((5,) * 20, 40),
     ],
 )
