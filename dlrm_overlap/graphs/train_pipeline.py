@@ -8,7 +8,7 @@ take in turn, and the two graphs are replayed alternately:
     ids' stream     send the ids of batch i + 1 ----
     lookup stream   lookup i ---
     main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
-    update stream                       sort ids i ---- | rows, as gradients arrive ------
+    update stream   sort ids i ----                       | rows, as gradients arrive ------
 
 What changes from step to step is in device memory: epochs and the number of the step, see `comm.counters`, and learning
 rates. What the step does between ranks is in one order, see `comm.order`. On CPUs, and before the capture, the same

@@ -186,3 +186,19 @@ def test_who_waits_for_gradients_is_told_of_each_once() -> None:
         assert sorted(told) == sorted(["autograd: scale", *used])
         assert all(gradient.any() for gradient in gradients), "they are in place when it is told"
         told.clear()
+
+
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_the_heads_gradients_are_written_before_the_bottom_mlps_are_computed(arch: str) -> None:
+    dense, told = Dense(arch, casts=True), list[str]()
+    assert dense.casts is not None
+    dense.casts.on_complete(told.append)
+    dense.casts.begin()
+    dense.logits(0).float().sum().backward()
+    early = list(told)
+    assert early, "nothing was written while the backward ran"
+    assert all("head" in name for name in early)
+    dense.casts.finish()
+    late = told[len(early) :]
+    assert late, "the bottom MLP's come behind the backward"
+    assert all("bottom" in name for name in late)
