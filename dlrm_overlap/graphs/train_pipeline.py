@@ -26,26 +26,24 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
-from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizer
 
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
-from dlrm_overlap.graphs.parts import dense_parameters, exchange_of, innermost, split_optimizer, why_not_captured
+from dlrm_overlap.graphs.dense_step import DenseStep
+from dlrm_overlap.graphs.parts import dense_parameters, exchange_of, split_optimizer, why_not_captured
 from dlrm_overlap.graphs.static_batch import StaticBatch
 
 log = logging.getLogger("dlrm_overlap")
 
-_BUCKET_BYTES = 16 << 20  # of dense gradients that are sent at once, at least
 _DENSE_REDUCE = ("auto", "collective", "stores")
 _WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and learn the order of the gradients
 
@@ -103,28 +101,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         assert self._group is not None, "the process group is made before the pipeline"
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
-        self._dense, self._fused = split_optimizer(optimizer)
-        # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
-        self._flat_optimizers = [each for each in map(innermost, self._dense) if isinstance(each, FlatOptimizer)]
-        self._captures_update = len(self._flat_optimizers) == len(self._dense)
-        if self._captures and not self._captures_update:
-            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
-        # A wrapper that does more than to hold the optimizer wants all gradients at once.
-        self._updates_in_ranges = len(self._dense) == len(self._flat_optimizers) == 1 and type(self._dense[0]) in (
-            KeyedOptimizerWrapper,
-            FlatOptimizer,
-        )
-        self._flat = flat or FlatParameters(dense_parameters(model))
-        if self._group.size() > 1:  # all ranks start alike, as under DDP
-            dist.broadcast(self._flat.weights.tensor, group=self._group, group_src=0)
+        dense, self._fused = split_optimizer(optimizer)
         self._order = CommunicationOrder()
         # The exchanges store to their peers, so whatever has come this far can do the same with dense gradients.
         timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
         stores = None if dense_reduce == "collective" else StoreOptions(wait_timeout_s=timeout_s)
-        self._buckets = GradientBuckets(self._flat, self._group, gradient_dtype, _BUCKET_BYTES, self._order, stores)
-        self._casts = casts
-        if casts is not None:
-            casts.on_complete(self._buckets.complete)
+        flat = flat or FlatParameters(dense_parameters(model))
+        self._dense = DenseStep(dense, flat, casts, self._group, self._order, gradient_dtype, stores)
         self._streams = Streams(device)
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []
@@ -169,7 +152,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._fallback is None:
             for module in self._modules:
                 exchange_of(module).check()
-            self._buckets.check()
+            self._dense.check()
 
     def close(self) -> None:
         """Release the graphs, which must be gone before the process group, and memory that peers see.
@@ -180,7 +163,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._fallback is None:
             self._graphs = [None, None]
             try:
-                self._buckets.close()
+                self._dense.close()
             except RuntimeError:
                 self.check()
                 raise
@@ -201,16 +184,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._land(batches, 1 - parity)
             self._working[parity].copy_from(self._landing[parity])
             self._streams.step_is_issued(1 - parity)
-            for optimizer in self._flat_optimizers:
-                optimizer.cast_shadows()  # a checkpoint may have been loaded since the last step
+            self._dense.cast_shadows()  # a checkpoint may have been loaded since the last step
         if not self._sent:
             self._align(parity)
         self._follow_learning_rates()
         following = self._landed[1 - parity]
         output = self._take_step(parity, following)
-        if not self._captures_update:
-            for optimizer in self._dense:
-                optimizer.step()
+        self._dense.update_behind()
         self._streams.step_is_issued(parity)
         self._landed[parity] = False
         self._steps += 1
@@ -242,10 +222,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             return self._capture(parity).launch()
         if self._steps:
             return self._step(parity, following)
-        with self._finding_ids(), self._buckets.learn():
+        with self._finding_ids(), self._dense.learn():
             loss, output = self._forward(parity)
             loss.backward()
-        self._update()
+        self._dense.update()
         if following:
             self._bring_in(1 - parity)
             self._sent = True
@@ -258,30 +238,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 self._bring_in(1 - parity)
         loss, output = self._forward(parity)
         loss.backward()
-        self._update()
+        self._dense.update()
         for module in self._modules:
             exchange_of(module).finish_rows()
         self._streams.join_ids()
         return output
 
     def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
-        if self._casts is not None:
-            self._casts.begin()
-        else:
-            self._flat.zero()
+        self._dense.begin()
         losses, output = self._model.module(self._working[parity].batch)
         return losses.sum(dim=0), output
-
-    def _update(self) -> None:
-        if self._casts is not None:
-            self._casts.finish()
-        if self._updates_in_ranges:
-            self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
-            return
-        self._buckets.finish()
-        if self._captures_update:
-            for optimizer in self._dense:
-                optimizer.step()
 
     def _bring_in(self, parity: int) -> None:
         """Copy a batch that has landed to where the steps of `parity` read it, and send its ids."""
@@ -326,8 +292,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._learning_rates = rates
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
-        for optimizer in self._flat_optimizers:
-            optimizer.refresh()
+        self._dense.refresh()
         for module in self._modules:
             exchange_of(module).keep_rules_in_place()
 
@@ -349,7 +314,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @property
     def _counters(self) -> list[Counters]:
         """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
-        return [*(exchange_of(module).counters for module in self._modules), *self._buckets.counters]
+        return [*(exchange_of(module).counters for module in self._modules), *self._dense.counters]
 
     def _align(self, parity: int) -> None:
         """Send the ids of the batch at `parity` where none are under way.

@@ -1,0 +1,118 @@
+"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.graphs.parts import innermost
+
+log = logging.getLogger("dlrm_overlap")
+
+_BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
+
+
+class DenseStep:
+    """What a pipeline does for the dense parameters in a step: `begin`, forward and backward, `update`.
+
+    Both may be captured; then `update_behind` follows each launch of the graph.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        flat: FlatParameters,
+        casts: CastWeights | None,
+        group: dist.ProcessGroup,
+        order: CommunicationOrder,
+        gradient_dtype: torch.dtype,
+        stores: StoreOptions | None,
+    ) -> None:
+        """Take the parameters; all ranks start from rank 0's weights, which is a collective.
+
+        Args:
+            optimizers: of dense parameters, maybe within TorchRec's wrappers.
+            casts: through which the model gets its weights, if it does.
+            order: of all that goes between the ranks in a captured step.
+            gradient_dtype: in which gradients are sent, float32 or bfloat16.
+            stores: how they are reduced by stores; None leaves that to the group's collective.
+        """
+        self._optimizers, self._flat, self._casts = optimizers, flat, casts
+        # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
+        self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
+        self._captures_update = len(self._flat_optimizers) == len(optimizers)
+        if flat.device.type == "cuda" and not self._captures_update:
+            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
+        # A wrapper that does more than to hold the optimizer wants all gradients at once.
+        self._updates_in_ranges = len(optimizers) == len(self._flat_optimizers) == 1 and type(optimizers[0]) in (
+            KeyedOptimizerWrapper,
+            FlatOptimizer,
+        )
+        if group.size() > 1:
+            dist.broadcast(flat.weights.tensor, group=group, group_src=0)
+        self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
+        if casts is not None:
+            casts.on_complete(self._buckets.complete)
+
+    @property
+    def counters(self) -> Sequence[Counters]:
+        """What a captured step advances."""
+        return self._buckets.counters
+
+    def learn(self) -> AbstractContextManager[None]:
+        """Return a context that finds out in which order a backward completes the gradients."""
+        return self._buckets.learn()
+
+    def begin(self) -> None:
+        """Begin a step, before its forward."""
+        if self._casts is not None:
+            self._casts.begin()
+        else:
+            self._flat.zero()
+
+    def update(self) -> None:
+        """Reduce what the backward has left, and update the parameters."""
+        if self._casts is not None:
+            self._casts.finish()
+        if self._updates_in_ranges:
+            self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
+            return
+        self._buckets.finish()
+        if self._captures_update:
+            for optimizer in self._optimizers:
+                optimizer.step()
+
+    def update_behind(self) -> None:
+        """Take the steps of optimizers that cannot be captured."""
+        if not self._captures_update:
+            for optimizer in self._optimizers:
+                optimizer.step()
+
+    def cast_shadows(self) -> None:
+        """Write the shadows of the weights anew, where somebody may have changed weights since the last step."""
+        for optimizer in self._flat_optimizers:
+            optimizer.cast_shadows()
+
+    def refresh(self) -> None:
+        """Hand learning rates on that have changed."""
+        for optimizer in self._flat_optimizers:
+            optimizer.refresh()
+
+    def check(self) -> None:
+        """Raise what kernels have recorded; never waits for the device."""
+        self._buckets.check()
+
+    def close(self) -> None:
+        """Let go of the parameters, and of memory that peers see."""
+        self._buckets.close()
