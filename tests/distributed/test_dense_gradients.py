@@ -1,8 +1,7 @@
 """Two ranks with samples of their own get the mean of their gradients, and train as one under DDP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from dlrm_overlap.dense.optimizer import FlatOptimizer
 from tests.agreement import assert_same
 from tests.distributed import dense_stores
 from tests.distributed.models import world
-from tests.distributed.workers import run_cases
+from tests.distributed.workers import cases_on_ranks
 
 STEPS = 4
 
@@ -127,19 +126,9 @@ def _run(case: str) -> None:
     (CASES | SLOW)[case]()
 
 
-def _ranks(count: int, cases: Sequence[str]) -> Any:
-    """Return a fixture that runs `cases` on `count` ranks."""
-
-    @pytest.fixture(scope="module")
-    def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-        return run_cases(_run, count, tmp_path_factory.mktemp("gradients"), cases)
-
-    return ended
-
-
-two_ranks, two_ranks_more = _ranks(2, list(CASES)), _ranks(2, list(SLOW))
+two_ranks, two_ranks_more = cases_on_ranks(2, _run, list(CASES)), cases_on_ranks(2, _run, list(SLOW))
 OF_FOUR = [*dense_stores.QUICK, *(name for name in SLOW if "host" in name)]
-four_ranks = _ranks(4, OF_FOUR)
+four_ranks = cases_on_ranks(4, _run, OF_FOUR)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -25,7 +25,7 @@ from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
 from tests.distributed.tiny_stage import CPU, LEARNING_RATE, Stage
-from tests.distributed.workers import run_cases, run_ranks
+from tests.distributed.workers import cases_on_ranks, run_ranks
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
 BATCH_SIZES = [(3, 2, 4), (3, 2, 4), (1, 1, 1), (9, 2, 5), (2, 7, 1), (2, 7, 1)]  # the windows grow once
@@ -328,19 +328,13 @@ def _run_check(name: str) -> None:
     CHECKS[name](dist.get_rank(), dist.get_world_size())
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run_check, len(OWNERS), tmp_path_factory.mktemp("exchange"), _OF_PROTOCOL)
+ended = cases_on_ranks(len(OWNERS), _run_check, _OF_PROTOCOL)
+kernels_ended = cases_on_ranks(len(OWNERS), _run_check, _OF_KERNELS)
 
 
 @pytest.mark.parametrize("name", _OF_PROTOCOL)
 def test_three_ranks(ended: Callable[[str], None], name: str) -> None:
     ended(name)
-
-
-@pytest.fixture(scope="module")
-def kernels_ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run_check, len(OWNERS), tmp_path_factory.mktemp("kernels"), _OF_KERNELS)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train
-from tests.distributed.workers import quickstart, run_cases
+from tests.distributed.workers import cases_on_ranks, quickstart
 
 SAMPLES = 16
 SHAPE = ["--train.batch_size", str(SAMPLES), "--train.steps", "100", "--data.eval_samples", "80"]
@@ -370,19 +370,9 @@ def test_a_rank_alone(case: str) -> None:
     _run_case(case)
 
 
-def _ranks(count: int, cases: Sequence[str]) -> Any:
-    """Return a fixture that runs `cases` on `count` ranks."""
-
-    @pytest.fixture(scope="module")
-    def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-        return run_cases(_run_case, count, tmp_path_factory.mktemp("ranks"), cases)
-
-    return ended
-
-
-two_ranks = _ranks(2, QUICK_OF_TWO)
-two_ranks_more = _ranks(2, [case for case in CASES if case not in QUICK_OF_TWO])
-four_ranks = _ranks(4, OF_FOUR)
+two_ranks = cases_on_ranks(2, _run_case, QUICK_OF_TWO)
+two_ranks_more = cases_on_ranks(2, _run_case, [case for case in CASES if case not in QUICK_OF_TWO])
+four_ranks = cases_on_ranks(4, _run_case, OF_FOUR)
 
 
 @pytest.mark.parametrize("case", QUICK_OF_TWO)

@@ -23,7 +23,7 @@ from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
-from tests.distributed.workers import run_cases
+from tests.distributed.workers import cases_on_ranks
 
 BOTH = [([8, 4], [4]), ([8], [])]  # dims of each rank's tables: summed ones, averaged ones
 ALONE = [([8, 4], [4]), ([], [])]  # rank 1 holds none
@@ -313,14 +313,7 @@ MORE = [case for case in CASES if "int64" in case or "device, ranges" in case]
 QUICK = [case for case in CASES if case not in MORE]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run, 2, tmp_path_factory.mktemp("ids"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def more_ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    return run_cases(_run, 2, tmp_path_factory.mktemp("ids"), MORE)
+ended, more_ended = cases_on_ranks(2, _run, QUICK), cases_on_ranks(2, _run, MORE)
 
 
 @pytest.mark.parametrize("case", QUICK)

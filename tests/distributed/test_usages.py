@@ -7,7 +7,7 @@ import pytest
 from dlrm_overlap.backends import EXCHANGED
 from tests.distributed.models import CPU, world
 from tests.distributed.usages import USAGES, compare
-from tests.distributed.workers import run_cases
+from tests.distributed.workers import cases_on_ranks
 
 FAST = [f"{usage}-sgd" for usage in USAGES if usage != "compiled"]
 SLOW = ["compiled-sgd", *(f"{usage}-rowwise_adagrad" for usage in USAGES if usage != "compiled")]
@@ -20,14 +20,7 @@ def _compare(case: str) -> None:
     compare(usage, optimizer, [{"backend": backend} for backend in EXCHANGED], world(), CPU)
 
 
-@pytest.fixture(scope="module")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run_cases(_compare, 2, tmp_path_factory.mktemp("fast"), FAST)
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run_cases(_compare, 2, tmp_path_factory.mktemp("slow"), SLOW)
+fast, slow = cases_on_ranks(2, _compare, FAST), cases_on_ranks(2, _compare, SLOW)
 
 
 @pytest.mark.parametrize("case", FAST)

@@ -45,7 +45,9 @@ def run_ranks(
             process.kill()  # type: ignore[union-attr]
 
 
-def run_cases(run: Callable[[str], None], world_size: int, folder: Path, cases: Sequence[str]) -> Callable[[str], None]:
+def _run_cases(
+    run: Callable[[str], None], world_size: int, folder: Path, cases: Sequence[str]
+) -> Callable[[str], None]:
     """Run `run(case)` for each of `cases` on ranks as `run_ranks` does, up to the first that fails.
 
     Returns:
@@ -63,6 +65,19 @@ def run_cases(run: Callable[[str], None], world_size: int, folder: Path, cases: 
             pytest.fail(error if case == failed else f"did not run, since {failed} failed", pytrace=False)
 
     return check
+
+
+def cases_on_ranks(world_size: int, run: Callable[[str], None], cases: Sequence[str]) -> Any:
+    """Return a fixture of the module that assigns it: it runs `run(case)` for each of `cases` on as many ranks.
+
+    It gives what fails the test of a case that did not end well on all ranks.
+    """
+
+    @pytest.fixture(scope="module")
+    def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+        return _run_cases(run, world_size, tmp_path_factory.mktemp("ranks"), cases)
+
+    return ended
 
 
 def _run_each(folder: Path, run: Callable[[str], None], *cases: str) -> None:
