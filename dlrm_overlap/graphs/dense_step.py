@@ -1,6 +1,5 @@
 """The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters."""
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,8 +16,6 @@ from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.graphs.parts import innermost
-
-log = logging.getLogger("dlrm_overlap")
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
@@ -51,9 +48,8 @@ class DenseStep:
         self._optimizers, self._flat, self._casts = optimizers, flat, casts
         # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
         self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
-        self._captures_update = len(self._flat_optimizers) == len(optimizers)
-        if flat.device.type == "cuda" and not self._captures_update:
-            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
+        self.captures_update = len(self._flat_optimizers) == len(optimizers)
+        """whether `update` updates the parameters; otherwise `update_behind` does"""
         # A wrapper that does more than to hold the optimizer wants all gradients at once.
         self._updates_in_ranges = len(optimizers) == len(self._flat_optimizers) == 1 and type(optimizers[0]) in (
             KeyedOptimizerWrapper,
@@ -89,15 +85,17 @@ class DenseStep:
             self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
             return
         self._buckets.finish()
-        if self._captures_update:
-            for optimizer in self._optimizers:
-                optimizer.step()
+        if self.captures_update:
+            self._take_steps()
 
     def update_behind(self) -> None:
         """Take the steps of optimizers that cannot be captured."""
-        if not self._captures_update:
-            for optimizer in self._optimizers:
-                optimizer.step()
+        if not self.captures_update:
+            self._take_steps()
+
+    def _take_steps(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def cast_shadows(self) -> None:
         """Write the shadows of the weights anew, where somebody may have changed weights since the last step."""

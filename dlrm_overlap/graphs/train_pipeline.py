@@ -108,6 +108,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         stores = None if dense_reduce == "collective" else StoreOptions(wait_timeout_s=timeout_s)
         flat = flat or FlatParameters(dense_parameters(model))
         self._dense = DenseStep(dense, flat, casts, self._group, self._order, gradient_dtype, stores)
+        if self._captures and not self._dense.captures_update:
+            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
         self._streams = Streams(device)
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []

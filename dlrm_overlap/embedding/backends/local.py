@@ -12,7 +12,7 @@ import torch
 from dlrm_overlap.embedding.backends.base import Half
 from dlrm_overlap.embedding.backends.host import pool_on_host
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
-from dlrm_overlap.embedding.device.row_ranges import InputRows
+from dlrm_overlap.embedding.device.row_ranges import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, lengths_and_ids
 from dlrm_overlap.embedding.protocol.windows import WindowPair
@@ -127,8 +127,7 @@ class DeviceLocalLookup(LocalLookup):
 
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
         """Sort the ids, and add the gradient, all beside the main stream."""
-        if gradient.stride(1) != 1 or gradient.stride(0) % 4 or gradient.data_ptr() % 16:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        gradient = in_readable_rows(gradient)
         rows, own = self._input_rows(), self.own(step)
         ids = own.inputs[0]
         for tensor in (gradient, ids.values(), ids.offsets()):

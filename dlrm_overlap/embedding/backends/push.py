@@ -15,7 +15,7 @@ import torch
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
-from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange
+from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.device.rules import DeviceRules
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
@@ -107,8 +107,7 @@ class Push(WindowBackward):
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
         self.check()
-        if not _can_be_read(gradient):
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        gradient = in_readable_rows(gradient)
         self.windows.begin()
         self._issued.record(torch.cuda.current_stream(self.device))
         self._push_stream.wait_event(self._issued)
@@ -223,9 +222,3 @@ class Push(WindowBackward):
         """Forget what has a view of the windows."""
         self._peers, self._flags = [], []
         super().close()
-
-
-def _can_be_read(gradient: torch.Tensor) -> bool:
-    """Return whether the push reads a gradient where it lies: its rows are not strided, and begin at 16 bytes."""
-    row_bytes = gradient.stride(0) * gradient.element_size()
-    return gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0

@@ -148,3 +148,14 @@ class InputRows:
             info_B_mask=mask,
         )
         return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.input_features, row_units)
+
+
+def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient [b, D_total] as kernels read it: its rows are not strided, and begin at multiples of 16 bytes.
+
+    It is the gradient itself if that is so, and a copy otherwise.
+    """
+    row_bytes = gradient.stride(0) * gradient.element_size()
+    if gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0:
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
