@@ -94,7 +94,7 @@ class CopyEngine:
                     f"rows apart; transpose it back, or copy it first"
                 )
         pitches = [max(columns, each.stride(0)) * itemsize for each in (destination, source)]
-        from cuda.bindings import runtime  # which the CPU stack lacks
+        from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
 
         _check(
             runtime.cudaMemcpy2DAsync,
@@ -149,7 +149,7 @@ class CopyEngine:
                 f"CopyEngine.wait_counter: {tuple(word.shape)} {word.dtype}, count {count}: must be one int64 and a "
                 f"count of 1 or more; pass such a view and count"
             )
-        from cuda.bindings import driver  # which the CPU stack lacks
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
 
         stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
         reached = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
