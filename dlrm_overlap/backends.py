@@ -47,13 +47,13 @@ BACKENDS = {
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
         Implementation(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
-        ("push", "collective", "atomic"),
+        ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
     ),
     "fused": Backend(
         "slices put by one persistent kernel as they are done",
         Implementation(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
-        ("push", "collective", "atomic"),
+        ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
         has_slices=True,
     ),
@@ -62,6 +62,7 @@ BACKENDS = {
 BACKWARDS = {
     "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
     "push": Implementation(cpu="host:HostPush", cuda="push:Push"),
+    "dma": Implementation(cpu="host:HostPush", cuda="push_copies:CopyPush"),
     "atomic": Implementation(cpu="host:HostPush", cuda="atomic:AtomicPush"),
 }
 

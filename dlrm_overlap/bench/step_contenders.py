@@ -64,6 +64,7 @@ STEP_CONTENDERS = {
     "pgas": _contender("pgas"),
     "fused": _contender("fused"),
     "pgas_graph": _pgas_graph(),
+    "pgas_graph_dma": _pgas_graph(embedding__backward="dma"),
     "fused_graph": _contender("fused", "graph", graphed=False),
     "torchrec_no_balance": _torchrec(embedding__plan="table_wise"),
     "torchrec_int32": _torchrec(int32_ids=True),
