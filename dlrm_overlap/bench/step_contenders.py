@@ -65,6 +65,7 @@ STEP_CONTENDERS = {
     "fused": _contender("fused"),
     "pgas_graph": _pgas_graph(),
     "fused_graph": _contender("fused", "graph", graphed=False),
+    "fused_graph_stores": _contender("fused", "graph", graphed=False, embedding__put="stores"),
     "torchrec_no_balance": _torchrec(embedding__plan="table_wise"),
     "torchrec_int32": _torchrec(int32_ids=True),
     "torchrec_compiled": _torchrec(compiled=True),
