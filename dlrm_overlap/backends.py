@@ -34,7 +34,7 @@ class Backend(NamedTuple):
     stores_to_peers: bool = False
     """it stores into the peers' memory: one host or NVLink domain; `GraphTrainPipeline` can capture its steps"""
     has_slices: bool = False
-    """it sends slices from a persistent kernel: `embedding.slice_bags` and `programs_per_sm` have an effect"""
+    """it sends slices from a persistent kernel: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
 
 
 BACKENDS = {

@@ -195,8 +195,12 @@ class EmbeddingConfig:
     rows stored straight into the peers' memory. fused: slices put by one persistent kernel as they are done"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
+    put: Literal["auto", "in_place", "stores"] = "auto"
+    """fused, on GPUs: how a slice gets into the peer's window. in_place: each pooled row is stored there at once.
+    stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. auto is in_place
+    where peers are reached by stores"""
     slice_bags: PositiveInt = 32
-    """fused: bags of a table in a slice, what one put sends; a power of two from 4 on"""
+    """fused: bags of a table in a slice, which has one ready flag; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
     backward: BackwardName = "auto"

@@ -66,6 +66,7 @@ STEP_CONTENDERS = {
     "pgas_graph": _pgas_graph(),
     "pgas_graph_dma": _pgas_graph(embedding__backward="dma"),
     "fused_graph": _contender("fused", "graph", graphed=False),
+    "fused_graph_stores": _contender("fused", "graph", graphed=False, embedding__put="stores"),
     "torchrec_no_balance": _torchrec(embedding__plan="table_wise"),
     "torchrec_int32": _torchrec(int32_ids=True),
     "torchrec_compiled": _torchrec(compiled=True),

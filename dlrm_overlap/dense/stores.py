@@ -3,17 +3,15 @@
 A rank averages its share of every piece and stores the mean at all ranks (`kernels.dense.all_reduce`). The gradient
 itself, or its copy in the type that travels, is in memory that peers read and write:
 
-    step e, rank r           READY e | wait for all | AVERAGE piece 0 | AVERAGE piece 1 | ..
-    rank r, current stream                              wait for all's piece 0 | update it | wait for piece 1 | ..
+    step e, rank r           ready e | wait for all's ready | average piece 0 | average piece 1 | ..
+    rank r, current stream                                  wait for all's piece 0 | update it | wait for piece 1 | ..
 
 Why nothing is read too late or overwritten too early. In step e, rank r's gradient is touched by others between two of
-its own doings: it raises READY when its backward has written the gradient, and it awaits the flag of each piece from
-every rank before it uses the piece. Owner w reads and overwrites its share of r's piece after READY of r, which it has
-awaited, and raises the piece's flag when both are done. So when r has awaited the flags of all pieces, nobody reads or
-writes its gradient any more before its next READY, and step e + 1 may overwrite it: in the next backward, which follows
-those waits on r's stream. Two windows that take turns are not needed. Pushed pieces have the same argument: SEND stands
-for READY, and the row of r in w's staging memory is read before w raises the piece's flag, which r awaits before it
-sends again.
+its own doings: it raises its ready flag when its backward has written the gradient, and it awaits the flag of each
+piece from every rank before it uses the piece. Owner w reads and overwrites its share of r's piece after r's ready
+flag, which it has awaited, and raises the piece's flag when both are done. So when r has awaited the flags of all
+pieces, nobody reads or writes its gradient any more before it raises its ready flag again, and step e + 1 may overwrite
+it: in the next backward, which follows those waits on r's stream. Two windows that take turns are not needed.
 
 Why captured steps do not block each other. Flags are raised and awaited in `comm.order`, but for the waits of the
 current stream, which run beside the pieces that follow. Such a wait is for flags that every rank raises without waiting
@@ -33,7 +31,7 @@ from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.reduction import Reduction
-from dlrm_overlap.dense.shares import Action, Kind, Piece, actions, cut
+from dlrm_overlap.dense.shares import Piece, Range, cut
 from dlrm_overlap.kernels.dense import reference
 from dlrm_overlap.kernels.dense.arguments import LINE
 
@@ -44,10 +42,8 @@ AWAITED = "dense gradients' flag"
 class StoreOptions(NamedTuple):
     """How gradients are reduced by stores."""
 
-    push: bool = False
-    """send shares to their owners' staging memory, rather than have the owners read them"""
     programs: int = 16
-    """of 32 warps, of each kernel that fills the links, on GPUs"""
+    """of 32 warps, of the kernel that fills the links, on GPUs"""
     piece_elements: int = 4 << 20
     """about so many are reduced at once, and updated while the next ones travel"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
@@ -74,8 +70,7 @@ class StoreReduction(Reduction):
         self.counters = (self._epochs,)
         self._arena: Arena | None = None
         self._ranges: Sequence[tuple[int, int]] = ()
-        self._pieces: list[list[Piece]] = []
-        self._actions: list[list[Action]] = []
+        self._cut: list[Range] = []
 
     @property
     def _gradients(self) -> torch.Tensor:
@@ -97,17 +92,11 @@ class StoreReduction(Reduction):
         Raises:
             InputError: if there is no room for it, or the ranks do not reach each other's memory.
         """
-        self._pieces = cut(self._ranges, self._options.piece_elements, self._world_size)
-        self._actions, slots = [], 0
-        for pieces in self._pieces:
-            self._actions.append(actions(pieces, self._options.push, slots))
-            slots = self._actions[-1][-1].slot + 1
-        last = self._pieces[-1][-1]
-        staging = (last.staging + last.share * self._world_size) * LINE if self._options.push else 0
+        self._cut = cut(self._ranges, self._options.piece_elements, self._world_size)
+        last = self._cut[-1].pieces[-1]
         regions = {
             "gradients": Region((self._gradients.numel(),), self._dtype),
-            "staging": Region((staging,), self._dtype),
-            "flags": Region((self._world_size, slots), torch.int64),
+            "flags": Region((self._world_size, last.slot + 1), torch.int64),
         }
         try:
             arena = open_arena(regions, self._group, self._flat.device)
@@ -127,30 +116,22 @@ class StoreReduction(Reduction):
         arena = self._arena or self._open()
         if number == 0:
             self._epochs.each[0].value += 1
-        pieces = self._pieces[number]
-        for action in self._actions[number]:
-            piece = pieces[action.piece]
-            if action.kind == Kind.READY:
-                self._copy_to(arena, number)
-                self._raise(action.slot)
-            elif action.kind == Kind.SEND:
-                self._send(piece, action.slot)
-            elif action.kind == Kind.WAIT:
-                self._wait(action.slot)
-            else:
-                self._average(piece, action.slot)
+        ready, pieces = self._cut[number]
+        self._copy_to(arena, number)
+        self._raise(ready)
+        self._wait(ready)
+        for piece in pieces:
+            self._average(piece)
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
         """Wait for one piece after the other."""
         assert self._arena is not None
-        for pieces, issued in zip(self._pieces, self._actions, strict=True):
-            for action in issued:
-                if action.kind == Kind.AVERAGE:
-                    self._await_arrival(action.slot)
-                    piece = pieces[action.piece]
-                    self._copy_from(self._arena, piece.begin * LINE, piece.end * LINE)
-                    yield piece.end * LINE
+        for _, pieces in self._cut:
+            for piece in pieces:
+                self._await_arrival(piece.slot)
+                self._copy_from(self._arena, piece.begin * LINE, piece.end * LINE)
+                yield piece.end * LINE
         if stream is not None:  # which is done by then, but a capture asks for it
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
 
@@ -174,12 +155,8 @@ class StoreReduction(Reduction):
         """Raise this rank's flag `slot` at every rank, after all before it on the current stream."""
 
     @abstractmethod
-    def _send(self, piece: Piece, slot: int) -> None:
-        """Store the shares of a piece to their owners, then raise the flag."""
-
-    @abstractmethod
-    def _average(self, piece: Piece, slot: int) -> None:
-        """Store the mean of this rank's share of a piece to all ranks, then raise the flag."""
+    def _average(self, piece: Piece) -> None:
+        """Store the mean of this rank's share of a piece to all ranks, then raise the piece's flag."""
 
     @abstractmethod
     def _wait(self, slot: int) -> None:
@@ -210,31 +187,11 @@ class HostStores(StoreReduction):
         for peer in range(self._world_size):
             self._host.raise_flag("flags", peer, slot, self._epoch)
 
-    def _own_share(self, piece: Piece, rank: int) -> slice:
-        """Return where the share of `rank` is in the flat tensor."""
-        first = piece.first(rank)
-        return slice(first * LINE, (first + piece.lines(rank)) * LINE)
-
-    def _row(self, piece: Piece, rank: int, lines: int) -> slice:
-        """Return where what `rank` sends is in the staging memory of an owner of `lines` lines."""
-        first = piece.staging + rank * piece.share
-        return slice(first * LINE, (first + lines) * LINE)
-
-    def _send(self, piece: Piece, slot: int) -> None:
-        for turn in range(self._world_size):
-            owner = (self._rank + 1 + turn) % self._world_size
-            staging = self._host.view("staging", owner)
-            row = self._row(piece, self._rank, piece.lines(owner))
-            staging[row].copy_(self._gradients[self._own_share(piece, owner)])
-        self._raise(slot)
-
-    def _average(self, piece: Piece, slot: int) -> None:
-        ranks, own = range(self._world_size), self._own_share(piece, self._rank)
-        targets = [self._host.view("gradients", rank)[own] for rank in ranks]
-        staging, lines = self._host.local("staging"), piece.lines(self._rank)
-        rows = [staging[self._row(piece, rank, lines)] for rank in ranks]
-        reference.average_share(rows if self._options.push else targets, targets)
-        self._raise(slot)
+    def _average(self, piece: Piece) -> None:
+        first = piece.first(self._rank)
+        own = slice(first * LINE, (first + piece.lines(self._rank)) * LINE)
+        reference.average_share([self._host.view("gradients", rank)[own] for rank in range(self._world_size)])
+        self._raise(piece.slot)
 
     def _wait(self, slot: int) -> None:
         counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32)

@@ -16,6 +16,7 @@ from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PUTS = ("in_place", "stores")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ExchangeOptions:
     """one of `backends.EXCHANGED`"""
     schedule: str = "auto"
     """order of the tasks: linear | remote_first | balanced | auto"""
+    put: str = "auto"
+    """backends with slices, on GPUs: how a slice gets into the peer's window, one of PUTS, or auto"""
     slice_bags: int = EmbeddingConfig.slice_bags
     """backends with slices: bags in a slice"""
     programs_per_sm: int | None = None
@@ -67,6 +70,11 @@ class ExchangeOptions:
     def resolved_schedule(self) -> str:
         """The order of the tasks that is taken: `schedule`, or what auto stands for."""
         return resolve_schedule(self.schedule, load_store_peers=True)
+
+    @property
+    def resolved_put(self) -> str:
+        """The put that is taken: `put`, or what auto stands for, in_place where peers are reached by stores: always."""
+        return "in_place" if self.put == "auto" else self.put
 
 
 class StepCounters(Counters):

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
@@ -41,6 +41,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         *,
         backend: str = "pgas",
         schedule: str = "auto",
+        put: str = "auto",
         slice_bags: int = EmbeddingConfig.slice_bags,
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
@@ -72,6 +73,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         for name, value, known in (
             ("backend", backend, EXCHANGED),
             ("schedule", schedule, ("auto", *SCHEDULES)),
+            ("put", put, ("auto", *PUTS)),
             ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
             ("output_order", output_order, ("plan", "model")),
@@ -86,6 +88,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         self.options = ExchangeOptions(
             backend,
             schedule,
+            put,
             slice_bags,
             programs_per_sm,
             gradient_parts,
@@ -148,6 +151,7 @@ def build_sharder(
             fused_params,
             backend=config.backend,
             schedule=config.schedule,
+            put=config.put,
             slice_bags=config.slice_bags,
             programs_per_sm=config.programs_per_sm,
             wire_dtype=wire_dtype,

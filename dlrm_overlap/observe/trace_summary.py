@@ -25,7 +25,7 @@ _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
-    "all-reduce": r"AllReduce|_average_share|_send_shares",
+    "all-reduce": r"AllReduce|_average_share",
     "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_find_ranges|_cut_runs",

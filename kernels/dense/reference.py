@@ -7,17 +7,17 @@ import torch
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, FlatUpdate
 
 
-def average_share(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Store the mean of the sources, added up in float32 in their order, to all targets; all of one type.
+def average_share(shares: Sequence[torch.Tensor]) -> None:
+    """Store the mean of one rank's share, as each rank has it, over all of them; float32 sums in the ranks' order.
 
-    Example: sources [1, 2] and [5, 6], of which each rank's is its target, too: both become [3, 4].
+    Example: shares [1, 2] and [5, 6]: both become [3, 4].
     """
-    total = sources[0].float()
-    for source in sources[1:]:
-        total = total + source
-    mean = (total * (1 / len(sources))).to(targets[0].dtype)
-    for target in targets:
-        target.copy_(mean)
+    total = shares[0].float()
+    for share in shares[1:]:
+        total = total + share
+    mean = (total * (1 / len(shares))).to(shares[0].dtype)
+    for share in shares:
+        share.copy_(mean)
 
 
 def begin_update(update: FlatUpdate) -> None:

@@ -2,10 +2,13 @@
 (arXiv 2305.06942, section 3).
 
 A slice is some consecutive bags of one feature for one destination, and is pooled in one or more tasks. Programs take
-tasks in the order of the schedule. A program pools its task into staging memory and counts it. The one whose count
-completes a slice puts the slice into the destination's window and raises the slice's flag there; the others go on with
-their next tasks meanwhile. Bags of this rank's own samples are stored straight into its window. No program waits before
-the end, where each awaits its share of the flags that the peers raise here.
+tasks in the order of the schedule. A program pools its task, stores the rows, and counts the task. The one whose count
+completes a slice raises the slice's flag at the destination. No program waits before the end, where each awaits its
+share of the flags that the peers raise here.
+
+Rows are stored straight into the destination's window, the paper's zero-copy variant. Or a put is given (`Slices.put`):
+then rows for peers are stored into staging memory, and the program that completes a slice puts it into the
+destination's window before it raises the flag, while the others go on with their next tasks.
 
 A grid of any size makes progress, beside any kernel that leaves room for one program, since no program needs another to
 be resident. A program waits only after it has found no task left in the ticket. By then every task has been drawn by a
@@ -25,7 +28,6 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, W
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
-from dlrm_overlap.kernels.forward.puts import put_by_stores
 from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, task_at
 
 # Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
@@ -63,23 +65,24 @@ def _put_slices(
     A task is GROUPS * BAGS bags of one feature for one destination; a slice is SLICE_TASKS tasks.
 
     Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. Pooled embeddings
-    of this rank's samples it stores into this rank's window, others into `staging` [W, F, b, DIM], or straight into the
-    peer's window where PUT is None. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds the
-    next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
+    of this rank's samples it stores into this rank's window, others straight into the peer's window where PUT is None,
+    or else into `staging` [W, F, b, DIM]. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds
+    the next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
     `epoch` + `clock_word` [1].
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
-    count completes the slice sets the count back to 0 (acquire, GPU scope), passes a barrier, and so sees what all
-    programs have staged for the slice. It puts the slice, passes a barrier, and raises the flag at the destination
-    (release, system scope). Stores into this rank's own window need no flag: the kernel's end orders them. With
-    END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see `await_flags`: FLAGS flags
-    from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
+    count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
+    its threads see what all programs have staged for the slice, and puts the slice. It passes a barrier and raises the
+    flag at the destination (release, system scope). Stores into this rank's own window need no flag: the kernel's end
+    orders them. With END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see
+    `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
-    Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order. Program A
-    draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B draws task 1
-    and stores samples 0 and 1 into this rank's window. It draws task 2 while A is at task 3, samples 2 and 3: it pools
-    and stages samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and raises the
-    flag there. Then A draws 4 and B draws 5: no such tasks, so both are through.
+    Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, with a PUT.
+    Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
+    draws task 1 and stores samples 0 and 1 into this rank's window. It draws task 2 while A is at task 3, samples 2 and
+    3: it pools and stages samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and
+    raises the flag there. Then A draws 4 and B draws 5: no such tasks, so both are through. Without a PUT, each task is
+    stored where the put would bring it, and program B, which counts 2 of 2, only raises the flag.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -158,7 +161,8 @@ class SliceState:
     """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
 
     staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put"""
+    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
+    empty where `Slices.put` is None"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
@@ -175,11 +179,11 @@ class Slices:
     """bags of a feature in a slice, a multiple of the tuning's task_bags"""
     first_slot: int
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
+    put: Any
+    """None: each task stores straight into the peer's window, and whoever completes a slice only raises its flag. Or a
+    @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged there"""
     end_wait: bool = True
     """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
-    put: Any = put_by_stores
-    """a @triton.jit function with `put_by_stores`' arguments; None lets each task store straight into the peer's window
-    without staging, so that whoever completes a slice only raises its flag"""
 
 
 _ARGUMENTS = (

@@ -35,11 +35,9 @@ CULPRIT = 1
 ROUNDED = 2e-2  # the interpreter cuts bfloat16 off, once for each rank and once for the mean
 
 
-def _reduction(
-    kind: type[StoreReduction], dtype: torch.dtype, push: bool, timeout_s: float = 60.0
-) -> tuple[FlatParameters, StoreReduction]:
+def _reduction(kind: type[StoreReduction], dtype: torch.dtype) -> tuple[FlatParameters, StoreReduction]:
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
-    reduction = kind(flat, world(), dtype, StoreOptions(push, 2, PIECE, timeout_s))
+    reduction = kind(flat, world(), dtype, StoreOptions(2, PIECE, 60.0))
     reduction.cut(RANGES)
     return flat, reduction
 
@@ -62,10 +60,10 @@ def _reduce(reduction: StoreReduction, flat: FlatParameters, late: Callable[[], 
     assert before == RANGES[-1][1]
 
 
-def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, push: bool, steps: int) -> None:
+def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, steps: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     source = random.Random(rank)
-    flat, reduction = _reduction(kind, dtype, push)
+    flat, reduction = _reduction(kind, dtype)
     gradient = flat.gradients.views["weight"]
 
     def late() -> None:
@@ -105,7 +103,7 @@ def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, push: bool, step
 def _check_dead_peer(kind: type[StoreReduction]) -> None:
     """All ranks but the culprit are told for whom they wait in vain."""
     timeout_s = 0.3 if kind is HostStores else 3e-7  # the interpreter counts turns, 1e9 a second
-    flat, reduction = _reduction(kind, torch.float32, False, 60.0)
+    flat, reduction = _reduction(kind, torch.float32)
     _reduce(reduction, flat, lambda: None)
     dist.barrier()
     if dist.get_rank() != CULPRIT:
@@ -157,12 +155,12 @@ def _check_updates(kind: type[StoreReduction]) -> None:
     buckets.close()
 
 
-def _host(push: bool, dtype: torch.dtype) -> Callable[[], None]:
-    return partial(_check_mean, HostStores, dtype, push, steps=30)
+def _host(dtype: torch.dtype) -> Callable[[], None]:
+    return partial(_check_mean, HostStores, dtype, steps=30)
 
 
-def _device(push: bool, dtype: torch.dtype, steps: int) -> Callable[[], None]:
-    return partial(_interpreted, partial(_check_mean, DeviceStores, dtype, push, steps))
+def _device(dtype: torch.dtype, steps: int) -> Callable[[], None]:
+    return partial(_interpreted, partial(_check_mean, DeviceStores, dtype, steps))
 
 
 def _interpreted(check: Callable[[], None]) -> None:
@@ -171,24 +169,17 @@ def _interpreted(check: Callable[[], None]) -> None:
 
 
 QUICK: dict[str, Callable[[], None]] = {
-    "stores, host, pull, float32": _host(False, torch.float32),
-    "stores, host, push, bfloat16": _host(True, torch.bfloat16),
+    "stores, host, float32": _host(torch.float32),
+    "stores, host, bfloat16": _host(torch.bfloat16),
     "stores, host, updates": partial(_check_updates, HostStores),
     "stores, host, dead peer": partial(_check_dead_peer, HostStores),
 }
-SLOW: dict[str, Callable[[], None]] = {
-    "stores, host, pull, bfloat16": _host(False, torch.bfloat16),
-    "stores, host, push, float32": _host(True, torch.float32),
-}
+SLOW: dict[str, Callable[[], None]] = {}
 if INTERPRETED:
     QUICK |= {
-        "stores, device, pull, float32": _device(False, torch.float32, 2),
-        "stores, device, push, bfloat16": _device(True, torch.bfloat16, 2),
+        "stores, device, float32": _device(torch.float32, 2),
+        "stores, device, bfloat16": _device(torch.bfloat16, 2),
         "stores, device, updates": partial(_interpreted, partial(_check_updates, DeviceStores)),
         "stores, device, dead peer": partial(_interpreted, partial(_check_dead_peer, DeviceStores)),
     }
-    SLOW |= {
-        f"stores, device, {'push' if push else 'pull'}, {dtype}, longer": _device(push, dtype, 8)
-        for push in (False, True)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
+    SLOW |= {f"stores, device, {dtype}, longer": _device(dtype, 8) for dtype in (torch.float32, torch.bfloat16)}

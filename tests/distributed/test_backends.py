@@ -26,7 +26,7 @@ VARIANTS = {
     "linear": ("pgas", ["--embedding.schedule", "linear"]),
     "remote_first": ("fused", ["--embedding.schedule", "remote_first"]),
     "small_slices": ("fused", ["--embedding.slice_bags", "4"]),
-    "one_slice": ("fused", ["--embedding.slice_bags", "1024"]),
+    "one_slice": ("fused", ["--embedding.slice_bags", "1024", "--embedding.put", "stores"]),
     "collective": ("fused", ["--embedding.backward", "collective"]),
     "atomic": ("pgas", ["--embedding.backward", "atomic"]),
 }

@@ -33,7 +33,9 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["contender"] for row in rows] == ["baseline", "torchrec", "nccl", "pgas", "fused", "pgas_copied"]
+    assert [row["contender"] for row in rows] == [
+        "baseline", "torchrec", "nccl", "pgas", "fused", "fused_in_place", "fused_stores", "pgas_copied"
+    ]  # fmt: skip
     for row in rows:
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
         assert shape == ["2", "6", "16", "128", "4"]

@@ -222,7 +222,9 @@ def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None
 def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
-    for backend, more in (("nccl", half), ("pgas", {}), ("pgas", half), ("fused", {}), ("fused", half)):
+    staged: dict[str, Any] = {"put": "stores"}
+    fused = [("fused", more) for more in ({}, half, staged, half | staged)]
+    for backend, more in (("nccl", half), ("pgas", {}), ("pgas", half), *fused):
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4, **more)
         forward = interpreted_forward(stage, _group(), options, samples=9)
         for number, sizes in enumerate(BATCH_SIZES[1:5]):
@@ -235,6 +237,8 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
                 time.sleep(0.05)  # nobody may overtake it
             assert_same(pooled, expected.to(options.output_dtype), f"{options}, step {number}")
             del pooled
+        for state in getattr(forward, "_states", {}).values():
+            assert (state.staging.numel() > 0) == (options.put == "stores"), "memory to stage in, only if it is used"
         forward.close()
 
 

@@ -390,6 +390,7 @@ def test_reasons_for_the_collective(
     [
         ("backend", "x"),
         ("schedule", "x"),
+        ("put", "x"),
         ("wire_dtype", "x"),
         ("backward", "x"),
         ("slice_bags", 3),

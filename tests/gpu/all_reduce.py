@@ -1,8 +1,8 @@
 """The command: `python -m tests.gpu.all_reduce --nproc 2`: how long the dense gradients' reduction takes, alone.
 
 Prints, for 16.8 M parameters, the reduction alone and the reduction with the update of the parameters (Adagrad with a
-bfloat16 shadow), captured: by NCCL, then by stores for each number of programs, number of pieces, way and type. Times
-are medians over replays of the slowest rank's mean over a graph's steps. `python -m tests.gpu.exchange dense_` checks
+bfloat16 shadow), captured: by NCCL, then by stores for each number of programs, number of pieces, and type. Times are
+medians over replays of the slowest rank's mean over a graph's steps. `python -m tests.gpu.exchange dense_` checks
 that the sums are right.
 """
 
@@ -103,16 +103,14 @@ def _measure(device: torch.device, say: Callable[[str], None]) -> None:
         say(_line("nccl", dtype, contender))
         contender.close()
     for dtype in TYPES:
-        for push in (False, True):
-            for pieces in PIECES:
-                stores = StoreOptions(push, PROGRAMS[0], ELEMENTS // pieces, _WAIT_S)
-                contender = Contender(device, TYPES[dtype], stores)
-                for programs in PROGRAMS:
-                    reduction: Any = contender.buckets._reduction
-                    reduction._options = stores._replace(programs=programs)
-                    way = "push" if push else "pull"
-                    say(_line(f"{way}, {pieces} pieces, {programs} programs", dtype, contender))
-                contender.close()
+        for pieces in PIECES:
+            stores = StoreOptions(PROGRAMS[0], ELEMENTS // pieces, _WAIT_S)
+            contender = Contender(device, TYPES[dtype], stores)
+            for programs in PROGRAMS:
+                reduction: Any = contender.buckets._reduction
+                reduction._options = stores._replace(programs=programs)
+                say(_line(f"stores, {pieces} pieces, {programs} programs", dtype, contender))
+            contender.close()
 
 
 def _run_rank(rank: int, world_size: int, port: int) -> None:

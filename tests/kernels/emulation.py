@@ -18,6 +18,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, T
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
+from dlrm_overlap.kernels.forward.puts import put_by_stores
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
 from tests.agreement import assert_same
@@ -240,11 +241,11 @@ class SlicedWorld(World):
         programs: int = 2,
         trace: bool = False,
         counts: Sequence[int] | None = None,
-        **options: Any,
+        put: Any = put_by_stores,
     ) -> None:
         """Run the persistent kernel of one rank; it waits at the end if `counts` say for what."""
         state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
-        slices = Slices(self.slice_bags, self.first_slot, end_wait=counts is not None, **options)
+        slices = Slices(self.slice_bags, self.first_slot, put, end_wait=counts is not None)
         put = SlicedPut(
             self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
             self.options(rank), slices,

@@ -1,4 +1,4 @@
-"""The kernels of the dense gradients' all-reduce under Triton's interpreter, several ranks in one process."""
+"""The kernel of the dense gradients' all-reduce under Triton's interpreter, several ranks in one process."""
 
 import os
 import subprocess
@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from dlrm_overlap.dense.shares import Piece, cut
-from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share, send_shares
+from dlrm_overlap.dense.shares import cut
+from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same
 from tests.conftest import ROOT
-from tests.kernels.emulation import CLOCK, GUARD, interpreted, to_wire
+from tests.kernels.emulation import CLOCK, interpreted, to_wire
 
 SLOTS, SLOT, EPOCH = 3, 1, 5
 TYPES = [torch.float32, torch.bfloat16]
@@ -30,7 +30,7 @@ class Ranks:
         self.gradients = [torch.randn(self.elements, generator=generator).pow(3) for _ in range(world_size)]
         self.flags = [torch.zeros(world_size, SLOTS, dtype=torch.int64) for _ in range(world_size)]
         self.counted = torch.zeros(1, dtype=torch.int32)
-        ((self.piece,),) = cut([(LINE, (lines + 1) * LINE)], 1 << 30, world_size)
+        ((_, (self.piece,)),) = cut([(LINE, (lines + 1) * LINE)], 1 << 30, world_size)
 
     def share_flags(self) -> ShareFlags:
         addresses = torch.tensor([flags.data_ptr() for flags in self.flags])
@@ -49,10 +49,6 @@ class Ranks:
         return slice(first * LINE, (first + self.piece.lines(rank)) * LINE)
 
 
-def _addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors])
-
-
 @interpreted
 @every_type
 @pytest.mark.parametrize("programs", [1, 3])
@@ -62,9 +58,9 @@ def test_owners_store_the_mean_of_their_share(world_size: int, lines: int, progr
     ranks.gradients = [to_wire(gradient, dtype) for gradient in ranks.gradients]
     before = [gradient.clone() for gradient in ranks.gradients]
     for rank in range(world_size):
-        sources = _addresses([gradient[ranks.share(rank)] for gradient in ranks.gradients])
+        shares = torch.tensor([gradient[ranks.share(rank)].data_ptr() for gradient in ranks.gradients])
         flags = ranks.share_flags()
-        average_share(sources, sources, dtype, ranks.piece.lines(rank), flags, rank, SLOT, EPOCH, programs)
+        average_share(shares, dtype, ranks.piece.lines(rank), flags, rank, SLOT, EPOCH, programs)
         ranks.check_flags(rank)
     total = before[0].float()
     for gradient in before[1:]:
@@ -78,32 +74,8 @@ def test_owners_store_the_mean_of_their_share(world_size: int, lines: int, progr
         assert_same(gradient, expected, f"gradient of rank {rank}")
 
 
-@interpreted
-@every_type
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(("world_size", "lines"), CASES[1:])
-def test_shares_land_at_their_owners(world_size: int, lines: int, own: bool, dtype: torch.dtype) -> None:
-    ranks = Ranks(world_size, lines)
-    piece: Piece = ranks.piece
-    landings = [torch.full(((world_size * piece.share + 1) * LINE,), GUARD, dtype=dtype) for _ in range(world_size)]
-    expected = [landing.clone() for landing in landings]
-    for rank, gradient in enumerate(ranks.gradients):
-        send_shares(
-            gradient, _addresses(landings), dtype, piece.begin, piece.end - piece.begin, piece.share, own,
-            ranks.share_flags(), rank, SLOT, EPOCH, programs=2,
-        )  # fmt: skip
-        ranks.check_flags(rank)
-        for owner in range(world_size):
-            if own or owner != rank:
-                share = gradient[ranks.share(owner)]
-                first = rank * piece.share * LINE
-                expected[owner][first : first + share.numel()] = to_wire(share, dtype)
-    for owner, landing in enumerate(landings):
-        assert_same(landing, expected[owner], f"landing of rank {owner}")
-
-
 @pytest.mark.slow
-def test_the_compiled_kernels_move_16_bytes_a_lane() -> None:
+def test_the_compiled_kernel_moves_16_bytes_a_lane() -> None:
     """By a process of its own: what is interpreted here cannot be compiled here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     argv = [sys.executable, "-m", "tests.kernels.all_reduce_vectors"]

@@ -13,8 +13,10 @@ from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
 
 OTHER_SCHEDULES = ("linear", "remote_first")
+PUTS = {"stores": put_by_stores, "in_place": None}
 
 pytestmark = interpreted
+every_put = pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
 
 
 def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
@@ -22,10 +24,11 @@ def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
         world.put_slices(rank, epoch, **options)
 
 
+@pytest.mark.parametrize("put", [put_by_stores, pytest.param(None, marks=pytest.mark.slow)], ids=PUTS)
 @every_case
-def test_windows_and_flags(case: Case) -> None:
+def test_windows_and_flags(case: Case, put: Any) -> None:
     world = SlicedWorld(case)
-    _run(world)
+    _run(world, put=put)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
@@ -33,6 +36,7 @@ def test_windows_and_flags(case: Case) -> None:
 
 
 @pytest.mark.parametrize("schedule", [*(pytest.param(s, marks=pytest.mark.slow) for s in OTHER_SCHEDULES), "balanced"])
+@every_put
 @pytest.mark.parametrize("slice_tasks", [1, 2, 16])
 @pytest.mark.parametrize(
     "tuning",
@@ -41,19 +45,20 @@ def test_windows_and_flags(case: Case) -> None:
         Tuning(4, unroll=1, num_warps=1, groups=2),
     ],
 )
-def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning) -> None:
+def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning, put: Any) -> None:
     case = Case((5, 9, 2), (2, 1, 1), dim=4, schedule=schedule, longest=2, tuning=tuning)
     world = SlicedWorld(case, slice_tasks, first_slot=3, spare=2)
-    _run(world)
+    _run(world, put=put)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
 
 
+@every_put
 @pytest.mark.parametrize("programs", [1, 3, 40])
-def test_any_number_of_programs(programs: int) -> None:
+def test_any_number_of_programs(programs: int, put: Any) -> None:
     world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
-    _run(world, programs=programs)
+    _run(world, programs=programs, put=put)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
@@ -117,7 +122,7 @@ def test_another_put_can_be_plugged_in() -> None:
     world.assert_flags(epoch=1)
 
 
-def test_tasks_can_store_in_place_without_staging() -> None:
+def test_in_place_nothing_is_staged() -> None:
     world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
     _run(world, put=None)
     world.assert_windows()

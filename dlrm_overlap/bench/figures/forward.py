@@ -28,7 +28,7 @@ Row = dict[str, Any]
 MakeContenders = Callable[[EmbeddingConfig, Workload], list[Contender]]
 ExtraColumns = Callable[[Contender, ForwardRequest], Row]
 
-_SETTINGS = ("schedule", "slice_bags", "programs_per_sm")
+_SETTINGS = ("schedule", "put", "slice_bags", "programs_per_sm")
 _SHOWN = (
     "contender", *_SETTINGS, "world_size", "median_ms", "p10_ms", "p90_ms", "host_ms",
     "fraction_of_limit", "speedup", "equal",

@@ -1,8 +1,8 @@
 """`bench occupancy`: how many programs of the persistent kernel should a multiprocessor run?
 
 Contenders: the baseline, and every backend that has slices, with 1, 2, 4, .. programs on each multiprocessor of the GPU
-as far as they fit, then with as many as fit. No extra column: `programs_per_sm` is a column of every figure of the
-forward. A CPU has no multiprocessors, so the figure needs GPUs.
+as far as they fit, then with as many as fit, all with the configuration's put. No extra column: `programs_per_sm` is a
+column of every figure of the forward. A CPU has no multiprocessors, so the figure needs GPUs.
 """
 
 from dataclasses import replace

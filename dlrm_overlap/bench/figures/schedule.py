@@ -1,6 +1,7 @@
 """`bench schedule`: in what order should a rank walk the destinations of its tasks?
 
-Contenders: the baseline, and every backend that stores into its peers' memory, under each schedule.
+Contenders: the baseline, and every backend that stores into its peers' memory, under each schedule and with the
+configuration's put.
 Extra columns: those of `harness.skew.Skew`, which say how evenly the ranks' own work is spread; the baseline has none.
 """
 

@@ -2,6 +2,9 @@
 
 Contenders: the baseline; `pgas`, which has no slices, to compare with; and every backend that has slices, with each of
 the sizes 4, 8, .., 128 bags. No extra column: `slice_bags` is a column of every figure of the forward.
+
+Slices are staged and copied (`stores`) unless `embedding.put` names another put: what one put sends is what the figure
+asks for, and in place a slice's size decides no more than how many flags are raised.
 """
 
 from dataclasses import replace
@@ -24,6 +27,7 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
 
 def _make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     sliced = [exchange_options(config, name) for name, backend in BACKENDS.items() if backend.has_slices]
-    variants = [replace(options, slice_bags=bags) for options in sliced for bags in _SLICE_BAGS]
+    put = "stores" if config.put == "auto" else config.put
+    variants = [replace(options, put=put, slice_bags=bags) for options in sliced for bags in _SLICE_BAGS]
     options = [exchange_options(config, "pgas"), *variants]
     return [Baseline(workload), *(Overlap(workload, variant) for variant in options)]

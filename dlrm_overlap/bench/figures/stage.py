@@ -1,7 +1,8 @@
 """`bench stage`: how long does the embedding stage's forward take under every backend, on one shape?
 
-Contenders: the baseline; TorchRec's own path; every backend whose exchange is ours; and `pgas` once more, which returns
-a copy of its window, as the drop-in does unless it is asked not to. No extra column.
+Contenders: the baseline; TorchRec's own path; every backend whose exchange is ours; `fused` once more for each put that
+it can be told by name, such as `fused_stores`; and `pgas` once more, which returns a copy of its window, as the drop-in
+does unless it is asked not to. No extra column.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, 
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
 from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.ranks import Ranks
 
 
@@ -22,8 +24,10 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
 
 def make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
+    fused = exchange_options(config, "fused")
+    by_put = [replace(fused, put=put) for put in PUTS if put != fused.put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
-    return [*every_backend(config, workload), Overlap(workload, copied)]
+    return [*every_backend(config, workload), *(Overlap(workload, options) for options in (*by_put, copied))]
 
 
 def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:

@@ -80,19 +80,25 @@ class TorchRec(Contender):
 
 
 class Overlap(Contender):
-    """One of our exchanges, named for its backend, with `_copied` added if the output is a copy of the window."""
+    """One of our exchanges, named for its backend.
+
+    The name goes on with the put if one is asked for by name, and with `copied` if the output is a copy of the window.
+    """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
-        super().__init__(options.backend + "_copied" * options.copy_output, workload)
+        has_slices = BACKENDS[options.backend].has_slices
+        put = f"_{options.put}" if has_slices and options.put != "auto" else ""
+        super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
         self.options = options
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
 
     def columns(self) -> dict[str, Any]:
-        """Return the schedule, and for a backend that has slices their size and the programs."""
+        """Return the schedule, and for a backend that has slices their put, their size and the programs."""
         has_slices = BACKENDS[self.options.backend].has_slices
         return {
             "schedule": self.options.resolved_schedule,
+            "put": self.options.resolved_put if has_slices else None,
             "slice_bags": self.options.slice_bags if has_slices else None,
             "programs_per_sm": self.options.programs_per_sm if has_slices else None,
         }

@@ -32,7 +32,8 @@ class Skew:
     skew_fraction: float
     """that difference over the own work of the rank that works longest"""
     put_us: float | None = None
-    """backends with slices, on GPUs: time that a program stores and puts, its mean on a rank, the greatest of ranks"""
+    """backends with slices, on GPUs: time that a program counts tasks, puts slices and raises their flags, its mean on
+    a rank, the greatest of ranks; the stores of pooled rows are not part of it"""
     wait_us: float | None = None
     """likewise the time that a program waits for peers at the end"""
 

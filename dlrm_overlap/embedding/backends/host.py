@@ -113,7 +113,11 @@ class HostZeroCopyForward(_HostWindowForward):
 
 
 class HostSlicedForward(_HostWindowForward):
-    """`fused`: a rank raises a flag behind each slice that it stores."""
+    """`fused`: a rank raises a flag behind each slice that it stores.
+
+    The option `put` has no effect: a slice is one tensor here, which goes from where it is pooled to the peer's window
+    by one copy, and there is nothing to be had by staging it.
+    """
 
     sliced = True
 

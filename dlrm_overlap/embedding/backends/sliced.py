@@ -9,13 +9,16 @@ from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, tuning_for
 from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
+from dlrm_overlap.kernels.forward.puts import put_by_stores
 
+_PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: what `Slices.put` says
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
 
 
 class SlicedForward(ZeroCopyForward):
     """Persistent kernels, one for each kind of shards; the last returns when all flags have been raised.
 
+    The option `put` says how rows get into the peers' windows: straight, or by way of staging memory of this GPU.
     A rank that has nothing to pool does as `pgas`: it only raises its flag, and awaits the others' in `finish`.
     """
 
@@ -23,6 +26,7 @@ class SlicedForward(ZeroCopyForward):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
+        self._put = _PUTS[self.options.resolved_put]
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self.traces: dict[int, torch.Tensor] = {}
@@ -44,7 +48,7 @@ class SlicedForward(ZeroCopyForward):
         for i, (shards, table) in enumerate(zip(self.lookup.pooled_together, tables, strict=True)):
             bags = self.lookup.bags(shards, step)
             options = self.lookup.pooling_options(self._tuning(table, bags))
-            slices = Slices(self.options.slice_bags, first_slot, end_wait=i == last)
+            slices = Slices(self.options.slice_bags, first_slot, self._put, end_wait=i == last)
             state = self._state(i, bags, table, options)
             put = SlicedPut(
                 bags=bags,
@@ -72,15 +76,21 @@ class SlicedForward(ZeroCopyForward):
         return tuning_for(table.dim, groups=2 if many else 1)
 
     def _state(self, i: int, bags: Bags, table: FeatureTable, options: PoolingOptions) -> SliceState:
-        """Return what the programs of kernel i share, for the largest batch so far."""
+        """Return what the programs of kernel i share, for the largest batch so far; staging memory if it is used."""
         here = self.world_size * table.entries.shape[0]
         tasks = here * -(-bags.samples_per_rank // options.tuning.task_bags)
-        staged = tasks * options.tuning.task_bags * table.dim
+        slices = here * self.slices(self.options, bags.samples_per_rank)
+        staged = 0 if self._put is None else tasks * options.tuning.task_bags * table.dim
+        traced = tasks if self.options.trace else 0
         state = self._states.get(i)
-        if state is None or state.staging.numel() < staged or len(self.traces.get(i, ())) < tasks * self.options.trace:
-            if self.options.trace:
-                self.traces[i] = torch.zeros(tasks, len(TRACE_COLUMNS), dtype=torch.int64, device=self.device)
-            slices = here * self.slices(self.options, bags.samples_per_rank)
+        if (
+            state is None
+            or state.staging.numel() < staged
+            or state.done.numel() < slices
+            or len(self.traces.get(i, ())) < traced
+        ):
+            if traced:
+                self.traces[i] = torch.zeros(traced, len(TRACE_COLUMNS), dtype=torch.int64, device=self.device)
             state = SliceState(
                 staging=torch.empty(staged, dtype=self.options.wire_dtype, device=self.device),
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),

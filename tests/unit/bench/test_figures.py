@@ -48,10 +48,13 @@ def _contenders(
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("stage", ["baseline", "torchrec", "nccl", "pgas", "fused", "pgas_copied"]),
+        (
+            "stage",
+            ["baseline", "torchrec", "nccl", "pgas", "fused", "fused_in_place", "fused_stores", "pgas_copied"],
+        ),
         ("weak", ["baseline", "torchrec", "nccl", "pgas", "fused"]),
         ("strong", ["baseline", "torchrec", "nccl", "pgas", "fused"]),
-        ("slice", ["baseline", "pgas", *["fused"] * 6]),
+        ("slice", ["baseline", "pgas", *["fused_stores"] * 6]),
         ("schedule", ["baseline", *["pgas"] * 3, *["fused"] * 3]),
     ],
 )
@@ -60,7 +63,9 @@ def test_contenders(
 ) -> None:
     found = _contenders(kind, config, workload, monkeypatch)
     assert [name for name, _ in found] == names
-    assert all((columns.get("slice_bags") is not None) == (name == "fused") for name, columns in found)
+    puts = {"fused": "in_place", "fused_in_place": "in_place", "fused_stores": "stores"}
+    assert all(columns.get("put") == puts.get(name) for name, columns in found)
+    assert all((columns.get("slice_bags") is not None) == (name in puts) for name, columns in found)
     if kind == "slice":
         assert [columns["slice_bags"] for _, columns in found[2:]] == [4, 8, 16, 32, 64, 128]
     if kind == "schedule":

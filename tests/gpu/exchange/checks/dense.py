@@ -108,8 +108,8 @@ class _Steps:
             each.set_arguments(captured)
 
 
-def _check_mean(place: Place, dtype: torch.dtype, push: bool, bucket: str) -> None:
-    stores = StoreOptions(push, programs=8, piece_elements=300_000, wait_timeout_s=60.0)
+def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
+    stores = StoreOptions(programs=8, piece_elements=300_000, wait_timeout_s=60.0)
     steps, chance = _Steps(place, dtype, stores, _BUCKETS[bucket]), random.Random(place.rank)
 
     def run(count: int, take: Callable[[], Any]) -> None:
@@ -161,10 +161,7 @@ def _check_lost_peer(place: Place, captured: bool) -> None:
 
 
 CHECKS = {
-    f"dense_{'push' if push else 'pull'}_{str(dtype).removeprefix('torch.')}_{bucket}": Check(
-        partial(_check_mean, dtype=dtype, push=push, bucket=bucket)
-    )
-    for push in (False, True)
+    f"dense_{str(dtype).removeprefix('torch.')}_{bucket}": Check(partial(_check_mean, dtype=dtype, bucket=bucket))
     for dtype in (torch.float32, torch.bfloat16)
     for bucket in _BUCKETS
 }

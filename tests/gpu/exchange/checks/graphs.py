@@ -16,6 +16,7 @@ from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.model import DLRM
@@ -95,11 +96,12 @@ def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool
     expected, expected_evaluated, trainer = _train(place, uncaptured)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
-    for backend in _BACKENDS:
+    for backend, put in (("pgas", "auto"), *(("fused", put) for put in PUTS)):
         config = _graph_config(place, backend, optimizer, known, data_parallel)
+        config = replace(config, embedding=replace(config.embedding, put=put))
         losses, evaluated, trainer = _train(place, config)
-        assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], backend)
-        assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{backend}, evaluated")
+        assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], f"{backend}, put {put}")
+        assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{backend}, put {put}, evaluated")
         rows = rows_of(trainer)
         assert rows.keys() == expected_rows.keys()
         _close(place, trainer)

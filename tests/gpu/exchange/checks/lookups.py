@@ -1,11 +1,13 @@
 """Outputs to the last bit: against FBGEMM's lookup, `all_to_all_single` and unpacking, and beyond 2^31 elements."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import PUTS, ExchangeOptions
 from dlrm_overlap.model import JoinInPlace
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
@@ -14,6 +16,11 @@ from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 BACKENDS = ("nccl", "pgas", "fused")
 _DIMS = (4, 12, 64, 92, 128, 256, 512, 1024)
 _SAMPLES = 333  # a rank's: not a multiple of any block
+
+
+def _by_put(backend: str) -> list[ExchangeOptions]:
+    """Return options of the backend, one for each of its puts."""
+    return [ExchangeOptions(backend, put=put) for put in (PUTS if backend == "fused" else ("auto",))]
 
 
 def _tables_of_all_dims(world_size: int) -> list[Table]:
@@ -58,7 +65,8 @@ def _check_dims(place: Place, backend: str, mean: bool) -> None:
     stage.fill(integers=False)
     batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(3)]
     wanted = [t for t, table in enumerate(tables) if table.mean == mean]
-    _assert_lookups(stage, ExchangeOptions(backend), batches, wanted)
+    for options in _by_put(backend):
+        _assert_lookups(stage, options, batches, wanted)
 
 
 def _check_ids(place: Place, backend: str) -> None:
@@ -76,7 +84,8 @@ def _check_wire(place: Place, backend: str) -> None:
     stage.fill(integers=False)
     batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
     for wire in (torch.bfloat16, torch.float16):
-        _assert_lookups(stage, ExchangeOptions(backend, wire_dtype=wire), batches)
+        for options in _by_put(backend):
+            _assert_lookups(stage, replace(options, wire_dtype=wire), batches)
 
 
 def _check_in_place(place: Place, backend: str) -> None:
@@ -85,8 +94,9 @@ def _check_in_place(place: Place, backend: str) -> None:
     stage = Stage(place, tables)
     stage.fill(integers=False)
     batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(4)]
-    for wire, leading in ((torch.bfloat16, 64), (torch.bfloat16, 12), (torch.float16, 8), (torch.float32, 128)):
-        options = ExchangeOptions(backend, wire_dtype=wire, output_dtype=wire, leading_columns=leading)
+    shapes = ((torch.bfloat16, 64), (torch.bfloat16, 12), (torch.float16, 8), (torch.float32, 128))
+    for (wire, leading), by_put in product(shapes, _by_put(backend)):
+        options = replace(by_put, wire_dtype=wire, output_dtype=wire, leading_columns=leading)
         _assert_lookups(stage, options, batches)
         exchange = stage.exchange(options)
         for step, batch in enumerate(batches):
@@ -106,8 +116,8 @@ def _check_schedules(place: Place, backend: str) -> None:
     stage = Stage(place, tables)
     stage.fill(integers=False)
     batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
-    for schedule in ("linear", "remote_first", "balanced", "auto"):
-        _assert_lookups(stage, ExchangeOptions(backend, schedule), batches)
+    for schedule, options in product(("linear", "remote_first", "balanced", "auto"), _by_put(backend)):
+        _assert_lookups(stage, replace(options, schedule=schedule), batches)
 
 
 def _check_slices(place: Place) -> None:
@@ -115,10 +125,8 @@ def _check_slices(place: Place) -> None:
     stage = Stage(place, tables)
     stage.fill(integers=False)
     batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
-    for slice_bags in (4, 32, 128):
-        for programs_per_sm in (1, None):
-            options = ExchangeOptions("fused", slice_bags=slice_bags, programs_per_sm=programs_per_sm)
-            _assert_lookups(stage, options, batches)
+    for slice_bags, programs_per_sm, options in product((4, 32, 128), (1, None), _by_put("fused")):
+        _assert_lookups(stage, replace(options, slice_bags=slice_bags, programs_per_sm=programs_per_sm), batches)
 
 
 def _check_sizes(place: Place, backend: str) -> None:
@@ -131,7 +139,8 @@ def _check_sizes(place: Place, backend: str) -> None:
     sizes = ([1] * place.world_size, uneven, uneven[::-1], grown, [_SAMPLES] * place.world_size, uneven)
     batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
     batches.insert(4, Batch(place, tables, grown, seed=9, empty=True))
-    _assert_lookups(stage, ExchangeOptions(backend), batches)
+    for options in _by_put(backend):
+        _assert_lookups(stage, options, batches)
 
 
 def _check_many_bags(place: Place, backend: str) -> None:
@@ -143,8 +152,8 @@ def _check_many_bags(place: Place, backend: str) -> None:
     crowded = [many if rank == 0 else 1 for rank in range(place.world_size)]
     sizes = ([many - 8] * place.world_size, crowded, [many] * place.world_size, crowded)
     batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
-    _assert_lookups(stage, ExchangeOptions(backend), batches)
-    _assert_lookups(stage, ExchangeOptions(backend, slice_bags=4), batches)
+    for slice_bags, options in product((32, 4), _by_put(backend)):
+        _assert_lookups(stage, replace(options, slice_bags=slice_bags), batches)
 
 
 @torch.no_grad()
@@ -202,22 +211,23 @@ def _check_large_windows(place: Place, backend: str) -> None:
     everyones = stage.fill(integers=True)
     samples = elements // (dim * place.world_size) + 100
     batch = Batch(place, tables, [samples] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions(backend))
-    for _ in range(2):
-        actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
-        assert actual.numel() > elements
-        for t, rows in enumerate(everyones):
-            bag, ids = batch.bags(t, place.rank)
-            expected = rows.new_zeros(samples, dim).index_copy_(0, bag, rows[ids])
-            assert_same(actual[:, stage.columns[t] : stage.columns[t + 1]], expected, f"{backend}, table {t}")
-            del expected
-        del actual
-    place.meet()
-    exchange.close()
+    for options in _by_put(backend):
+        exchange = stage.exchange(options)
+        for _ in range(2):
+            actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
+            assert actual.numel() > elements
+            for t, rows in enumerate(everyones):
+                bag, ids = batch.bags(t, place.rank)
+                expected = rows.new_zeros(samples, dim).index_copy_(0, bag, rows[ids])
+                assert_same(actual[:, stage.columns[t] : stage.columns[t + 1]], expected, f"{options}, table {t}")
+                del expected
+            del actual
+        place.meet()
+        exchange.close()
 
 
 CHECKS = (
-    {f"dims_{backend}": Check(partial(_check_dims, backend=backend, mean=False)) for backend in BACKENDS}
+    {f"dims_{backend}": Check(partial(_check_dims, backend=backend, mean=False), timeout_s=150) for backend in BACKENDS}
     | {f"mean_{backend}": Check(partial(_check_dims, backend=backend, mean=True)) for backend in BACKENDS}
     | {f"ids_{backend}": Check(partial(_check_ids, backend=backend)) for backend in BACKENDS}
     | {f"wire_{backend}": Check(partial(_check_wire, backend=backend)) for backend in BACKENDS}

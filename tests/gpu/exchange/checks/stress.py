@@ -127,15 +127,19 @@ def _stress(place: Place, options: ExchangeOptions) -> None:
     exchange.close()
 
 
-def _options(backend: str, **options: Any) -> ExchangeOptions:
-    return ExchangeOptions(backend, wait_timeout_s=20.0, **options)
+def _options(backend: str, schedule: str = "auto", **options: Any) -> ExchangeOptions:
+    return ExchangeOptions(backend, schedule, wait_timeout_s=20.0, **options)
 
 
 _RUNS = {
     "pgas": _options("pgas"),
-    "pgas_linear": _options("pgas", schedule="linear"),
+    "pgas_linear": _options("pgas", "linear"),
     "fused": _options("fused"),
     "fused_4_bags_1_program": _options("fused", slice_bags=4, programs_per_sm=1),
-    "fused_128_bags_2_programs": _options("fused", slice_bags=128, programs_per_sm=2, schedule="remote_first"),
+    "fused_stores": _options("fused", put="stores"),
+    "fused_stores_4_bags_1_program": _options("fused", put="stores", slice_bags=4, programs_per_sm=1),
+    "fused_stores_128_bags_2_programs": _options(
+        "fused", "remote_first", put="stores", slice_bags=128, programs_per_sm=2
+    ),
 }
 CHECKS = {f"stress_{name}": Check(partial(_stress, options=options)) for name, options in _RUNS.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import PUTS, ExchangeOptions
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
@@ -89,7 +89,7 @@ def used_bytes(place: Place) -> int:
 
 
 @torch.no_grad()
-def _check_memory(place: Place, backend: str) -> None:
+def _check_memory(place: Place, backend: str, put: str = "auto") -> None:
     """`close` gives windows and staging back, every time; so does making windows anew for a larger batch."""
     stage, everyones = _stage(place)
     window_bytes = 1 << (28 if place.on_gpu else 23)
@@ -101,7 +101,7 @@ def _check_memory(place: Place, backend: str) -> None:
         if cycle == 1:  # the first has loaded kernels and made what NCCL keeps
             before = used_bytes(place)
             place.meet()
-        exchange = stage.exchange(ExchangeOptions(backend))
+        exchange = stage.exchange(ExchangeOptions(backend, put=put))
         for batch in (small, large, small):
             actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
             if batch is small:
@@ -120,13 +120,13 @@ def _check_memory(place: Place, backend: str) -> None:
 
 
 @torch.no_grad()
-def _check_trace(place: Place) -> None:
+def _check_trace(place: Place, put: str) -> None:
     """Every task is traced once, in a program of the grid and on a multiprocessor that there are."""
     from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
 
     stage, everyones = _stage(place)
     batch = Batch(place, stage.tables, [333] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions("fused", programs_per_sm=2, trace=True))
+    exchange = stage.exchange(ExchangeOptions("fused", put=put, programs_per_sm=2, trace=True))
     for _ in range(3):
         actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
         forward: Any = exchange._open().forward
@@ -163,5 +163,6 @@ CHECKS = (
     {f"side_by_side_{backend}": Check(partial(_check_side_by_side, backend=backend)) for backend in _BACKENDS}
     | {f"held_{backend}": Check(partial(_check_held, backend=backend)) for backend in _BACKENDS}
     | {f"memory_{backend}": Check(partial(_check_memory, backend=backend)) for backend in _BACKENDS}
-    | {"trace": Check(_check_trace, gpu_only=True)}
+    | {"memory_fused_stores": Check(partial(_check_memory, backend="fused", put="stores"))}
+    | {f"trace_{put}": Check(partial(_check_trace, put=put), gpu_only=True) for put in PUTS}
 )
