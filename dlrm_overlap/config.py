@@ -195,10 +195,10 @@ class EmbeddingConfig:
     rows stored straight into the peers' memory. fused: slices put by one persistent kernel as they are done"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
-    put: Literal["auto", "in_place", "stores"] = "auto"
+    put: Literal["auto", "in_place", "stores", "dma"] = "auto"
     """fused, on GPUs: how a slice gets into the peer's window. in_place: each pooled row is stored there at once.
-    stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. auto is in_place
-    where peers are reached by stores"""
+    stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. dma: rows are
+    staged, and copy engines take them, some megabytes at a time. auto is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
     """fused: bags of a table in a slice, which has one ready flag; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None

@@ -37,6 +37,7 @@ class Counter:
     def settle(self) -> None:
         """Make `number` the number, on the current stream, if it is not."""
         if self._number != self.value:
+            assert not (self.number.is_cuda and torch.cuda.is_current_stream_capturing()), "it would be replayed"
             self.number.fill_(self.value)
             self._number = self.value
 
@@ -66,12 +67,12 @@ class Counters:
             counter._rise()
 
     def settle(self) -> None:
-        """Make each `number` its number, before a step is captured that only advances it."""
+        """Make each `number` the number, before steps are captured or replayed, which only advance it."""
         for counter in self.each:
             counter.settle()
 
     def set_arguments(self, arguments: list[int]) -> None:
-        """Set the words so that every counter's argument becomes the one that was captured, and settle the numbers.
+        """Set the words so that every counter's argument becomes the one that was captured.
 
         All that reads the words must be ordered before this on the current stream.
         """
@@ -80,4 +81,3 @@ class Counters:
             if counter.on_device != word:
                 counter.word.fill_(word)
                 counter.on_device = word
-            counter.settle()

@@ -21,7 +21,7 @@ from dlrm_overlap.kernels.backward.push_gradients import PartFlags
 
 
 class CopyPush(Push):
-    """Gradients by copies; a gradient whose type is not the wire's, or that must be cast, goes by stores."""
+    """Gradients by copies, and rows updated as by `Push`. A gradient of another type than the wire's is cast first."""
 
     awaits_itself = False  # its own gradient is stored in front of the update, on the same stream
 
@@ -47,6 +47,10 @@ class CopyPush(Push):
     def is_stored(self, owner: int) -> bool:
         """Return whether the kernel stores what goes to `owner`: only to this rank itself."""
         return owner == self.rank
+
+    def start(self, step: Step, gradient: torch.Tensor) -> None:
+        """Send the gradient, and update the rows as gradients arrive, all beside the current stream."""
+        super().start(step, gradient.to(self.options.wire_dtype))
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Send the parts [first, end) of the gradient to the peers, on the engine's stream."""
