@@ -151,7 +151,7 @@ class CollectivesRequest(Request):
     iterations: int = _option(20, "timed calls of each contender at each size", type=PositiveInt)
 
     def __post_init__(self) -> None:
-        check_contenders(self.contenders, COLLECTIVE_CONTENDERS)
+        check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))
         for option, names, known in (
             ("operations", self.operations, ("all_to_all", "all_gather")),
             ("beside", self.beside, ("nothing", "compute")),
