@@ -130,10 +130,7 @@ class AblationRequest(Request):
             contender_config(config, STEP_CONTENDERS[name], device_type)
 
 
-COLLECTIVE_CONTENDERS = (
-    "nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto", "dma_paced", "dma_chunks", "stores_16",
-    "stores_64",
-)  # fmt: skip
+COLLECTIVE_CONTENDERS = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto")
 
 
 @dataclass(frozen=True)
@@ -149,6 +146,7 @@ class CollectivesRequest(Request):
         (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "to each peer, of 2^20 bytes", nargs="+", type=PositiveInt
     )
     iterations: int = _option(20, "timed calls of each contender at each size", type=PositiveInt)
+    store_programs: int = _option(64, "programs of the kernel of stores", type=PositiveInt)
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))

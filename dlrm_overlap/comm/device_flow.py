@@ -1,5 +1,7 @@
 """Transfers between GPUs: by copy engines, or by a kernel of stores. See `comm.collectives` for the protocol."""
 
+import itertools
+
 import torch
 
 from dlrm_overlap.comm.arena import Arena
@@ -20,10 +22,6 @@ class DeviceFlow(Flow):
         device, ranks = arena.device, self._world_size
         self.programs = PROGRAMS
         """of a kernel of stores"""
-        self.chunk_bytes: int | None = None
-        """rows are copied in turns of so many bytes; None takes whole rows"""
-        self.paced = False
-        """whether a rank begins to send to a peer only once the rank that sent there before is through"""
         self._word = torch.zeros(2, dtype=torch.int64, device=device)[:1]  # the epoch
         self._record = Record(device)
         self._free = self._flags("free", [1] * ranks)
@@ -33,8 +31,6 @@ class DeviceFlow(Flow):
         counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
         self._flag_at = [arena.view("arrived", rank)[self._rank] for rank in range(ranks)]
-        self._pace_at = arena.view("pace", (self._rank - 1) % ranks).view(-1)
-        self._one = torch.ones(2, dtype=torch.int64, device=device)[:1]
         self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
         self._last: torch.cuda.Stream | None = None
 
@@ -67,23 +63,13 @@ class DeviceFlow(Flow):
                 store_rows(self._rows(transfer), self._row_flags, self._rank, self.programs)
             return
         self._engine.follow()
-        self._copy(transfer)
+        rows_and_flags = (
+            ((self._target(transfer, peer), transfer.row(peer)), (self._flag_at[peer], self._word))
+            for peer in self._peers
+        )
+        self._engine.copy_each(itertools.chain.from_iterable(rows_and_flags))
         if not transfer.in_place:
             self._beside.copy(self._target(transfer, self._rank), transfer.row(self._rank))
-
-    def _copy(self, transfer: Transfer) -> None:
-        """Copy the peers' rows, chunk by chunk in turns, each flag behind the last chunk."""
-        size = self.chunk_bytes or max(1, transfer.row_bytes)
-        for begin in range(0, max(1, transfer.row_bytes), size):
-            for turn, peer in enumerate(self._peers):
-                part = slice(begin, min(begin + size, transfer.row_bytes))
-                self._engine.copy(self._target(transfer, peer)[part], transfer.row(peer)[part])
-                if part.stop == transfer.row_bytes:
-                    self._engine.write_flag(self._flag_at[peer], self._word)
-                if self.paced and turn + 1 < len(self._peers):
-                    # The rank before this one goes on to this turn's peer; this one goes on to the next rank's.
-                    self._engine.write_flag(self._pace_at[turn : turn + 1], self._one)
-                    self._engine.wait_counter(self._arena.local("pace")[turn], 1)
 
     def wait(self, transfer: Transfer) -> None:
         """Join the streams of this rank's rows, and await the flags behind those of the peers."""

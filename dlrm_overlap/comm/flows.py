@@ -37,7 +37,7 @@ def regions(world_size: int, capacity_bytes: int) -> dict[str, Region]:
 
     `free`: its outputs may be overwritten. `arrived`: its rows are there.
     """
-    flags = {name: Region((world_size, 1), torch.int64) for name in ("free", "arrived", "pace")}
+    flags = {name: Region((world_size, 1), torch.int64) for name in ("free", "arrived")}
     return flags | {"memory": Region((capacity_bytes,), torch.uint8)}
 
 

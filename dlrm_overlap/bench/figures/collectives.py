@@ -4,7 +4,7 @@ Contenders: NCCL as it comes, in registered memory, and by its copy engines; our
 takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is held against
 what the ranks have sent, element by element, before anything is timed.
 
-A call is timed on the GPU, from its begin to the end of the wait. Before it, the GPU is kept busy for 0.4 ms, so that
+A call is timed on the GPU, from its begin to the end of the wait. Before it, the GPU is kept busy for 1 ms, so that
 the host has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
 `host_ms` is what the host needs to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
 `of_best` the shortest median of all contenders at the size, over the contender's. Beside a product the time is that of
@@ -28,7 +28,7 @@ from dlrm_overlap.ranks import Ranks
 _MB = 1 << 20
 _ROUNDS = 4  # contenders take turns
 _WARM_UP = 2
-_BUSY_CYCLES = 800_000  # 0.4 ms
+_BUSY_CYCLES = 2_000_000  # 1 ms
 _PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
 _SHOWN = (
     "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
@@ -129,7 +129,8 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     ranks.connect()
     group, device = dist.group.WORLD, ranks.device
     assert isinstance(group, dist.ProcessGroup)
-    contenders = make_contenders(request.contenders, group, device, max(request.sizes_mb) * _MB * group.size())
+    capacity_bytes = max(request.sizes_mb) * _MB * group.size()
+    contenders = make_contenders(request.contenders, group, device, capacity_bytes, request.store_programs)
     clock, multiply = _Clock(group, device), _make_product(device)
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
@@ -139,6 +140,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
                 for size in request.sizes_mb:
                     cases = [_Case(each, operation, size * _MB, product) for each in contenders]
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
+                    columns["store_programs"] = request.store_programs
                     measured, wrong = _measure(cases, clock, size * _MB, request.iterations, product, columns)
                     rows, faults = rows + measured, faults + wrong
                     del cases

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from dlrm_overlap.comm.collectives import PeerCollectives, choose
 
 _WARM_UP_BYTES = 1 << 10
-_CHUNK_BYTES = 32 << 20
 
 
 class CollectiveContender(ABC):
@@ -84,20 +83,18 @@ class RegisteredCollectives(GroupCollectives):
 
 
 class OwnCollectives(CollectiveContender):
-    """`PeerCollectives`, by the way that the name begins with."""
+    """`PeerCollectives`, by the way that is the contender's name."""
 
     def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._collectives = PeerCollectives(self.group, self.device, capacity_bytes, wait_timeout_s=60.0)
-        way, _, variant = self.name.partition("_")
-        self._way: Any = way
-        flow: Any = self._collectives._flow
-        if self.device.type == "cuda":
-            if variant.isdecimal():
-                flow.programs = int(variant)
-            flow.paced = variant == "paced"
-            flow.chunk_bytes = _CHUNK_BYTES if variant == "chunks" else None
+        self._way: Any = self.name
         output = self._collectives.empty((capacity_bytes,), torch.uint8)
         return torch.empty(capacity_bytes, dtype=torch.uint8, device=self.device), output
+
+    def set_programs(self, programs: int) -> None:
+        """Let the kernel of stores have so many programs, on GPUs."""
+        flow: Any = self._collectives._flow
+        flow.programs = programs
 
     def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
         """Begin our own collective."""
@@ -115,13 +112,15 @@ class OwnCollectives(CollectiveContender):
 
 
 def make_contenders(
-    names: tuple[str, ...], group: dist.ProcessGroup, device: torch.device, capacity_bytes: int
+    names: tuple[str, ...], group: dist.ProcessGroup, device: torch.device, capacity_bytes: int, programs: int
 ) -> list[CollectiveContender]:
     """Return the contenders of these names, on CPUs without those that need NCCL; all ranks call this."""
     made: list[CollectiveContender] = []
     for name in names:
         if not name.startswith("nccl"):
-            made.append(OwnCollectives(name, group, device, capacity_bytes))
+            own = OwnCollectives(name, group, device, capacity_bytes)
+            own.set_programs(programs)
+            made.append(own)
         elif name == "nccl":
             made.append(GroupCollectives(name, group, device, capacity_bytes))
         elif device.type == "cuda":
