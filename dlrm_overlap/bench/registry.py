@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dlrm_overlap.bench.request import (
     AblationRequest,
     BackwardRequest,
+    CollectivesRequest,
     ForwardRequest,
     InputRequest,
     OccupancyRequest,
@@ -55,5 +56,8 @@ FIGURES = {
         "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
         BackwardRequest,
         "backward",
+    ),
+    "collectives": Figure(
+        "all-to-all and all-gather by copy engines and by stores, against NCCL's", CollectivesRequest, "collectives"
     ),
 }

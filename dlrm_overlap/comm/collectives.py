@@ -39,9 +39,9 @@ from dlrm_overlap.config import InputError
 _ALIGNMENT_BYTES = 256
 
 COPIED_FROM_BYTES = {
-    ("nothing", False): 96 << 20,
-    ("nothing", True): 1 << 20,
-    ("compute", False): 4 << 20,
+    ("nothing", False): 32 << 20,
+    ("nothing", True): 32 << 20,
+    ("compute", False): 32 << 20,
     ("compute", True): 1 << 20,
 }
 """(what runs beside, whether captured) -> bytes to a peer from which on copies are faster than stores, or leave what
