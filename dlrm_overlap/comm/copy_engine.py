@@ -6,11 +6,48 @@ graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one,
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dlrm_overlap.config import InputError
+
+
+class Copy2D(NamedTuple):
+    """A copy of rows, in the order of cudaMemcpy2DAsync's arguments; it does not keep the memory alive."""
+
+    destination: int
+    """address"""
+    destination_pitch_bytes: int
+    """from row to row"""
+    source: int
+    source_pitch_bytes: int
+    width_bytes: int
+    """of a row"""
+    rows: int
+
+    @staticmethod
+    def of(destination: torch.Tensor, source: torch.Tensor) -> "Copy2D":
+        """Return the copy of `source` to `destination`, see `CopyEngine.copy_2d`.
+
+        Raises:
+            InputError: if they are not tensors that can be copied so.
+        """
+        shape, itemsize = tuple(source.shape), source.dtype.itemsize
+        if source.dim() != 2 or tuple(destination.shape) != shape or destination.dtype != source.dtype:
+            raise InputError(
+                f"CopyEngine.copy_2d: {shape} {source.dtype} to {tuple(destination.shape)} {destination.dtype}: must "
+                f"be [rows, columns] of one shape and type; reshape them"
+            )
+        rows, columns = shape
+        for name, tensor in (("destination", destination), ("source", source)):
+            if (columns > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < columns):
+                raise InputError(
+                    f"CopyEngine.copy_2d: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
+                    f"rows apart; transpose it back, or copy it first"
+                )
+        pitches = [max(columns, each.stride(0)) * itemsize for each in (destination, source)]
+        return Copy2D(destination.data_ptr(), pitches[0], source.data_ptr(), pitches[1], columns * itemsize, rows)
 
 
 class CopyEngine:
@@ -84,35 +121,16 @@ class CopyEngine:
         Raises:
             InputError: if they are not such tensors.
         """
-        shape, itemsize = tuple(source.shape), source.dtype.itemsize
-        if source.dim() != 2 or tuple(destination.shape) != shape or destination.dtype != source.dtype:
-            raise InputError(
-                f"CopyEngine.copy_2d: {shape} {source.dtype} to {tuple(destination.shape)} {destination.dtype}: must "
-                f"be [rows, columns] of one shape and type; reshape them"
-            )
-        rows, columns = shape
-        if source.numel() == 0:
+        self.issue(Copy2D.of(destination, source))
+
+    def issue(self, copy: "Copy2D") -> None:
+        """Copy rows as `copy_2d` does, whose tensors have been checked before and are still there."""
+        if copy.rows == 0 or copy.width_bytes == 0:
             return
-        for name, tensor in (("destination", destination), ("source", source)):
-            if (columns > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < columns):
-                raise InputError(
-                    f"CopyEngine.copy_2d: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
-                    f"rows apart; transpose it back, or copy it first"
-                )
-        pitches = [max(columns, each.stride(0)) * itemsize for each in (destination, source)]
         from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
 
-        _check(
-            runtime.cudaMemcpy2DAsync,
-            destination.data_ptr(),
-            pitches[0],
-            source.data_ptr(),
-            pitches[1],
-            columns * itemsize,
-            rows,
-            runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
-            self.stream.cuda_stream,
-        )
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        _check(runtime.cudaMemcpy2DAsync, *copy, kind, self.stream.cuda_stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
         """Write the number in `word` to `flag` once all copies before are done, without a kernel.
@@ -137,11 +155,11 @@ class CopyEngine:
         self.copy(flag.view(1), word.view(1))
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
-        """Let what is issued from now on wait until `word` has reached `count`, and set it back to 0 then.
+        """Let what is issued from now on wait until `word` has reached `count`.
 
-        Both numbers are constants, so this can be captured and replayed. Nothing bounds the wait: what raises the word
-        is on this GPU, and may be behind bounded waits of its own. It raises it again only once this is done, which
-        `join` orders.
+        The number is a constant, so this can be captured and replayed, if the word is set back before each time: once
+        this is done, which `join` orders, and before what raises it. Nothing bounds the wait: what raises the word is
+        on this GPU, and may be behind bounded waits of its own.
 
         Launch what raises the word first, and call this then. A kernel's first launch loads it, which can wait for the
         whole device, and so for the stream that waits for the kernel.
@@ -163,7 +181,6 @@ class CopyEngine:
         stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
         reached = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
         _check(driver.cuStreamWaitValue64, stream, address, count, reached)
-        _check(driver.cuStreamWriteValue64, stream, address, 0, 0)
 
 
 def _check_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -173,7 +173,7 @@ class Regions(NamedTuple):
     of: torch.Tensor
     """[F] int32: the region of each feature of the launch"""
     finished: torch.Tensor
-    """[W, regions] int64: slices that are staged, of each destination; whoever awaits them sets them back to 0"""
+    """[W, regions] int64: slices that are staged, of each destination; 0 before the launch"""
 
 
 COPIED = "copied"

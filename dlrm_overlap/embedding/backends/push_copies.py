@@ -12,7 +12,7 @@ ASPLOS 2024).
 
 import torch
 
-from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
@@ -30,7 +30,9 @@ class CopyPush(Push):
         self._engine = CopyEngine(self.device, priority=-2)
         self._push_stream = self._engine.stream
         arena, flags = windows.arena, self._part_flags
-        self._peer_flags = [arena.view(windows.flags, rank)[self.rank] for rank in range(self.world_size)]
+        ranks = range(self.world_size)
+        self._windows = [[arena.view(name, rank).data_ptr() for rank in ranks] for name in windows.names]
+        self._peer_flags = [arena.view(windows.flags, rank)[self.rank] for rank in ranks]
         # The kernel knows one list of addresses; this rank's own, W times over, spares the peers a flag too early.
         self._part_flags = PartFlags(flags.addresses[self.rank].repeat(self.world_size), flags.done, flags.clock)
 
@@ -62,12 +64,14 @@ class CopyPush(Push):
                 self._engine.write_flag(self._peer_flags[owner][part : part + 1], self.windows.counter.number)
 
     def _copy(self, step: Step, gradient: torch.Tensor, part: int, owner: int) -> None:
-        """Copy the shards of a part that `owner` has."""
-        window, begin = self.windows.arena.view(self.windows.name, owner), step.batch.first_sample[self.rank]
+        """Copy the shards of a part that `owner` has, each [b, D] to the rows of this rank's samples in its [B, D]."""
+        size, pitch, base = gradient.element_size(), gradient.stride(0), gradient.data_ptr()
+        window = self._windows[self.windows.epoch % 2][owner]
+        begin, total = step.batch.first_sample[self.rank], step.batch.total
         for shard in self.gradients.shards[part][owner]:
-            column = self.layout.column(shard)
-            into = self.gradient_of(shard, window, step.batch.total)[begin : begin + gradient.shape[0]]
-            self._engine.copy_2d(into, gradient[:, column : column + shard.dim])
+            into = window + (self.gradients.starts[shard] * total + begin * shard.dim) * size
+            source, width = base + self.layout.column(shard) * size, shard.dim * size
+            self._engine.issue(Copy2D(into, width, source, pitch * size, width, gradient.shape[0]))
 
     def store_own(self, step: Step, gradient: torch.Tensor) -> None:
         """Store this rank's own shards, on the stream of the updates."""

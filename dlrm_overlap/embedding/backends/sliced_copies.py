@@ -66,6 +66,7 @@ class CopiedSlicesForward(SlicedForward):
 
     def launch(self, i: int, put: SlicedPut, step: Step) -> None:
         """Launch kernel i and issue its copies; behind those of the last kernel the peers' flags."""
+        self._launches[i].begin()
         put.launch_kernel(self.windows.counter.argument, self.grid(i, put))
         last = i == len(self.lookup.pooled_together) - 1
         most, tuning = put.bags.samples_per_rank, put.options.tuning

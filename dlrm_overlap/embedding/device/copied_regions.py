@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.forward.put_slices import Regions
 
 _REGION_BYTES = 4 << 20  # a copy's fixed cost is a fifth of its time then (docs/results/collectives.md)
+_MOST_BATCHES = 64  # sizes of batches whose copies are kept
+_MOST_REGIONS = 8  # of a destination: so the first copy starts early, and the host issues few
 
 
 class Region(NamedTuple):
@@ -33,7 +35,7 @@ class Region(NamedTuple):
 
 
 def cut(columns: Sequence[int], dim: int, feature_bytes: int) -> list[Region]:
-    """Cut the features of a launch into regions of up to some megabytes, one feature at least.
+    """Cut the features of a launch into regions of some megabytes, some eight of equal size where columns allow it.
 
     Args:
         columns: of the window, where each feature's pooled embeddings begin.
@@ -41,9 +43,9 @@ def cut(columns: Sequence[int], dim: int, feature_bytes: int) -> list[Region]:
         feature_bytes: of a feature's pooled embeddings for one destination.
 
     Example:
-        columns 0, 4, 12, 16 of dim 4: two regions of two features, since column 8 is another rank's.
+        columns 0, 4, 12, 16 of dim 4, few bytes: two regions of two features, since column 8 is another rank's.
     """
-    most = max(1, _REGION_BYTES // max(1, feature_bytes))
+    most = max(1, _REGION_BYTES // max(1, feature_bytes), -(-len(columns) // _MOST_REGIONS))
     regions: list[Region] = []
     for feature, column in enumerate(columns):
         last = regions[-1] if regions else None
@@ -63,23 +65,21 @@ class CopiedLaunch:
         self.samples, self._dim, self._features = samples, dim, len(columns)
         self.cut = cut(columns, dim, samples * dim * dtype.itemsize)
         of = [number for number, region in enumerate(self.cut) for _ in range(region.count)]
-        # Counters of their own 16 bytes for each destination, as the kernel is compiled.
-        finished = torch.zeros(world_size, len(self.cut) + len(self.cut) % 2, dtype=torch.int64, device=device)
+        finished = torch.zeros(world_size, len(self.cut), dtype=torch.int64, device=device)
         self.regions = Regions(torch.tensor(of, dtype=torch.int32, device=device), finished)
+        self._copies: dict[tuple[str, int, BatchSizes], list[tuple[int, list[Copy2D]]]] = {}
+
+    def begin(self) -> None:
+        """Set the counters back, before the kernel, on its stream; the copies of the step before are done."""
+        self.regions.finished.zero_()
 
     def issue(
-        self,
-        engine: CopyEngine,
-        windows: WindowPair,
-        staging: torch.Tensor,
-        batch: BatchSizes,
-        rows: int,
-        slices: int,
+        self, engine: CopyEngine, windows: WindowPair, staging: torch.Tensor, batch: BatchSizes, rows: int, slices: int
     ) -> Iterator[int]:
         """Issue the copies to each peer, from the next rank on, and yield the peer behind its last copy.
 
-        To be called when the kernel has been launched: until it is loaded, which the launch does, a wait on a stream
-        may keep back the loading, which waits for the device.
+        To be called when the kernel has been launched: until it is loaded, which its first launch does, a stream that
+        waits may keep back the loading, which waits for the device.
 
         Args:
             engine: on whose stream.
@@ -89,15 +89,32 @@ class CopiedLaunch:
             rows: of each rank in `staging`.
             slices: of a feature for a destination.
         """
+        key = windows.name, staging.data_ptr(), batch
+        if key not in self._copies:
+            if len(self._copies) >= _MOST_BATCHES:
+                self._copies.clear()
+            self._copies[key] = self._prepare(windows, staging, batch, rows)
+        for peer, copies in self._copies[key]:
+            for number, (region, copy) in enumerate(zip(self.cut, copies, strict=True)):
+                engine.wait_counter(self.regions.finished[peer, number : number + 1], region.count * slices)
+                engine.issue(copy)
+            yield peer
+
+    def _prepare(
+        self, windows: WindowPair, staging: torch.Tensor, batch: BatchSizes, rows: int
+    ) -> list[tuple[int, list[Copy2D]]]:
+        """Return each peer, in the order in which it is sent to, and the copies of its regions."""
         rank, world_size = windows.arena.rank, windows.arena.world_size
         width = self._features * self._dim
         staged = staging[: world_size * rows * width].view(world_size, rows, width)
+        prepared = []
         for turn in range(1, world_size):
             peer = (rank + turn) % world_size
             samples, window = batch.per_rank[peer], windows.arena.view(windows.name, peer)
-            for number, region in enumerate(self.cut):
+            copies = []
+            for region in self.cut:
                 begin, columns = region.first * self._dim, region.count * self._dim
-                engine.wait_counter(self.regions.finished[peer, number : number + 1], region.count * slices)
                 into = window[:samples, region.column : region.column + columns]
-                engine.copy_2d(into, staged[peer, :samples, begin : begin + columns])
-            yield peer
+                copies.append(Copy2D.of(into, staged[peer, :samples, begin : begin + columns]))
+            prepared.append((peer, copies))
+        return prepared
