@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dlrm_overlap.bench.request import (
     AblationRequest,
     BackwardRequest,
+    ConcurrentRequest,
     ForwardRequest,
     InputRequest,
     OccupancyRequest,
@@ -55,5 +56,10 @@ FIGURES = {
         "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
         BackwardRequest,
         "backward",
+    ),
+    "concurrent": Figure(
+        "a computation beside a communication that does not depend on it, by each way to issue the two",
+        ConcurrentRequest,
+        "concurrent",
     ),
 }

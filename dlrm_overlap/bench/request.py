@@ -165,6 +165,22 @@ class TimelineRequest(Request):
 
 
 @dataclass(frozen=True)
+class ConcurrentRequest(Request):
+    """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
+
+    repetitions: int = _option(9, "timed runs of each strategy in each case", type=PositiveInt)
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that there is somebody to communicate with.
+
+        Raises:
+            InputError: for one rank.
+        """
+        if world_size == 1:
+            raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
+
+
+@dataclass(frozen=True)
 class StageRequest(Request):
     """What is asked of every figure of the embedding stage. The configuration gives the shape."""
 

@@ -1,0 +1,141 @@
+"""Strategies: ways to issue a computation and a communication that do not depend on each other, so that both end early.
+
+Agrawal, Aga, Pati and Islam (ConCCL, ISPASS) name most of them: `plain` concurrency, prioritisation by the order of
+issue or by streams, partitions of the multiprocessors, and copies by DMA engines.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.communications import Communication
+from dlrm_overlap.bench.harness.partition import Partition, make_partition
+from dlrm_overlap.comm.arena import on_every_rank
+from dlrm_overlap.config import InputError
+
+log = logging.getLogger("dlrm_overlap")
+
+SHARES = (4, 12, 20)
+"""multiprocessors that a communication is left with, and thread blocks (CTAs) that NCCL is limited to"""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to issue both."""
+
+    name: str
+    implementation: str | None
+    """of the communication, of `communications.Implementations`; None: the one that is fastest alone"""
+    communication_first: bool = True
+    """whether the communication is issued before the computation"""
+    concurrent: bool = True
+    urgent: bool = False
+    """whether the communication's stream has a high priority, the computation's a low one"""
+    share: int | None = None
+    """multiprocessors that are left to the communication, by two green contexts, or thread blocks that it is given"""
+    partitioned: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name it with its share."""
+        return self.name if self.share is None else f"{self.name}_{self.share}"
+
+
+def all_strategies() -> list[Strategy]:
+    """Return those of a GPU with everything."""
+    return [
+        Strategy("serial", None, concurrent=False),
+        Strategy("plain", "nccl", communication_first=False),
+        Strategy("communication_first", "nccl"),
+        Strategy("priority", "nccl", urgent=True),
+        *(Strategy("limited", f"nccl_{share}", urgent=True, share=share) for share in SHARES),
+        *(Strategy("partition", f"nccl_{share}", share=share, partitioned=True) for share in SHARES),
+        Strategy("stores", "stores", urgent=True),
+        Strategy("dma", "dma", urgent=True),
+        *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in SHARES[:2]),
+    ]
+
+
+class Issuer:
+    """Issues computations and communications by strategies, on streams of its own; on a CPU from one thread."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this."""
+        self._cuda, self._device = device.type == "cuda", device
+        self._partitions: dict[int, Partition] = {}
+        self.strategies = all_strategies()
+        if not self._cuda:
+            log.info("bench concurrent: a CPU has no streams, priorities or multiprocessors to share; serial, plain, dma")
+            self.strategies = [each for each in self.strategies if each.name in ("serial", "plain", "dma")]
+            return
+        least, most = torch.cuda.Stream.priority_range()
+        self._computing = torch.cuda.Stream(device, priority=least)
+        self._sending = torch.cuda.Stream(device, priority=least)
+        self._urgent = torch.cuda.Stream(device, priority=most)
+        try:
+            for share in SHARES:
+                self._partitions[share] = on_every_rank(lambda share=share: make_partition(device, share), group)
+        except InputError as error:
+            log.warning("bench concurrent: without partitions: %s", error)
+            self.strategies = [each for each in self.strategies if not each.partitioned]
+
+    def sms(self, strategy: Strategy) -> int | None:
+        """Return the multiprocessors that `strategy` leaves to the communication, or None."""
+        return self._partitions[strategy.share].sms if strategy.partitioned and strategy.share is not None else None
+
+    def issue(self, strategy: Strategy, compute: Callable[[], None], communication: Communication) -> None:
+        """Issue both; the current stream waits for both in the end.
+
+        A communication that has streams of its own begins and ends on the computation's stream, as in a training step,
+        so that no kernel that waits for a peer is in the computation's way.
+        """
+        if not self._cuda:
+            first, then = (communication.begin, compute) if strategy.communication_first else (compute, communication.begin)
+            if not strategy.concurrent:
+                compute()
+                communication.begin()
+            else:
+                first()
+                then()
+            communication.finish()
+            return
+        computing, sending = self._streams(strategy, communication)
+        main = torch.cuda.current_stream(self._device)
+        for stream in {computing, sending}:
+            stream.wait_stream(main)
+
+        def begin() -> None:
+            with torch.cuda.stream(sending):
+                communication.begin()
+
+        if strategy.communication_first and strategy.concurrent:
+            begin()
+        with torch.cuda.stream(computing):
+            compute()
+        if not (strategy.communication_first and strategy.concurrent):
+            begin()
+        computing.wait_stream(sending)
+        with torch.cuda.stream(computing):
+            communication.finish()
+        main.wait_stream(computing)
+
+    def _streams(self, strategy: Strategy, communication: Communication) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Return the streams of the computation and of the communication."""
+        if not strategy.concurrent:
+            return self._computing, self._computing
+        if strategy.partitioned:
+            assert strategy.share is not None
+            partition = self._partitions[strategy.share]
+            return partition.computation, partition.communication
+        if communication.forks:
+            return self._computing, self._computing
+        return self._computing, self._urgent if strategy.urgent else self._sending
+
+    def alone(self, communication: Communication) -> None:
+        """Issue a communication with nothing beside it."""
+        communication.begin()
+        communication.finish()
+
