@@ -13,7 +13,7 @@ brings c closest to the half, the same or twice of m, as measured at the start, 
 Contenders: the strategies of `harness.strategies`. A row is a case under a strategy.
 """
 
-import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, PeerMemory, make_groups
+from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.computations import Computation, make_computations
 from dlrm_overlap.bench.harness.strategies import SHARES, Issuer, Strategy
 from dlrm_overlap.bench.harness.timing import greatest
@@ -31,17 +31,15 @@ from dlrm_overlap.bench.report.rows import append_rows, print_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.ranks import Ranks
 
-log = logging.getLogger("dlrm_overlap")
-
 # Ratio of computation to communication that is aimed at -> MB of the communications, which the computations share out.
-_SIZES = {
+_SIZES: dict[str, dict[float, tuple[float, ...]]] = {
     "cuda": {0.5: (64, 256, 512), 1.0: (32, 128, 512), 2.0: (2, 8, 128)},
     "cpu": {1.0: (0.25,)},
 }
-_LONGEST = {"gemm_8192": 512}  # computations that take so long that nothing smaller is as long
+_LONGEST = {"gemm_8192": 512.0}  # computations that take so long that nothing smaller is as long
 _FEWEST, _TRIALS = 3, 5
 _LONG = 1.15  # G-long and C-long, by P3's definition
-IMPLEMENTATIONS = ("nccl", *(f"nccl_{share}" for share in SHARES), "stores", "dma")
+IMPLEMENTATIONS = ("collective", *(f"collective_{share}" for share in SHARES), "stores", "dma")
 
 
 class Case(NamedTuple):
@@ -101,7 +99,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     measured.close()
     if ranks.world.rank == 0:
         for fault in faults:
-            log.error("bench concurrent: %s", fault)
+            print(f"dlrm-overlap: {fault}", file=sys.stderr)
         if not faults:
             lines = summarise(rows)
             print(headline(rows))
@@ -120,10 +118,11 @@ class _Measured:
         self._groups = make_groups(group, device, SHARES)
         self._cases = make_cases(list(self._computations), device.type)
         most = max(case.megabytes for case in self._cases)
-        self._memory = PeerMemory(group, device, max(1 << 20, round(most * 1e6 / 4)))
+        self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
         self._issuer = Issuer(group, device)
         self._turns = Turns(group, device)
         self._call_ms = self._time_calls()
+        self._tried = False
 
     def _time_calls(self) -> dict[str, float]:
         """Return about how long a call of each computation takes."""
@@ -150,6 +149,9 @@ class _Measured:
         ]
         rows: list[dict[str, Any]] = []
         if not faults:
+            if not self._tried:
+                self._issuer.keep_possible(implementations.by_name, self._group)
+                self._tried = True
             pieces = [partial(self._issuer.alone, each) for each in implementations.by_name.values()]
             alone = self._turns.time(pieces, _TRIALS)
             fastest = min(zip(alone, names, strict=True))[1]
@@ -211,8 +213,9 @@ class _Measured:
 
     def close(self) -> None:
         """Free what peers see. Every rank must be through."""
-        dist.barrier(self._group)
-        self._memory.close()
+        if self._memory is not None:
+            dist.barrier(self._group)
+            self._memory.close()
 
 
 def _repeated(computation: Computation, calls: int) -> Callable[[], None]:
@@ -226,6 +229,7 @@ def _repeated(computation: Computation, calls: int) -> Callable[[], None]:
 def _describe(computation: Computation, calls: int, payload: Payload) -> dict[str, Any]:
     return {
         "world_size": payload.world_size,
+        "device": payload.device.type,
         "computation": computation.name,
         "shape": computation.shape,
         "calls": calls,

@@ -3,6 +3,7 @@
 Contents are made by formula, so every rank knows what its result must be.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -12,12 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
+
+log = logging.getLogger("dlrm_overlap")
 
 KINDS = ("all_to_all", "all_gather", "all_reduce")
 _STEP = 1024  # a rank's part of a buffer is a multiple of so many elements
 _ROOM_BYTES = 4096  # for alignment
+_TIMEOUT_S = 60.0  # of a wait for a peer
 _PERIOD = 61  # of the contents: sums over few ranks are exact
 
 
@@ -77,7 +82,7 @@ class Communication(ABC):
     """One implementation of a payload's communication. All ranks make the same calls."""
 
     forks = False
-    """whether `begin` leaves the work to streams of its own, so that what follows on the current stream runs beside it"""
+    """whether `begin` leaves the work to streams of its own: what follows on the current stream runs beside it"""
 
     def __init__(self, name: str, payload: Payload) -> None:
         self.name, self.payload = name, payload
@@ -102,7 +107,7 @@ class Communication(ABC):
 
 
 class Collective(Communication):
-    """The collective of a process group: NCCL's kernel on the current stream, gloo's threads on a CPU."""
+    """The collective of a process group: NCCL's kernel on the current stream, or on a CPU gloo's threads."""
 
     def __init__(self, name: str, payload: Payload, output: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Take where the result goes, [W, n], and the group, which has the ranks of the payload's."""
@@ -155,7 +160,7 @@ class StoredReduction(Communication):
         self._stream: torch.cuda.Stream | None = None
 
     def _open(self, payload: Payload) -> StoreReduction:
-        arguments = self._flat, payload.group, torch.float32, StoreOptions()
+        arguments = self._flat, payload.group, torch.float32, StoreOptions(wait_timeout_s=_TIMEOUT_S)
         if payload.device.type == "cpu":
             return HostStores(*arguments)
         from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
@@ -217,7 +222,11 @@ class CopiedReduction(Communication):
 
     def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
         super().__init__("dma", payload)
-        self._collectives, self._output, self._shares = memory.collectives, memory.result(payload), memory.shares(payload)
+        self._collectives, self._output, self._shares = (
+            memory.collectives,
+            memory.result(payload),
+            memory.shares(payload),
+        )
         self._mean = torch.empty(payload.part, device=payload.device)
 
     def begin(self) -> None:
@@ -244,7 +253,7 @@ class PeerMemory:
         Raises:
             InputError: if the ranks do not reach each other's memory.
         """
-        self.collectives = PeerCollectives(group, device, 2 * (4 * elements + _ROOM_BYTES))
+        self.collectives = PeerCollectives(group, device, 2 * (4 * elements + _ROOM_BYTES), _TIMEOUT_S)
         self._results = self.collectives.empty((elements,), torch.float32)
         self._shares = self.collectives.empty((elements,), torch.float32)
 
@@ -259,6 +268,15 @@ class PeerMemory:
     def close(self) -> None:
         """Give it back."""
         self.collectives.close()
+
+
+def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: int) -> PeerMemory | None:
+    """Return the memory that peers write, or None where they cannot, which is logged; a collective."""
+    try:
+        return PeerMemory(group, device, elements)
+    except InputError as error:
+        log.warning("bench concurrent: without stores and copy engines: %s", error)
+        return None
 
 
 class Groups(NamedTuple):
@@ -286,13 +304,15 @@ def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence
 class Implementations:
     """All implementations of one payload's communication that the machine has."""
 
-    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory) -> None:
-        """Make them; a collective."""
+    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None) -> None:
+        """Make them; a collective. Without `memory` there are those alone that need no access to peers."""
         self.payload = payload
         output = payload.input.new_empty(payload.shape)
-        made: list[Communication] = [Collective("nccl", payload, output, groups.whole)]
-        made += [Collective(f"nccl_{limit}", payload, output, group) for limit, group in groups.limited.items()]
-        if payload.kind == "all_reduce":
+        made: list[Communication] = [Collective("collective", payload, output, groups.whole)]
+        made += [Collective(f"collective_{limit}", payload, output, group) for limit, group in groups.limited.items()]
+        if memory is None:
+            pass
+        elif payload.kind == "all_reduce":
             made += [StoredReduction(payload), CopiedReduction(payload, memory)]
         else:
             made += [PeerCommunication(payload, "stores", memory), PeerCommunication(payload, "dma", memory)]

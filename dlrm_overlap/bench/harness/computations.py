@@ -66,6 +66,7 @@ def _lookup(tables: int, rows: int, dim: int, bags: int, hot: int, device: torch
     location = EmbeddingLocation.DEVICE if device.type == "cuda" else EmbeddingLocation.HOST
     kind = ComputeDevice.CUDA if device.type == "cuda" else ComputeDevice.CPU
     lookup = SplitTableBatchedEmbeddingBagsCodegen([(rows, dim, location, kind)] * tables, device=device)
+    lookup.init_embedding_weights_uniform(-1.0, 1.0)
     generator = torch.Generator(device).manual_seed(0)
     ids = torch.randint(rows, (tables * bags * hot,), generator=generator, device=device)
     offsets = torch.arange(0, ids.numel() + 1, hot, device=device)

@@ -27,7 +27,7 @@ def make_partition(device: torch.device, sms: int) -> Partition:
         InputError: if the machine cannot do that.
     """
     try:
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError("green contexts: cuda.bindings is missing; pip install cuda-python") from None
 
@@ -56,4 +56,4 @@ def make_partition(device: torch.device, sms: int) -> Partition:
         context = call("cuGreenCtxCreate", description, handle, flags)
         stream = call("cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
         streams.append(torch.cuda.ExternalStream(int(stream), device=device))
-    return Partition(*streams, rest.sm.smCount)
+    return Partition(streams[0], streams[1], rest.sm.smCount)

@@ -5,8 +5,9 @@ issue or by streams, partitions of the multiprocessors, and copies by DMA engine
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,11 @@ def all_strategies() -> list[Strategy]:
     """Return those of a GPU with everything."""
     return [
         Strategy("serial", None, concurrent=False),
-        Strategy("plain", "nccl", communication_first=False),
-        Strategy("communication_first", "nccl"),
-        Strategy("priority", "nccl", urgent=True),
-        *(Strategy("limited", f"nccl_{share}", urgent=True, share=share) for share in SHARES),
-        *(Strategy("partition", f"nccl_{share}", share=share, partitioned=True) for share in SHARES),
+        Strategy("plain", "collective", communication_first=False),
+        Strategy("communication_first", "collective"),
+        Strategy("priority", "collective", urgent=True),
+        *(Strategy("limited", f"collective_{share}", urgent=True, share=share) for share in SHARES),
+        *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
         Strategy("stores", "stores", urgent=True),
         Strategy("dma", "dma", urgent=True),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in SHARES[:2]),
@@ -68,10 +69,12 @@ class Issuer:
         self._partitions: dict[int, Partition] = {}
         self.strategies = all_strategies()
         if not self._cuda:
-            log.info("bench concurrent: a CPU has no streams, priorities or multiprocessors to share; serial, plain, dma")
+            log.info(
+                "bench concurrent: a CPU has no streams, priorities or multiprocessors to share; serial, plain, dma"
+            )
             self.strategies = [each for each in self.strategies if each.name in ("serial", "plain", "dma")]
             return
-        least, most = torch.cuda.Stream.priority_range()
+        least, most = torch.cuda.Stream.priority_range()  # pyright: ignore[reportCallIssue]
         self._computing = torch.cuda.Stream(device, priority=least)
         self._sending = torch.cuda.Stream(device, priority=least)
         self._urgent = torch.cuda.Stream(device, priority=most)
@@ -82,25 +85,51 @@ class Issuer:
             log.warning("bench concurrent: without partitions: %s", error)
             self.strategies = [each for each in self.strategies if not each.partitioned]
 
+    @torch.no_grad()
+    def keep_possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> None:
+        """Leave out the strategies whose implementation is missing, or that raise an error here, and log why."""
+        kept = []
+        for strategy in self.strategies:
+            communication = by_name.get(strategy.implementation or "collective")
+            if communication is None:
+                log.warning("bench concurrent: without %s: there is no %s", strategy.label, strategy.implementation)
+                continue
+            try:
+                on_every_rank(partial(self._try, strategy, communication), group)
+                kept.append(strategy)
+            except InputError as error:
+                log.warning("bench concurrent: without %s: %s", strategy.label, error)
+        self.strategies = kept
+
+    def _try(self, strategy: Strategy, communication: Communication) -> None:
+        """Run `strategy` with a small computation.
+
+        Raises:
+            InputError: if the machine refuses.
+        """
+        try:
+            square = torch.ones(256, 256, device=self._device)
+            self.issue(strategy, lambda: square @ square, communication)
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise InputError(f"{strategy.label}: {str(error).partition(chr(10))[0]}") from error
+
     def sms(self, strategy: Strategy) -> int | None:
         """Return the multiprocessors that `strategy` leaves to the communication, or None."""
         return self._partitions[strategy.share].sms if strategy.partitioned and strategy.share is not None else None
 
-    def issue(self, strategy: Strategy, compute: Callable[[], None], communication: Communication) -> None:
+    def issue(self, strategy: Strategy, compute: Callable[[], object], communication: Communication) -> None:
         """Issue both; the current stream waits for both in the end.
 
         A communication that has streams of its own begins and ends on the computation's stream, as in a training step,
         so that no kernel that waits for a peer is in the computation's way.
         """
         if not self._cuda:
-            first, then = (communication.begin, compute) if strategy.communication_first else (compute, communication.begin)
-            if not strategy.concurrent:
-                compute()
-                communication.begin()
-            else:
-                first()
-                then()
-            communication.finish()
+            compute_first = not (strategy.concurrent and strategy.communication_first)
+            order = (compute, communication.begin) if compute_first else (communication.begin, compute)
+            for part in (*order, communication.finish):
+                part()
             return
         computing, sending = self._streams(strategy, communication)
         main = torch.cuda.current_stream(self._device)
@@ -138,4 +167,3 @@ class Issuer:
         """Issue a communication with nothing beside it."""
         communication.begin()
         communication.finish()
-

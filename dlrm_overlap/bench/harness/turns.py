@@ -49,9 +49,10 @@ class Turns:
             times = [self._once(piece, gate_ms) for piece in pieces]
             for each, read in zip(taken_ms, times, strict=True):
                 each.append(read())
-        flat = [quantile(times, q) for times in taken_ms for q in (0.5, 0.1, 0.9)]
-        slowest = greatest(flat, self._device, self._group)
-        return [Timed(*slowest[3 * i : 3 * i + 3], host) for i, host in enumerate(host_ms)]
+        medians, p10, p90 = (
+            greatest([quantile(times, q) for times in taken_ms], self._device, self._group) for q in (0.5, 0.1, 0.9)
+        )
+        return [Timed(*each) for each in zip(medians, p10, p90, host_ms, strict=True)]
 
     def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
         """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
