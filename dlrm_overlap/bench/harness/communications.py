@@ -123,7 +123,9 @@ class Collective(Communication):
         if kind == "all_to_all":
             self._work = dist.all_to_all_single(self._output, source, **options)
         elif kind == "all_gather":
-            self._work = dist.all_gather_into_tensor(self._output.view(-1), source, **options)
+            # torch 2.13 has renamed it.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            self._work = gather(self._output.view(-1), source, **options)
         elif self._asynchronous:  # gloo has no mean, and a sum must begin from the input
             self._output.copy_(source)
             self._work = dist.all_reduce(self._output, **options)

@@ -69,9 +69,7 @@ class Issuer:
         self._partitions: dict[int, Partition] = {}
         self.strategies = all_strategies()
         if not self._cuda:
-            log.info(
-                "bench concurrent: a CPU has no streams, priorities or multiprocessors to share; serial, plain, dma"
-            )
+            log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are serial, plain, dma")
             self.strategies = [each for each in self.strategies if each.name in ("serial", "plain", "dma")]
             return
         least, most = torch.cuda.Stream.priority_range()  # pyright: ignore[reportCallIssue]
