@@ -98,9 +98,18 @@ class Communication(ABC):
     def result(self) -> torch.Tensor:
         """Return the result, [W, n] or flat."""
 
+    @property
+    def source(self) -> torch.Tensor:
+        """What is sent. An all-gather and an all-reduce find it in the result, where the rank's own part then stays."""
+        result, kind = self.result(), self.payload.kind
+        if kind == "all_to_all":
+            return self.payload.input
+        return result.view(self.payload.shape)[self.payload.rank] if kind == "all_gather" else result
+
     def reset(self) -> None:
-        """Destroy the result, before it is checked."""
+        """Destroy the result and bring the input, before the result is checked."""
         self.result().fill_(torch.nan)
+        self.source.view(-1).copy_(self.payload.input.view(-1))
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
         """Free what outlives Python references. Every rank must be through."""
@@ -117,8 +126,8 @@ class Collective(Communication):
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Issue the collective; an all-reduce is in place, so NCCL averages what it has averaged before."""
-        kind, source = self.payload.kind, self.payload.input
+        """Issue the collective; where an all-reduce is repeated, it averages what has been averaged before."""
+        kind, source = self.payload.kind, self.source
         options = {"group": self._group, "async_op": self._asynchronous}
         if kind == "all_to_all":
             self._work = dist.all_to_all_single(self._output, source, **options)
@@ -126,8 +135,7 @@ class Collective(Communication):
             # torch 2.13 has renamed it.
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             self._work = gather(self._output.view(-1), source, **options)
-        elif self._asynchronous:  # gloo has no mean, and a sum must begin from the input
-            self._output.copy_(source)
+        elif self._asynchronous:  # gloo has no mean
             self._work = dist.all_reduce(self._output, **options)
         else:
             dist.all_reduce(self._output, dist.ReduceOp.AVG, **options)
@@ -139,12 +147,6 @@ class Collective(Communication):
             if self.payload.kind == "all_reduce":
                 self._output.div_(self.payload.world_size)
         self._work = None
-
-    def reset(self) -> None:
-        """As the others; the all-reduce finds the input there."""
-        super().reset()
-        if self.payload.kind == "all_reduce":
-            self._output.copy_(self.payload.input)
 
     def result(self) -> torch.Tensor:
         """Return the output."""
@@ -180,10 +182,6 @@ class StoredReduction(Communication):
         for _ in self._reduction.arrivals(self._stream):
             pass
 
-    def reset(self) -> None:
-        """Set the gradient to the input."""
-        self.result().copy_(self.payload.input.view(-1))
-
     def result(self) -> torch.Tensor:
         """Return the gradient."""
         return self._flat.gradients.tensor[: self.payload.input.numel()]
@@ -206,9 +204,9 @@ class PeerCommunication(Communication):
 
     def begin(self) -> None:
         """Issue hand-shake and copies."""
-        collectives, source = self._collectives, self.payload.input
+        collectives = self._collectives
         issue = collectives.all_to_all if self.payload.kind == "all_to_all" else collectives.all_gather
-        self._work = issue(self._output, source, way=self._way)
+        self._work = issue(self._output, self.source, way=self._way)
 
     def finish(self) -> None:
         """Await the peers' rows."""
@@ -229,13 +227,12 @@ class CopiedReduction(Communication):
             memory.result(payload),
             memory.shares(payload),
         )
-        self._mean = torch.empty(payload.part, device=payload.device)
 
     def begin(self) -> None:
         """Issue everything up to the second copies."""
         self._collectives.all_to_all(self._shares, self.payload.input.view(self.payload.shape), way="dma").wait()
-        torch.mean(self._shares, 0, out=self._mean)
-        self._work = self._collectives.all_gather(self._output, self._mean, way="dma")
+        mean = torch.mean(self._shares, 0, out=self._output[self.payload.rank])
+        self._work = self._collectives.all_gather(self._output, mean, way="dma")
 
     def finish(self) -> None:
         """Await the peers' means."""
