@@ -27,18 +27,14 @@ collectives of others, all that awaits a peer is to be in one order on all ranks
 """
 
 from math import gcd
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import on_every_rank, open_arena
+from dlrm_overlap.comm.calls import Beside, Call, Way
 from dlrm_overlap.comm.flows import Flow, HostFlow, Transfer, regions
 from dlrm_overlap.config import InputError
-
-Way = Literal["auto", "dma", "stores"]
-Beside = Literal["nothing", "compute"]
-WAYS, BESIDE = ("auto", "dma", "stores"), ("nothing", "compute")
 
 _ALIGNMENT_BYTES = 256
 
@@ -118,7 +114,7 @@ class PeerCollectives:
         self._memory = self._arena.local("memory")
         self._base, self._used = self._memory.data_ptr(), 0
         self._flow = self._open_flow(wait_timeout_s)
-        self._known: set[tuple[Any, ...]] = set()
+        self._known: set[Call] = set()
         self._under_way: Work | None = None
 
     def _open_flow(self, timeout_s: float) -> Flow:
@@ -148,7 +144,7 @@ class PeerCollectives:
                 )
 
         on_every_rank(check, self._group)
-        self._compare("empty", (tuple(size), str(dtype)))
+        self._compare(f"empty({tuple(size)}, {dtype})")
         self._used = end
         return self._memory[begin:end].view(dtype).view(size)
 
@@ -197,26 +193,25 @@ class PeerCollectives:
         row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
         offset = output.data_ptr() - self._base if output.numel() else 0  # a tensor of nothing has no address
         row_offset = offset + self._rank * row_bytes
-        placed = self._placed(output, input, row_offset)
-        kind = (
-            name, offset, tuple(output.shape), tuple(input.shape), str(output.dtype), str(input.dtype), way, beside,
-            gcd(16, offset, input.data_ptr(), row_bytes), placed,
-            output.is_contiguous(), input.is_contiguous(), output.device == self.device, input.device == self.device,
+        call = Call(
+            name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside,
+            gcd(16, offset, input.data_ptr(), row_bytes), self._placed(output, input, row_offset),
+            output.is_contiguous() and input.is_contiguous(), output.device == input.device == self.device,
         )  # fmt: skip
-        new = kind not in self._known
+        new = call not in self._known
         if new:
-            self._agree(kind)
+            self._agree(call)
         transfer = Transfer(
             source=input.detach().view(-1).view(torch.uint8),
             stride=row_bytes if name == "all_to_all" else 0,
             row_bytes=row_bytes,
             offset=row_offset,
-            in_place=placed == "in place",
+            in_place=call.placed == "in place",
             way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
         )
         if new:
             self._flow.prepare(transfer)
-            self._known.add(kind)
+            self._known.add(call)
         self._under_way = Work(self, transfer)
         self._flow.begin(transfer)
         return self._under_way
@@ -238,66 +233,34 @@ class PeerCollectives:
             return "apart"
         return "in place" if first == self._base + row_offset else "across"
 
-    def _agree(self, kind: tuple[Any, ...]) -> None:
+    def _agree(self, call: Call) -> None:
         """Check the first call of its kind on all ranks; a collective on the host.
 
         Raises:
             InputError: on every rank, naming the fault.
         """
-        name = kind[0]
         if self._captured:
             raise InputError(
-                f"PeerCollectives.{name}: the first call with an input {kind[3]}, way {kind[6]}, is within a capture, "
-                f"where the ranks cannot ask whether theirs are alike; make one such call before the capture"
+                f"PeerCollectives: {call} is the first of its kind and within a capture, where the ranks cannot ask "
+                f"whether theirs are alike; make one such call before the capture"
             )
 
         def check() -> None:
-            if fault := self._fault(*kind):
-                raise InputError(f"PeerCollectives.{name}: {fault}")
+            if fault := call.fault(self._world_size, self._used):
+                raise InputError(f"PeerCollectives.{call.name}: {fault}")
 
         on_every_rank(check, self._group)
-        self._compare(name, kind[1:])
+        self._compare(call)
 
-    def _fault(
-        self, name: str, offset: int, output: tuple[int, ...], input: tuple[int, ...], output_dtype: str,
-        input_dtype: str, way: str, beside: str, alignment: int, placed: str, output_contiguous: bool, input_contiguous: bool,
-        output_here: bool, input_here: bool,
-    ) -> str:  # fmt: skip
-        """Return what is wrong with a call, or an empty text."""
-        if way not in WAYS:
-            return f"way {way}: not a way; take one of {', '.join(WAYS)}"
-        if beside not in BESIDE:
-            return f"beside {beside}: not known; take one of {', '.join(BESIDE)}"
-        for what, contiguous, here in (
-            ("output", output_contiguous, output_here),
-            ("input", input_contiguous, input_here),
-        ):
-            if not here:
-                return f"the {what} is on another device than {self.device}; move it there"
-            if not contiguous:
-                return f"the {what} is not contiguous; pass {what}.contiguous()"
-        if output_dtype != input_dtype:
-            return f"output {output_dtype}, input {input_dtype}: must be alike; cast the input"
-        rows = input if name == "all_to_all" else (self._world_size, *input)
-        if output != rows or output[:1] != (self._world_size,):
-            needed = "[W, n..], W" if name == "all_to_all" else "output [W, n..] and input [n..], W"
-            return f"output {output}, input {input}: must be {needed} = {self._world_size}; reshape them"
-        bytes_ = torch.Size(output).numel() * getattr(torch, output_dtype.removeprefix("torch.")).itemsize
-        if not 0 <= offset <= offset + bytes_ <= self._used:
-            return "the output is not in memory that peers write to; take it from `empty`"
-        if placed == "across" or (placed == "in place" and name == "all_to_all"):
-            return "input and output overlap; give the input memory of its own"
-        return ""
-
-    def _compare(self, name: str, mine: tuple[Any, ...]) -> None:
-        """Check that all ranks call `name` alike; a collective on the host."""
-        calls: list[Any] = [None] * self._world_size
-        dist.all_gather_object(calls, (name, *mine), self._group)
+    def _compare(self, mine: object) -> None:
+        """Check that all ranks make the call `mine` alike; a collective on the host."""
+        calls = [str(mine)] * self._world_size
+        dist.all_gather_object(calls, str(mine), self._group)
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 raise InputError(
-                    f"PeerCollectives: rank 0 calls {_describe(calls[0])}, rank {rank} {_describe(call)}; make the "
-                    f"same calls in the same order on all ranks"
+                    f"PeerCollectives: rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same "
+                    f"order on all ranks"
                 )
 
     def check(self) -> None:
@@ -324,7 +287,3 @@ class PeerCollectives:
         dist.barrier(self._group)  # a peer may still write to this rank's flags
         self._memory = torch.empty(0)
         self._arena.close()
-
-
-def _describe(call: tuple[Any, ...]) -> str:
-    return f"{call[0]}({', '.join(map(str, call[1:10]))})"

@@ -22,7 +22,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.dense.arguments import LINE
-from dlrm_overlap.kernels.primitives import raise_flags
+from dlrm_overlap.kernels.primitives import count_and_raise
 
 NUM_WARPS = 32
 _SENT_LANE_ELEMENTS = 16  # in flight: 64 KiB of float32 a program
@@ -41,19 +41,6 @@ class ShareFlags:
     after the other"""
     clock: torch.Tensor
     """[1] int64: added to the epoch, as in `flags.Flags`"""
-
-
-@triton.jit
-def _count_and_raise(counted, peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
-    """Let the program that ends last raise element `slot` of every rank's flags.
-
-    Order: the program's stores, a barrier, its count (acquire and release, GPU scope); whoever counts last has so
-    acquired what the others have released, and releases all of it with the flags, at system scope.
-    """
-    tl.debug_barrier()
-    if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(counted, 0)  # for the next kernel on the stream
-        raise_flags(peers_ready, slot, world_size, epoch, PEERS)
 
 
 @triton.jit(do_not_specialize=["rank", "lines", "scale", "slot", "epoch"])
@@ -94,7 +81,7 @@ def _average_share(
             peer = (rank + 1 + turn) % WORLD_SIZE
             target = tl.multiple_of(tl.load(targets + peer).to(tl.pointer_type(TYPE)), 16)
             tl.store(target + at, mean, mask=mask)
-    _count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
+    count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "destinations", "begin", "lines", "share", "slot", "epoch"])
@@ -125,7 +112,7 @@ def _send_shares(
         values = tl.load(tensor + (begin + owner * share) * LINE + at, mask=mask, other=0.0)
         landing = tl.multiple_of(tl.load(landings + owner).to(tl.pointer_type(TYPE)), 16)
         tl.store(landing + rank * share * LINE + at, values.to(TYPE), mask=mask)
-    _count_and_raise(counted, peers_ready, slot, world_size, epoch + tl.load(clock), PEERS)
+    count_and_raise(counted, peers_ready, slot, world_size, epoch + tl.load(clock), PEERS)
 
 
 _AVERAGE_ARGUMENTS = (

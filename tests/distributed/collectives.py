@@ -8,6 +8,7 @@ that is read too early is poison.
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
+from dlrm_overlap.comm.device_flow import DeviceFlow
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import assert_same
+from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
 
 CPU = torch.device("cpu")
@@ -40,6 +44,13 @@ Opened = Callable[[float], PeerCollectives]
 
 def open_on_host(timeout_s: float = 60.0) -> PeerCollectives:
     return PeerCollectives(world(), CPU, CAPACITY, timeout_s)
+
+
+def open_on_device(timeout_s: float = 60.0) -> PeerCollectives:
+    """Return what a GPU does, its kernels interpreted and its copies the host's; to be used in `without_streams`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerCollectives, "_open_flow", lambda self, bound: DeviceFlow(self._arena, bound))
+        return PeerCollectives(world(), CPU, CAPACITY, timeout_s)
 
 
 def sent_by(rank: int, step: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -98,7 +109,7 @@ def check_mistakes() -> None:
 
     assert "not contiguous" in told(sent, torch.zeros(4, ranks).t())
     assert "output torch.float32, input torch.float64" in told(sent, sent.double())
-    assert f"must be [W, n..], W = {ranks}" in told(sent, sent[:, :3].contiguous())
+    assert f"must be both [W, n..], W = {ranks}" in told(sent, sent[:, :3].contiguous())
     assert "take it from `empty`" in told(sent, sent, torch.zeros(ranks, 4))
     assert "overlap" in told(sent, output)
     assert "way fast: not a way" in told(sent, sent, way="fast")
@@ -116,17 +127,25 @@ def check_mistakes() -> None:
     collectives.close()
 
 
+def _shorten(collectives: PeerCollectives, timeout_s: float) -> None:
+    flow: Any = collectives._flow
+    flow._timeout_s = timeout_s
+    if isinstance(flow, DeviceFlow):
+        flow._free = replace(flow._free, timeout=int(timeout_s * 1e9))
+
+
 def check_dead_peer(open_: Opened, timeout_s: float) -> None:
     """All ranks but the culprit are told for whom they wait in vain, in time."""
-    collectives = open_(timeout_s)
+    collectives = open_(60.0)
     output = collectives.empty((dist.get_world_size(), 4), torch.float32)
     sent = torch.zeros_like(output)
     collectives.all_to_all(output, sent, "stores").wait()
     dist.barrier()
+    _shorten(collectives, timeout_s)
     if dist.get_rank() != CULPRIT:
         began, told = time.monotonic(), ""
         try:
-            collectives.all_to_all(output, sent, "stores").wait()
+            collectives.all_to_all(output, sent, "stores")  # on a device the record is read before the wait for rows
             collectives.check()
         except ExchangeTimeoutError as error:
             told = str(error)
@@ -135,8 +154,20 @@ def check_dead_peer(open_: Opened, timeout_s: float) -> None:
     dist.barrier()
 
 
+def _interpreted(check: Callable[[], None]) -> None:
+    with without_streams():
+        check()
+
+
 QUICK: dict[str, Callable[[], None]] = {
     "rows on the host": partial(check_rows, open_on_host),
     "mistakes": check_mistakes,
     "dead peer on the host": partial(check_dead_peer, open_on_host, 0.3),
 }
+if INTERPRETED:
+    QUICK |= {
+        f"rows, kernels, {way}": partial(_interpreted, partial(check_rows, open_on_device, way))
+        for way in ("dma", "stores")
+    }
+    # The interpreter counts turns, 1e9 a second.
+    QUICK["dead peer, kernels"] = partial(_interpreted, partial(check_dead_peer, open_on_device, 3e-7))
