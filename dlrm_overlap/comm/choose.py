@@ -1,14 +1,14 @@
 """How should a computation and a communication be issued that do not depend on each other? A choice by their sizes.
 
     table = read_table()
-    choice = choose(Computation(flop=1.1e12, hbm_bytes=4e8), Communication("all_to_all", 256e6), world_size=4, table=table)
-    choice.strategy, choice.share          # such as dma, None; or partition, 12
+    choice = choose(Computation(flop=1.1e12, hbm_bytes=4e8), Communication("all_to_all", 256e6), 4, table)
+    choice.strategy, choice.share  # such as dma, None; or partition, 12
 
 Agrawal, Aga, Pati and Islam (ConCCL, ISPASS, the section on resource partitioning) choose by rooflines at a measured
 efficiency and by a small table of slowdowns; so does this. Pure Python: it needs neither torch nor a GPU.
 
-**Alone**, a call of a computation takes the longer of its operations and of its bytes at the table's rates, and a call's
-latency. A communication takes a latency, and what leaves a rank over the table's rate of the implementation.
+**Alone**, a computation takes the longer of its operations and of its bytes at the table's rates, and a latency for
+each call. A communication takes a latency, and what leaves a rank over the table's rate of the implementation.
 
 **Together**, under a strategy, the computation takes a times as long while the communication runs, which takes b times
 as long while the computation runs; whichever is left goes on at its own speed. The strategies come from `dlrm-overlap

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.comm.collectives import PeerCollectives, Way
+from dlrm_overlap.comm.calls import Way
+from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
