@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
+from dlrm_overlap.bench.concurrent_strategies import check_left_out
 from dlrm_overlap.bench.step_contenders import (
     ABLATION,
     STEP_CONTENDERS,
@@ -169,6 +170,10 @@ class ConcurrentRequest(Request):
     """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
 
     repetitions: int = _option(9, "timed runs of each strategy in each case", type=PositiveInt)
+    without: tuple[str, ...] = _option((), "strategies that are left out", nargs="*")
+
+    def __post_init__(self) -> None:
+        check_left_out(self.without)
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
         """Check that there is somebody to communicate with.

@@ -10,7 +10,7 @@ anything is timed. With c and m, the least times alone,
 A case is G-long if c is above 115% of m, C-long if m is above 115% of c, else GC-equal. The number of calls is what
 brings c closest to the half, the same or twice of m, as measured at the start, so that all classes have cases.
 
-Contenders: the strategies of `harness.strategies`. A row is a case under a strategy.
+Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
 """
 
 import sys
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
 from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.computations import Computation, make_computations
-from dlrm_overlap.bench.harness.strategies import SHARES, Issuer, Strategy
+from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import headline, summarise
@@ -119,7 +120,8 @@ class _Measured:
         self._cases = make_cases(list(self._computations), device.type)
         most = max(case.megabytes for case in self._cases)
         self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
-        self._issuer = Issuer(group, device)
+        strategies = [each for each in all_strategies() if each.name not in request.without]
+        self._issuer = Issuer(strategies, group, device)
         self._turns = Turns(group, device)
         self._call_ms = self._time_calls()
         self._tried = False

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
 from dlrm_overlap.bench.figures import concurrent
 from dlrm_overlap.bench.harness.communications import Collective, Implementations, Payload, make_groups
-from dlrm_overlap.bench.harness.strategies import Strategy, all_strategies
 from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.report.concurrent import summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
@@ -107,6 +107,11 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
 def test_one_rank_is_refused() -> None:
     with pytest.raises(InputError, match="bench concurrent: one rank has nobody to communicate with"):
         ConcurrentRequest("concurrent", Path("unused.csv")).check_ranks(cast(Config, None), 1, "cpu")
+
+
+def test_an_unknown_strategy_cannot_be_left_out() -> None:
+    with pytest.raises(InputError, match="--without dam: not a strategy; known: serial, plain, "):
+        ConcurrentRequest("concurrent", Path("unused.csv"), without=("dam",))
 
 
 def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:

@@ -1,17 +1,13 @@
-"""Strategies: ways to issue a computation and a communication that do not depend on each other, so that both end early.
-
-Agrawal, Aga, Pati and Islam (ConCCL, ISPASS) name most of them: `plain` concurrency, prioritisation by the order of
-issue or by streams, partitions of the multiprocessors, and copies by DMA engines.
-"""
+"""Issues a computation and a communication that do not depend on each other, by the strategies that the machine has."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy
 from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.bench.harness.partition import Partition, make_partition
 from dlrm_overlap.comm.arena import on_every_rank
@@ -19,55 +15,19 @@ from dlrm_overlap.config import InputError
 
 log = logging.getLogger("dlrm_overlap")
 
-SHARES = (4, 12, 20)
-"""multiprocessors that a communication is left with, and thread blocks (CTAs) that NCCL is limited to"""
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """One way to issue both."""
-
-    name: str
-    implementation: str | None
-    """of the communication, of `communications.Implementations`; None: the one that is fastest alone"""
-    communication_first: bool = True
-    """whether the communication is issued before the computation"""
-    concurrent: bool = True
-    urgent: bool = False
-    """whether the communication's stream has a high priority, the computation's a low one"""
-    share: int | None = None
-    """multiprocessors that are left to the communication, by two green contexts, or thread blocks that it is given"""
-    partitioned: bool = False
-
-    @property
-    def label(self) -> str:
-        """Name it with its share."""
-        return self.name if self.share is None else f"{self.name}_{self.share}"
-
-
-def all_strategies() -> list[Strategy]:
-    """Return those of a GPU with everything."""
-    return [
-        Strategy("serial", None, concurrent=False),
-        Strategy("plain", "collective", communication_first=False),
-        Strategy("communication_first", "collective"),
-        Strategy("priority", "collective", urgent=True),
-        *(Strategy("limited", f"collective_{share}", urgent=True, share=share) for share in SHARES),
-        *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
-        Strategy("stores", "stores", urgent=True),
-        Strategy("dma", "dma", urgent=True),
-        *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in SHARES[:2]),
-    ]
-
 
 class Issuer:
     """Issues computations and communications by strategies, on streams of its own; on a CPU from one thread."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this."""
+    def __init__(self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this.
+
+        Args:
+            strategies: those that are asked for; `strategies` then has those of them that are possible here.
+        """
         self._cuda, self._device = device.type == "cuda", device
         self._partitions: dict[int, Partition] = {}
-        self.strategies = all_strategies()
+        self.strategies = list(strategies)
         if not self._cuda:
             log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are serial, plain, dma")
             self.strategies = [each for each in self.strategies if each.name in ("serial", "plain", "dma")]
@@ -76,6 +36,8 @@ class Issuer:
         self._computing = torch.cuda.Stream(device, priority=least)
         self._sending = torch.cuda.Stream(device, priority=least)
         self._urgent = torch.cuda.Stream(device, priority=most)
+        if not any(each.partitioned for each in self.strategies):
+            return
         try:
             for share in SHARES:
                 self._partitions[share] = on_every_rank(lambda share=share: make_partition(device, share), group)
