@@ -61,6 +61,11 @@ class Choice(NamedTuple):
     together_ms: float
     """how long both are predicted to take"""
 
+    @property
+    def label(self) -> str:
+        """The strategy with its share, as rows of the benchmark name it."""
+        return self.strategy if self.share is None else f"{self.strategy}_{self.share}"
+
 
 def read_table(path: Path | None = None) -> Table:
     """Return the table that `dlrm-overlap bench concurrent --write_table` has written; by default the package's own.

@@ -16,6 +16,7 @@ Contenders: the strategies of `bench.concurrent_strategies`. A row is a case und
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_table
+from dlrm_overlap.bench.report.slowdowns import write_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.ranks import Ranks
 
@@ -107,6 +109,8 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
             print_table(lines, list(lines[0]))
             append_rows(request.output, rows)
             print(f"rows in {request.output}")
+            if request.write_table is not None:
+                print(write_table(Path(request.write_table), rows))
     return 1 if faults else 0
 
 

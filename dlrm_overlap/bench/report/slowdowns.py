@@ -3,21 +3,26 @@
 Everything is a least-squares fit of logarithms, so that a case of 0.1 ms counts as much as one of 5.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from dlrm_overlap.comm import choose
 from dlrm_overlap.comm.choose import Communication, Computation, Table
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.doctor import environment
 
 Row = Mapping[str, Any]
+
+RIGHT = 0.02
+"""a choice is right if it takes at most so much longer, relatively, than the best strategy"""
 
 _CASE = ("computation", "calls", "communication", "megabytes")
 _ENVIRONMENT = ("gpu", "torch", "cuda", "nccl", "commit")
 _SERIAL = "serial"
 _ALONE = "_alone_ms"
-_SLOWDOWNS = [1.0 + 0.05 * step for step in range(61)]
-_EXTRAS_MS = [0.0, 0.005, 0.01, 0.02, 0.03, 0.05]
 _DIGITS = 4
 
 
@@ -45,6 +50,54 @@ def computation_of(row: Row) -> Computation:
 def communication_of(row: Row) -> Communication:
     """Return what the communication of a row moves."""
     return Communication(str(row["communication"]), float(row["megabytes"]) * 1e6)
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> str:
+    """Write the table of `rows` to `path` as JSON; return a line on how well it chooses in these very cases.
+
+    Raises:
+        InputError: if the file cannot be written.
+    """
+    table = fit_table([{**environment(), **row} for row in rows])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(table, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"--write_table: {path} cannot be written ({error.strerror}); free it, or give another"
+        ) from None
+    losses = [each.lost for each in replay(rows, table)]
+    right = sum(lost <= RIGHT for lost in losses)
+    return (
+        f"slowdowns in {path}: within {RIGHT:.0%} of the best strategy in {right} of {len(losses)} cases, at most "
+        f"{max(losses):.1%} lost"
+    )
+
+
+class Replay(NamedTuple):
+    """What the table's choice costs in a case that has been measured."""
+
+    case: tuple[Any, ...]
+    chosen: str
+    best: str
+    lost: float
+    """(time of the chosen strategy - time of the best) / time of the best"""
+
+
+def replay(rows: Sequence[Row], table: Table) -> list[Replay]:
+    """Choose by `table` in each case of `rows`, by its shapes alone, and compare with what was measured."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[key] for key in _CASE), {})[row["strategy"]] = row
+    found = []
+    for case, by_label in cases.items():
+        row = next(iter(by_label.values()))
+        world_size = int(row["world_size"])
+        choice = choose.choose(computation_of(row), communication_of(row), world_size, table)
+        taken = {label: float(each["together_ms"]) for label, each in by_label.items()}
+        best = min(taken, key=lambda label: taken[label])
+        found.append(Replay(case, choice.label, best, taken[choice.label] / taken[best] - 1))
+    return found
 
 
 def _fit_computations(cases: Iterable[Row]) -> dict[str, Any]:
@@ -110,14 +163,15 @@ def _fit_strategy(rows: Sequence[Row], table: Table) -> dict[str, Any]:
 
 
 def _fit_slowdowns(rows: Sequence[Row], alone: str) -> list[float]:
-    """Return a, b and what is spent in any case in ms, by all that may be tried."""
+    """Return a, b and what is spent in any case in ms."""
     times = [(float(row["computation_ms"]), float(row[alone]), row["together_ms"]) for row in rows]
 
     def error(a: float, b: float, extra_ms: float) -> float:
         return _misfit((choose.together_ms(c, m, a, b, extra_ms), both) for c, m, both in times)
 
-    tried = ((a, b, extra) for a in _SLOWDOWNS for b in _SLOWDOWNS for extra in _EXTRAS_MS)
-    return [_round(each) for each in min(tried, key=lambda each: (error(*each), each))]
+    starts = [[a, b, 0.01] for a in (1.05, 1.3, 2.0) for b in (1.05, 1.3, 2.0)]
+    found = [_descend(error, start, least=[1.0, 1.0, 0.0]) for start in starts]
+    return [_round(each) for each in min(found, key=lambda each: error(*each))]
 
 
 def _misfit(pairs: Iterable[tuple[float, Any]]) -> float:
@@ -129,7 +183,7 @@ def _descend(error: Callable[..., float], start: Sequence[float], least: Sequenc
     """Return the numbers of least error that are found by changing one after the other by ever smaller factors."""
     best, factor = list(start), 2.0
     lowest = error(*best)
-    while factor > 1.001:
+    while factor > 1.0002:
         better = False
         for index, floor in enumerate(least):
             for value in (best[index] * factor, best[index] / factor, floor):
