@@ -12,8 +12,9 @@ from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.primitives import count_and_raise
 
-PROGRAMS = 32
-"""of 16 warps: as many fill the links of an H200, and leave the other multiprocessors to what runs beside"""
+PROGRAMS = 64
+"""of 16 warps: fewer, 16 or 32, are up to a tenth slower alone on H200, and faster only beside products, where copy
+engines are faster still (docs/results/collectives.md)"""
 _NUM_WARPS = 16
 _LANE_BYTES = 64  # in flight
 WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 16: (tl.int32, 4)}

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 from dlrm_overlap.config import InputError
 
-SHARES = (4, 12, 20)
+SHARES = (12, 20, 28)
 """multiprocessors that a communication is left with, and thread blocks (CTAs) that NCCL is limited to"""
+
+
+COPY_SHARES = (4, 12)
+"""the same, where copy engines carry the bytes, and what is left to do is to meet the peers, to wait and to add up"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Strategy:
     share: int | None = None
     """multiprocessors that are left to the communication, by two green contexts, or thread blocks that it is given"""
     partitioned: bool = False
+    """whether these multiprocessors are the communication's own"""
+    aside: bool = False
+    """whether a communication that has streams of its own meets its peers on yet another, not the computation's"""
 
     @property
     def label(self) -> str:
@@ -46,7 +53,8 @@ def all_strategies() -> list[Strategy]:
         *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
         Strategy("stores", "stores", urgent=True),
         Strategy("dma", "dma", urgent=True),
-        *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in SHARES[:2]),
+        Strategy("dma_aside", "dma", urgent=True, aside=True),
+        *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dlrm_overlap.bench.request import (
     AblationRequest,
     BackwardRequest,
+    CollectivesRequest,
     ConcurrentRequest,
     ForwardRequest,
     InputRequest,
@@ -56,6 +57,9 @@ FIGURES = {
         "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
         BackwardRequest,
         "backward",
+    ),
+    "collectives": Figure(
+        "all-to-all and all-gather by copy engines and by stores, against NCCL's", CollectivesRequest, "collectives"
     ),
     "concurrent": Figure(
         "a computation beside a communication that does not depend on it, by each way to issue the two",

@@ -39,9 +39,9 @@ from dlrm_overlap.config import InputError
 _ALIGNMENT_BYTES = 256
 
 COPIED_FROM_BYTES = {
-    ("nothing", False): 96 << 20,
-    ("nothing", True): 1 << 20,
-    ("compute", False): 4 << 20,
+    ("nothing", False): 32 << 20,
+    ("nothing", True): 32 << 20,
+    ("compute", False): 32 << 20,
     ("compute", True): 1 << 20,
 }
 """(what runs beside, whether captured) -> bytes to a peer from which on copies are faster than stores, or leave what
@@ -105,14 +105,14 @@ class PeerCollectives:
         Raises:
             InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
         """
-        self._group, self.device, self._capacity = group, device, capacity_bytes
+        self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
         try:
             self._arena = open_arena(regions(self._world_size, capacity_bytes), group, device)
         except InputError as error:
             raise InputError(f"PeerCollectives: {capacity_bytes} bytes of outputs, but {error}") from None
         self._memory = self._arena.local("memory")
-        self._base, self._used = self._memory.data_ptr(), 0
+        self._base, self._used, self.device = self._memory.data_ptr(), 0, self._memory.device
         self._flow = self._open_flow(wait_timeout_s)
         self._known: set[Call] = set()
         self._under_way: Work | None = None

@@ -1,5 +1,7 @@
 """Transfers between GPUs: by copy engines, or by a kernel of stores. See `comm.collectives` for the protocol."""
 
+import itertools
+
 import torch
 
 from dlrm_overlap.comm.arena import Arena
@@ -61,9 +63,11 @@ class DeviceFlow(Flow):
                 store_rows(self._rows(transfer), self._row_flags, self._rank, self.programs)
             return
         self._engine.follow()
-        for peer in self._peers:
-            self._engine.copy(self._target(transfer, peer), transfer.row(peer))
-            self._engine.write_flag(self._flag_at[peer], self._word)
+        rows_and_flags = (
+            ((self._target(transfer, peer), transfer.row(peer)), (self._flag_at[peer], self._word))
+            for peer in self._peers
+        )
+        self._engine.copy_each(itertools.chain.from_iterable(rows_and_flags))
         if not transfer.in_place:
             self._beside.copy(self._target(transfer, self._rank), transfer.row(self._rank))
 

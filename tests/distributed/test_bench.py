@@ -162,3 +162,23 @@ def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
         assert int(row["link_bytes"]) == (2 * sent if row["communication"] == "all_reduce" else sent)
         both_ms = float(row["computation_ms"]) + float(row["communication_ms"])
         assert float(row["speedup"]) == pytest.approx(both_ms / float(row["together_ms"]), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
+    output = tmp_path / "collectives.csv"
+    argv = ["bench", "collectives", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--contenders", "nccl", "nccl_registered", "dma", "stores", "auto", "--sizes_mb", "1", "--iterations", "3"]
+    argv += ["--operations", "all_gather", "all_to_all"]
+    result = run_cli(*argv, "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["operation"], row["beside"], row["contender"]) for row in rows]
+    beside, names = ("nothing", "compute"), ("nccl", "dma", "stores", "auto")
+    assert found == [(each, other, name) for each in ("all_gather", "all_to_all") for other in beside for name in names]
+    for row in rows:
+        assert (row["mb_per_peer"], row["captured"], row["steps"], row["world_size"]) == ("1", "False", "4", "2")
+        assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
+        assert float(row["gb_per_s"]) == pytest.approx((1 << 20) / float(row["median_ms"]) / 1e6, rel=1e-2)
+        assert (row["product_ms"] != "") == (row["beside"] == "compute")

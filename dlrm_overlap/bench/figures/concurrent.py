@@ -8,7 +8,7 @@ anything is timed. With c and m, the least times alone,
     speedup = (c + m) / time together, ideal = (c + m) / max(c, m), fraction of ideal = (speedup - 1) / (ideal - 1).
 
 A case is G-long if c is above 115% of m, C-long if m is above 115% of c, else GC-equal. The number of calls is what
-brings c closest to the half, the same or twice of m, as measured at the start, so that all classes have cases.
+brings c closest to 0.4, .. 2.5 times m, as measured at the start, so that all classes have cases.
 
 Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
 """
@@ -36,7 +36,14 @@ from dlrm_overlap.ranks import Ranks
 
 # Ratio of computation to communication that is aimed at -> MB of the communications, which the computations share out.
 _SIZES: dict[str, dict[float, tuple[float, ...]]] = {
-    "cuda": {0.5: (64, 256, 512), 1.0: (32, 128, 512), 2.0: (2, 8, 128)},
+    "cuda": {
+        0.4: (64, 256, 512),
+        0.7: (64, 128, 512),
+        0.95: (32, 128, 512),
+        1.05: (16, 64, 256),
+        1.6: (2, 8, 128),
+        2.5: (4, 32, 128),
+    },
     "cpu": {1.0: (0.25,)},
 }
 _LONGEST = {"gemm_8192": 512.0}  # computations that take so long that nothing smaller is as long
@@ -237,6 +244,7 @@ def _describe(computation: Computation, calls: int, payload: Payload) -> dict[st
         "world_size": payload.world_size,
         "device": payload.device.type,
         "computation": computation.name,
+        "computation_kind": computation.kind,
         "shape": computation.shape,
         "calls": calls,
         "flop": computation.flop * calls,

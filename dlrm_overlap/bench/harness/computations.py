@@ -33,6 +33,8 @@ class Computation:
     """Kernels of one call, and what they do at least."""
 
     name: str
+    kind: str
+    """gemm | lookup | elementwise"""
     shape: str
     """for the reader of a row"""
     flop: float
@@ -58,7 +60,7 @@ def _gemm(name: str, rows: int, inner: int, columns: int, device: torch.device) 
     out = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
     hbm_bytes = 2 * (rows * inner + inner * columns + rows * columns)
     call = partial(torch.mm, left, right, out=out)
-    return Computation(name, f"{rows} x {inner} x {columns}", 2.0 * rows * inner * columns, hbm_bytes, call)
+    return Computation(name, "gemm", f"{rows} x {inner} x {columns}", 2.0 * rows * inner * columns, hbm_bytes, call)
 
 
 def _lookup(tables: int, rows: int, dim: int, bags: int, hot: int, device: torch.device) -> Computation:
@@ -72,11 +74,13 @@ def _lookup(tables: int, rows: int, dim: int, bags: int, hot: int, device: torch
     offsets = torch.arange(0, ids.numel() + 1, hot, device=device)
     hbm_bytes = ids.numel() * (4 * dim + _ID_BYTES) + offsets.numel() * _ID_BYTES + tables * bags * dim * 4
     shape = f"{tables} tables x {rows} x {dim}, {bags} bags of {hot}"
-    return Computation("lookup", shape, 0.0, hbm_bytes, partial(lookup, ids, offsets))
+    return Computation("lookup", "lookup", shape, 0.0, hbm_bytes, partial(lookup, ids, offsets))
 
 
 def _optimizer(elements: int, device: torch.device) -> Computation:
     """Return the dense optimizer's pass: Adagrad, with a bf16 shadow, over one flat parameter."""
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(elements, device=device))})
     optimizer = FlatOptimizer(flat, "adagrad", lr=0.01, shadow_dtype=torch.bfloat16)
-    return Computation("optimizer", f"{elements} parameters", 0.0, elements * _ADAGRAD_BYTES, optimizer.step)
+    return Computation(
+        "optimizer", "elementwise", f"{elements} parameters", 0.0, elements * _ADAGRAD_BYTES, optimizer.step
+    )

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy
+from dlrm_overlap.bench.concurrent_strategies import COPY_SHARES, SHARES, Strategy
 from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.bench.harness.partition import Partition, make_partition
 from dlrm_overlap.comm.arena import on_every_rank
@@ -39,7 +39,7 @@ class Issuer:
         if not any(each.partitioned for each in self.strategies):
             return
         try:
-            for share in SHARES:
+            for share in sorted({*SHARES, *COPY_SHARES}):
                 self._partitions[share] = on_every_rank(lambda share=share: make_partition(device, share), group)
         except InputError as error:
             log.warning("bench concurrent: without partitions: %s", error)
@@ -83,7 +83,7 @@ class Issuer:
         """Issue both; the current stream waits for both in the end.
 
         A communication that has streams of its own begins and ends on the computation's stream, as in a training step,
-        so that no kernel that waits for a peer is in the computation's way.
+        so that no kernel that waits for a peer is in the computation's way. One that is issued `aside` only ends there.
         """
         if not self._cuda:
             compute_first = not (strategy.concurrent and strategy.communication_first)
@@ -119,7 +119,7 @@ class Issuer:
             assert strategy.share is not None
             partition = self._partitions[strategy.share]
             return partition.computation, partition.communication
-        if communication.forks:
+        if communication.forks and not strategy.aside:
             return self._computing, self._computing
         return self._computing, self._urgent if strategy.urgent else self._sending
 

@@ -179,13 +179,11 @@ def _check_engine(place: Place) -> None:
         number.add_(1)
         source.fill_(-1)
         engine.follow()
+        torch.cuda._sleep(100_000)
+        source.copy_((number * 10 + place.rank).expand_as(source))  # only the counter says that this is done
+        word.add_(3)
         engine.wait_counter(word, 3)
         engine.copy_2d(arena.view("rows", peer)[:, 8:40], source[:, :32])
-        torch.cuda._sleep(100_000)
-        source.copy_(
-            (number * 10 + place.rank).expand_as(source)
-        )  # behind `follow`: only the counter says that it is there
-        word.add_(3)
         engine.join()
 
     def check(what: str, times: int) -> None:
