@@ -206,7 +206,7 @@ class TimelineRequest(Request):
 class ConcurrentRequest(Request):
     """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
 
-    repetitions: int = _option(21, "timed runs of each strategy in each case", type=PositiveInt)
+    repetitions: int = _option(15, "timed runs of each strategy in each case", type=PositiveInt)
     write_table: str | None = _option(None, "JSON file for the table that comm/choose.py chooses by")
     without: tuple[str, ...] = _option((), "strategies that are left out", nargs="*")
 
