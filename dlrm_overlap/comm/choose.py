@@ -1,8 +1,8 @@
 """How should a computation and a communication be issued that do not depend on each other? A choice by their sizes.
 
     table = read_table()
-    choice = choose(Computation(flop=1.1e12, hbm_bytes=4e8), Communication("all_to_all", 256e6), 4, table)
-    choice.strategy, choice.share  # such as dma, None; or partition, 12
+    choice = choose(Computation("gemm", flop=1.1e12, hbm_bytes=4e8), Communication("all_to_all", 256e6), 4, table)
+    choice.strategy, choice.share  # such as dma, None; or partition, 20
 
 Agrawal, Aga, Pati and Islam (ConCCL, ISPASS, the section on resource partitioning) choose by rooflines at a measured
 efficiency and by a small table of slowdowns; so does this. Pure Python: it needs neither torch nor a GPU.
@@ -11,9 +11,10 @@ efficiency and by a small table of slowdowns; so does this. Pure Python: it need
 each call. A communication takes a latency, and what leaves a rank over the table's rate of the implementation.
 
 **Together**, under a strategy, the computation takes a times as long while the communication runs, which takes b times
-as long while the computation runs; whichever is left goes on at its own speed. The strategies come from `dlrm-overlap
-bench concurrent`, and a and b are fitted to what it has measured: one pair for each strategy, bound of the computation
-(products or memory) and kind of communication.
+as long while the computation runs; whichever is left goes on at its own speed. Two things may be lost on top: a time,
+and a part of one call, since a kernel of the communication may wait until one of the computation ends. The strategies
+are those of `dlrm-overlap bench concurrent`, and these four numbers are fitted to what it has measured, for each
+strategy, kind of computation (where a product is bound by memory, that is a kind of its own) and communication.
 
 Example: c = 2 ms, m = 1 ms, a = 1.1, b = 1.5. The communication ends after 1.5 ms, when the computation has done
 1.5 / 1.1 = 1.36 ms of its work; 0.64 ms are left: 2.14 ms in all, against 3 ms one after the other.
@@ -34,6 +35,8 @@ _OWN_TABLE = Path(__file__).with_name("slowdowns.json")
 class Computation(NamedTuple):
     """What a computation does."""
 
+    kind: str
+    """gemm | lookup | elementwise"""
     flop: float
     """of products in bf16"""
     hbm_bytes: float
@@ -82,6 +85,18 @@ def read_table(path: Path | None = None) -> Table:
         ) from None
 
 
+class Slowdown(NamedTuple):
+    """What a computation and a communication lose side by side; see the module."""
+
+    a: float
+    """of the computation"""
+    b: float
+    """of the communication; below 1 where its own multiprocessors suit it better than any"""
+    lost_ms: float
+    waited: float
+    """part of a call"""
+
+
 def choose(
     computation: Computation,
     communication: Communication,
@@ -99,10 +114,14 @@ def choose(
         available: names of the strategies that there are; all of the table's if None.
 
     Raises:
-        InputError: if the table does not know the communication, or none of the strategies.
+        InputError: if the table does not know a kind, or none of the strategies.
     """
-    if communication.kind not in (kinds := table["communications"]):
-        raise InputError(f"communication {communication.kind}: not in the table; known: {', '.join(kinds)}")
+    for kind, known in (
+        (computation.kind, table["computations"]),
+        (communication.kind, table["communications"]),
+    ):
+        if kind not in known:
+            raise InputError(f"{kind}: not in the table of slowdowns; known: {', '.join(known)}")
     found = [
         Choice(entry["strategy"], entry["share"], predict_ms(computation, communication, world_size, table, label))
         for label, entry in table["strategies"].items()
@@ -122,22 +141,24 @@ def predict_ms(
     if entry["implementation"] is None:  # one after the other, by what is fastest
         return c + min(communication_ms(communication, world_size, table, name) for name in implementations)
     m = communication_ms(communication, world_size, table, entry["implementation"])
-    slowdown = entry["slowdowns"][f"{bound(computation, table)} {communication.kind}"]
-    return together_ms(c, m, *slowdown)
+    slowdown = Slowdown(*entry["slowdowns"][f"{bound(computation, table)}, {communication.kind}"])
+    return together_ms(c, m, c / computation.calls, slowdown)
 
 
 def bound(computation: Computation, table: Table) -> str:
-    """Return what bounds a computation: products or memory."""
-    rates = table["computations"]
-    products_ms = computation.flop / rates["products"]["tflop_per_s"] / 1e9
-    return "products" if products_ms > computation.hbm_bytes / rates["memory"]["gb_per_s"] / 1e6 else "memory"
+    """Return the kind of a computation, and of products what bounds them."""
+    if computation.kind != "gemm":
+        return computation.kind
+    rates = table["computations"]["gemm"]
+    by_memory = computation.hbm_bytes / rates["gb_per_s"] > computation.flop / rates["tflop_per_s"] / 1e3
+    return "gemm bound by memory" if by_memory else "gemm"
 
 
 def computation_ms(computation: Computation, table: Table) -> float:
     """Return how long a computation takes alone."""
-    rates = table["computations"]
-    products_ms = computation.flop / rates["products"]["tflop_per_s"] / 1e9
-    memory_ms = computation.hbm_bytes / rates["memory"]["gb_per_s"] / 1e6
+    rates = table["computations"][computation.kind]
+    memory_ms = computation.hbm_bytes / rates["gb_per_s"] / 1e6
+    products_ms = computation.flop / rates["tflop_per_s"] / 1e9 if computation.flop else 0.0
     return max(products_ms, memory_ms) + computation.calls * rates["call_us"] / 1e3
 
 
@@ -154,9 +175,16 @@ def sent_bytes(communication: Communication, world_size: int) -> float:
     return 2 * sent if communication.kind == "all_reduce" else sent
 
 
-def together_ms(computation_ms: float, communication_ms: float, a: float, b: float, extra_ms: float = 0.0) -> float:
-    """Return how long both take side by side, by the slowdowns a and b of the module, and what is spent in any case."""
+def together_ms(
+    computation_ms: float,
+    communication_ms: float,
+    call_ms: float,
+    slowdown: Slowdown | tuple[float, float, float, float],
+) -> float:
+    """Return how long both take side by side, `call_ms` being the time of one call of the computation."""
+    a, b, lost_ms, waited = slowdown
+    lost_ms += waited * call_ms
     slow_computation, slow_communication = computation_ms * a, communication_ms * b
     if slow_computation <= slow_communication:
-        return slow_computation + communication_ms - slow_computation / b + extra_ms
-    return slow_communication + computation_ms - slow_communication / a + extra_ms
+        return slow_computation + communication_ms - slow_computation / b + lost_ms
+    return slow_communication + computation_ms - slow_communication / a + lost_ms
