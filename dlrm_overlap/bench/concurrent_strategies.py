@@ -62,9 +62,11 @@ def check_left_out(names: Sequence[str]) -> None:
     """Check the strategies that a user wants to leave out.
 
     Raises:
-        InputError: for a name that is none.
+        InputError: for a name that is none, or if none is left.
     """
     known = dict.fromkeys(strategy.name for strategy in all_strategies())
     for name in names:
         if name not in known:
             raise InputError(f"--without {name}: not a strategy; known: {', '.join(known)}")
+    if known.keys() <= set(names):
+        raise InputError("--without: every strategy is left out; leave one in")

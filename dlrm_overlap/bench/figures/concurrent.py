@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
-from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, make_groups, open_peer_memory
+from dlrm_overlap.bench.harness.communications import Implementations, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.computations import Computation, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
+from dlrm_overlap.bench.harness.payload import KINDS, Payload
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import headline, summarise

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dlrm_overlap.bench.report import slowdowns
 from dlrm_overlap.bench.report.slowdowns import RIGHT, fit_table, replay, write_table
 from dlrm_overlap.comm import choose
 from dlrm_overlap.comm.choose import Communication, Computation, Slowdown
@@ -125,7 +126,8 @@ def test_a_fit_finds_the_slowdowns_that_made_the_cases() -> None:
     assert found["strategies"].keys() == {"limited_4", "dma"}  # one after the other is never worth while
 
 
-def test_a_table_is_written_and_read(tmp_path: Path) -> None:
+def test_a_table_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slowdowns, "_PARTS", 2)  # fewer fits
     path = tmp_path / "folder" / "table.json"
     text = write_table(path, _rows())
     assert f"slowdowns in {path}: " in text
