@@ -13,6 +13,7 @@ from dlrm_overlap.bench.request import (
     AblationRequest,
     BackwardRequest,
     CollectivesRequest,
+    ConcurrentRequest,
     ForwardRequest,
     InputRequest,
     OccupancyRequest,
@@ -59,5 +60,10 @@ FIGURES = {
     ),
     "collectives": Figure(
         "all-to-all and all-gather by copy engines and by stores, against NCCL's", CollectivesRequest, "collectives"
+    ),
+    "concurrent": Figure(
+        "a computation beside a communication that does not depend on it, by each way to issue the two",
+        ConcurrentRequest,
+        "concurrent",
     ),
 }

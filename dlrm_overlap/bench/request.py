@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
+from dlrm_overlap.bench.concurrent_strategies import check_left_out
 from dlrm_overlap.bench.step_contenders import (
     ABLATION,
     STEP_CONTENDERS,
@@ -199,6 +200,27 @@ class TimelineRequest(Request):
             contender_config(config, STEP_CONTENDERS[name], device_type)
         if device_type == "cpu":
             raise InputError(f"bench {self.kind}: a CPU's trace has no kernels and no streams; run it on GPUs")
+
+
+@dataclass(frozen=True)
+class ConcurrentRequest(Request):
+    """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
+
+    repetitions: int = _option(15, "timed runs of each strategy in each case", type=PositiveInt)
+    write_table: str | None = _option(None, "JSON file for the table that comm/choose.py chooses by")
+    without: tuple[str, ...] = _option((), "strategies that are left out", nargs="*")
+
+    def __post_init__(self) -> None:
+        check_left_out(self.without)
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that there is somebody to communicate with.
+
+        Raises:
+            InputError: for one rank.
+        """
+        if world_size == 1:
+            raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,25 @@ def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: 
 
 
 @pytest.mark.slow
+def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
+    output = tmp_path / "concurrent.csv"
+    argv = ["bench", "concurrent", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    result = run_cli(*argv, "--repetitions", "3", "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert "a CPU has no streams or multiprocessors to share; left are serial, plain, dma" in result.stderr
+    assert result.stdout.splitlines()[0].startswith("9 cases on 2 ranks (")
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["strategy"] for row in rows] == ["serial", "plain", "dma"] * 9
+    for row in rows:
+        # Each rank sends half of its 0.25 MB to the other, an all-reduce twice.
+        sent = 30 * 1024 * 4
+        assert int(row["link_bytes"]) == (2 * sent if row["communication"] == "all_reduce" else sent)
+        both_ms = float(row["computation_ms"]) + float(row["communication_ms"])
+        assert float(row["speedup"]) == pytest.approx(both_ms / float(row["together_ms"]), rel=1e-2)
+
+
+@pytest.mark.slow
 def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
     output = tmp_path / "collectives.csv"
     argv = ["bench", "collectives", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
