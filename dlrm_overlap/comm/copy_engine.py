@@ -158,8 +158,8 @@ class CopyEngine:
         """Let what is issued from now on wait until `word` has reached `count`.
 
         The number is a constant, so this can be captured and replayed, if the word is set back before each time: once
-        this is done, which `join` orders, and before what raises it. Nothing bounds the wait: what raises the word is
-        on this GPU, and may be behind bounded waits of its own.
+        this is done, which `join` orders, and before both what raises it and, by `follow`, the next wait. Nothing
+        bounds the wait: what raises the word is on this GPU, and may be behind bounded waits of its own.
 
         Launch what raises the word first, and call this then. A kernel's first launch loads it, which can wait for the
         whole device, and so for the stream that waits for the kernel.

@@ -59,14 +59,10 @@ class CopiedSlicesForward(SlicedForward):
             self._launches[i] = launch
         return replace(super().state(i, bags, table, tuning), regions=launch.regions)
 
-    def start(self, step: Step) -> None:
-        """Launch the kernels, and issue the copies of what they will have staged."""
-        self._engine.follow()  # whatever this rank has read of the step before has been issued, see `Forward`
-        super().start(step)
-
     def launch(self, i: int, put: SlicedPut, step: Step) -> None:
         """Launch kernel i and issue its copies; behind those of the last kernel the peers' flags."""
         self._launches[i].begin()
+        self._engine.follow()  # a wait that did not come behind `begin` would find the counts of the step before
         put.launch_kernel(self.windows.counter.argument, self.grid(i, put))
         last = i == len(self.lookup.pooled_together) - 1
         most, tuning = put.bags.samples_per_rank, put.options.tuning

@@ -70,7 +70,10 @@ class CopiedLaunch:
         self._copies: dict[tuple[str, int, BatchSizes], list[tuple[int, list[Copy2D]]]] = {}
 
     def begin(self) -> None:
-        """Set the counters back, before the kernel, on its stream; the copies of the step before are done."""
+        """Set the counters back, on the kernel's stream and before it.
+
+        The copies of the step before are done by then. The engine is to follow before it awaits them again.
+        """
         self.regions.finished.zero_()
 
     def issue(
