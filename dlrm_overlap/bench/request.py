@@ -268,6 +268,9 @@ class ForwardRequest(StageRequest):
 
     check_ids: bool = _option(True, "bounds checks, for all alike", type=bool)
     """whether the baseline and the exchanges check the ids' bounds; training does"""
+    beside_product: bool = _option(
+        False, "time each contender once more beside a matrix product of 8192 x 8192 x 8192", action="store_true"
+    )
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
 def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
     output = tmp_path / "stage.csv"
     argv = ["bench", "stage", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    result = run_cli(*argv, "--iterations", "3", "--output", str(output))
+    result = run_cli(*argv, "--iterations", "3", "--beside_product", "--output", str(output))
     assert result.returncode == 0, result.stderr
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["contender"] for row in rows] == [
-        "baseline", "torchrec", "nccl", "pgas", "fused", "fused_in_place", "fused_stores", "pgas_copied"
+        "baseline", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"
     ]  # fmt: skip
     for row in rows:
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
@@ -51,6 +51,10 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         speedup = float(rows[0]["median_ms"]) / value["median_ms"]
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
+        serial = value["product_ms"] + value["median_ms"]
+        faster = serial / value["together_ms"] - 1
+        ideal = serial / max(value["product_ms"], value["median_ms"]) - 1
+        assert float(row["fraction_of_ideal"]) == pytest.approx(faster / ideal, rel=2e-2, abs=2e-2)
 
 
 @pytest.mark.slow

@@ -47,12 +47,12 @@ class Computation:
 
 def make_computations(device: torch.device) -> dict[str, Computation]:
     """Return the computations by name: those of a GPU, or toys of the same kinds for a CPU."""
-    made = [_gemm(name, *shape, device) for name, shape in _GEMMS[device.type].items()]
+    made = [make_product(name, *shape, device) for name, shape in _GEMMS[device.type].items()]
     made += [_lookup(*_LOOKUPS[device.type], device), _optimizer(_PARAMETERS[device.type], device)]
     return {computation.name: computation for computation in made}
 
 
-def _gemm(name: str, rows: int, inner: int, columns: int, device: torch.device) -> Computation:
+def make_product(name: str, rows: int, inner: int, columns: int, device: torch.device) -> Computation:
     """Return the product [rows, inner] x [inner, columns] in bf16."""
     generator = torch.Generator(device).manual_seed(0)
     make = partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
