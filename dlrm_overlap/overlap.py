@@ -16,6 +16,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.model import DLRM
 
+_BY_KERNELS, _BY_COPIES = ("stores",), ("dma", "dma_aside")  # strategies of `bench concurrent`
 _LEAST_COPY_BYTES = 1 << 20  # of a table's gradient: below, a copy's fixed cost of 4 to 7 us is more than its bytes'
 
 
@@ -65,13 +66,10 @@ def _choose(config: Config, dlrm: DLRM, samples: int, world_size: int) -> tuple[
     if (copied := samples * config.model.dim * wire) < _LEAST_COPY_BYTES:
         return "stores", f"a table's gradient has {copied} bytes, too few for a copy"
     computation, communication = beside(dlrm, samples), Communication("all_to_all", samples * columns * wire)
-    table = read_table()
-    predicted = {
-        name: choose(computation, communication, world_size, table, {name}).together_ms for name in ("stores", "dma")
-    }
-    name = min(predicted, key=lambda each: predicted[each])
-    told = ", ".join(f"{each} {ms:.3f} ms" for each, ms in predicted.items())
-    return name, f"{communication.bytes / 1e6:.0f} MB beside products of {computation.flop / 1e9:.0f} GFLOP: {told}"
+    choice = choose(computation, communication, world_size, read_table(), {*_BY_KERNELS, *_BY_COPIES})
+    sizes = f"{communication.bytes / 1e6:.0f} MB beside products of {computation.flop / 1e9:.0f} GFLOP"
+    name = "dma" if choice.strategy in _BY_COPIES else "stores"
+    return name, f"{sizes} are predicted to take {choice.together_ms:.3f} ms so"
 
 
 def beside(dlrm: DLRM, samples: int) -> Computation:
