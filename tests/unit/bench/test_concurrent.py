@@ -117,3 +117,17 @@ def test_an_unknown_strategy_cannot_be_left_out() -> None:
 
 def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
     assert Strategy("partition", "collective_12", share=12, partitioned=True).label == "partition_12"
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    with Path("docs/results/concurrent.csv").open(newline="") as file:
+        measured = list(csv.DictReader(file))
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
+    columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
+    expected = [
+        " | ".join([f"| `{line['strategy']}`", *(f"{line[key]:.2f}" for key in columns), f"{line['best']} |"])
+        for line in lines
+    ]
+    page = Path("docs/results/concurrent.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `")] == expected

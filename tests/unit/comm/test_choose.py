@@ -137,7 +137,6 @@ def test_a_table_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert choose.choose(Computation("gemm", 5e11, 1e8), Communication("all_to_all", 400e6), 4, table).label == "dma"
 
 
-@pytest.mark.skipif(not MEASURED.exists(), reason=f"nothing has been measured yet: there is no {MEASURED}")
 def test_the_package_s_table_chooses_well_in_the_measured_cases() -> None:
     with MEASURED.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -145,3 +144,5 @@ def test_the_package_s_table_chooses_well_in_the_measured_cases() -> None:
     assert len(found) >= 30
     wrong = [each for each in found if each.lost > RIGHT]
     assert len(wrong) <= 0.1 * len(found), wrong
+    page = " ".join(Path("docs/results/concurrent.md").read_text().split())
+    assert f"In {len(found) - len(wrong)} of the {len(found)} cases the choice is within 2%" in page

@@ -1,6 +1,9 @@
 """What a copy engine refuses, on CPU tensors: nothing reaches a GPU by then. What it copies is checked on GPUs."""
 
+import csv
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +58,20 @@ def test_an_error_of_cuda_is_told_by_its_name() -> None:
 def test_large_rows_are_copied_and_small_ones_stored(case: tuple[str, bool], least: int) -> None:
     beside, captured = case
     assert (choose(least - 1, beside, captured), choose(least, beside, captured)) == ("stores", "dma")
+
+
+def test_no_way_is_faster_than_the_chosen_one_by_more_than_a_twentieth() -> None:
+    made = runpy.run_path("docs/results/collectives_table.py")
+    medians: dict[tuple[str, ...], dict[str, float]] = {}
+    best: dict[tuple[str, ...], float] = {}
+    with Path("docs/results/collectives.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            case = row["operation"], row["beside"], row["captured"], row["mb_per_peer"]
+            median = float(row["median_ms"])
+            best[case] = min(median, best.get(case, median))
+            if made["is_todays"](row):
+                medians.setdefault(case, {})[row["contender"]] = median
+    assert best
+    for case, least in best.items():
+        way = choose(int(case[3]) << 20, case[1], case[2] == "True")
+        assert medians[case][way] <= least / 0.95, f"{case}: {way}, of {medians[case]}"
