@@ -4,7 +4,9 @@ Configuration, command line, sharder and benchmarks read their lists here. It lo
 asked for, and no torch. docs/adding_a_backend.md says how to add one.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _PACKAGE = "dlrm_overlap.embedding.backends"
@@ -35,6 +37,12 @@ class Backend(NamedTuple):
     """it stores into the peers' memory: one host or NVLink domain; `GraphTrainPipeline` can capture its steps"""
     has_slices: bool = False
     """it sends slices from a persistent kernel: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
+    forward_by_put: Mapping[str, Implementation] = MappingProxyType({})
+    """values of `embedding.put` that take another forward"""
+
+    def forward_for(self, put: str) -> Implementation | None:
+        """Return the forward for a value of `embedding.put`."""
+        return self.forward_by_put.get(put, self.forward)
 
 
 BACKENDS = {
@@ -47,21 +55,23 @@ BACKENDS = {
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
         Implementation(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
-        ("push", "collective", "atomic"),
+        ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
     ),
     "fused": Backend(
         "slices put by one persistent kernel as they are done",
         Implementation(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
-        ("push", "collective", "atomic"),
+        ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
         has_slices=True,
+        forward_by_put={"dma": Implementation("host:HostSlicedForward", "sliced_copies:CopiedSlicesForward")},
     ),
 }
 
 BACKWARDS = {
     "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
     "push": Implementation(cpu="host:HostPush", cuda="push:Push"),
+    "dma": Implementation(cpu="host:HostPush", cuda="push_copies:CopyPush"),
     "atomic": Implementation(cpu="host:HostPush", cuda="atomic:AtomicPush"),
 }
 

@@ -195,17 +195,18 @@ class EmbeddingConfig:
     rows stored straight into the peers' memory. fused: slices put by one persistent kernel as they are done"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
-    put: Literal["auto", "in_place", "stores"] = "auto"
+    put: Literal["auto", "in_place", "stores", "dma"] = "auto"
     """fused, on GPUs: how a slice gets into the peer's window. in_place: each pooled row is stored there at once.
-    stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. auto is in_place
-    where peers are reached by stores"""
+    stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. dma: rows are
+    staged, and copy engines take them, some megabytes at a time. auto is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
     """fused: bags of a table in a slice, which has one ready flag; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
     backward: BackwardName = "auto"
-    """pgas, fused: the gradients' way. push, which auto is: stored at their owners, each touched row updated once.
-    collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd only, not deterministic"""
+    """pgas, fused: the gradients' way. push: stored at their owners, each touched row updated once. dma: as push, but
+    brought by copy engines. collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd
+    only, not deterministic. auto is push or dma, as train.overlap says"""
     gradient_parts: PositiveInt | None = None
     """push: the most parts in which a rank's gradients travel, each some of its tables: rows of one part are updated
     while the next part travels. null takes as many as pay, up to six"""
@@ -300,6 +301,10 @@ class TrainConfig:
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL's all-reduce (gloo's on
     CPU). stores: by loads and stores of the peers' memory, in pieces, each updated while the next one travels. auto is
     stores"""
+    overlap: Literal["auto", "stores", "dma", "partition"] = "auto"
+    """how the gradients of pooled embeddings travel beside the dense part, where embedding.backward is auto. stores: by
+    a kernel of few programs. dma: by copy engines. partition: as stores, and the head's weights' products leave them
+    multiprocessors. auto chooses by sizes and measured slowdowns where steps are captured, and is stores elsewhere"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs

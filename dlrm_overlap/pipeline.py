@@ -108,13 +108,20 @@ def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
     torch.autograd.grad(task.loss(logits, torch.zeros(samples, device=device)), logits)
 
 
-def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimizer, compiled: bool) -> CastWeights:
+def cast_once(
+    task: TrainTask,
+    flat: FlatParameters,
+    optimizer: CombinedOptimizer,
+    compiled: bool,
+    partitioned: bool = False,
+) -> CastWeights:
     """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
 
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
     Args:
         compiled: by torch.compile, at the first step. A cross network is then computed by `cross`.
+        partitioned: the head's weights' products leave multiprocessors to what runs beside them.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
@@ -123,7 +130,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
-    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
+    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases], partitioned)
     computed = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
     # The pooled embeddings' gradient leaves first, since it is asked for later in the forward.
     bottom.forward = lambda input: casts.ahead_of(computed(input)) if bottom.training else computed(input)

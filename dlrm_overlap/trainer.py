@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
+from dlrm_overlap.overlap import resolve_overlap
 from dlrm_overlap.pipeline import (
     LearningRate,
     build_optimizer,
@@ -102,7 +104,11 @@ class Trainer:
         assert group is not None, "the process group is made before the trainer"
         dlrm = build_model(config.model, config.embedding, rows, config.data.dense_features, config.train.seed)
         task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
-        sharder = build_sharder(config.embedding, config.train.precision, config.model.dim)
+        overlap = resolve_overlap(config, dlrm, self.samples_per_rank, world.world_size, device.type)
+        if overlap.reason and world.rank == 0:
+            log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
+        embedding = replace(config.embedding, backward=overlap.backward)
+        sharder = build_sharder(embedding, config.train.precision, config.model.dim)
         if fused_params is not None:
             assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
             sharder.fused_params.update(fused_params)
@@ -129,7 +135,8 @@ class Trainer:
         self.pipeline: TrainPipeline[Any, Any]
         if graph:
             bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-            casts = cast_once(task, flat, self.optimizer, config.train.compile_dense) if flat and casts_once else None
+            compiled, partitioned = config.train.compile_dense, overlap.partitioned
+            casts = cast_once(task, flat, self.optimizer, compiled, partitioned) if flat and casts_once else None
             self.pipeline = GraphTrainPipeline(
                 self.model,
                 self.optimizer,
@@ -139,7 +146,7 @@ class Trainer:
                 flat,
                 casts,
                 gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
-                dense_reduce=config.train.dense_reduce,
+                dense_reduce=overlap.dense_reduce,
                 capture=None if config.train.capture else False,
             )
         else:

@@ -111,6 +111,19 @@ def raise_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
 
 
 @triton.jit
+def count_and_raise(counted, peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
+    """Let the program that ends last raise element `slot` of every rank's flags; `counted` [1] int32 is 0 before.
+
+    Order: the program's stores, a barrier, its count (acquire and release, GPU scope); whoever counts last has so
+    acquired what the others have released, and releases all of it with the flags, at system scope.
+    """
+    tl.debug_barrier()
+    if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(counted, 0)  # for the next kernel on the stream
+        raise_flags(peers_ready, slot, world_size, epoch, PEERS)
+
+
+@triton.jit
 def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
     """Return the least epoch at `flags` [N] where `mask`, or `epoch` if that is less; read with order SEM.
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from dlrm_overlap.bench.request import (
     AblationRequest,
     BackwardRequest,
+    CollectivesRequest,
+    ConcurrentRequest,
     ForwardRequest,
     InputRequest,
     OccupancyRequest,
@@ -55,5 +57,13 @@ FIGURES = {
         "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
         BackwardRequest,
         "backward",
+    ),
+    "collectives": Figure(
+        "all-to-all and all-gather by copy engines and by stores, against NCCL's", CollectivesRequest, "collectives"
+    ),
+    "concurrent": Figure(
+        "a computation beside a communication that does not depend on it, by each way to issue the two",
+        ConcurrentRequest,
+        "concurrent",
     ),
 }

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
+from dlrm_overlap.bench.concurrent_strategies import check_left_out
 from dlrm_overlap.bench.step_contenders import (
     ABLATION,
     STEP_CONTENDERS,
@@ -130,6 +131,43 @@ class AblationRequest(Request):
             contender_config(config, STEP_CONTENDERS[name], device_type)
 
 
+COLLECTIVE_CONTENDERS = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto")
+
+
+@dataclass(frozen=True)
+class CollectivesRequest(Request):
+    """What is asked of the figure of the collectives."""
+
+    contenders: tuple[str, ...] = _option(COLLECTIVE_CONTENDERS, "who takes part; on CPUs those that can", nargs="+")
+    operations: tuple[str, ...] = _option(("all_to_all",), "all_to_all, all_gather, or both", nargs="+")
+    beside: tuple[str, ...] = _option(
+        ("nothing", "compute"), "nothing, compute (a product of two bf16 matrices of 8192 x 8192), or both", nargs="+"
+    )
+    sizes_mb: tuple[int, ...] = _option(
+        (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "to each peer, of 2^20 bytes", nargs="+", type=PositiveInt
+    )
+    iterations: int = _option(20, "timed calls of each contender at each size", type=PositiveInt)
+    store_programs: int = _option(64, "programs of the kernel of stores", type=PositiveInt)
+
+    def __post_init__(self) -> None:
+        check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))
+        for option, names, known in (
+            ("operations", self.operations, ("all_to_all", "all_gather")),
+            ("beside", self.beside, ("nothing", "compute")),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise InputError(f"--{option} {unknown[0]}: not known; take some of {', '.join(known)}")
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that there are peers.
+
+        Raises:
+            InputError: if there are none.
+        """
+        if world_size == 1:
+            raise InputError(f"bench {self.kind}: 1 rank has nobody to send to; start two or more (--nproc 2)")
+
+
 @dataclass(frozen=True)
 class TimelineRequest(Request):
     """What is asked of the figure of a step's timeline, which needs GPUs."""
@@ -162,6 +200,27 @@ class TimelineRequest(Request):
             contender_config(config, STEP_CONTENDERS[name], device_type)
         if device_type == "cpu":
             raise InputError(f"bench {self.kind}: a CPU's trace has no kernels and no streams; run it on GPUs")
+
+
+@dataclass(frozen=True)
+class ConcurrentRequest(Request):
+    """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
+
+    repetitions: int = _option(15, "timed runs of each strategy in each case", type=PositiveInt)
+    write_table: str | None = _option(None, "JSON file for the table that comm/choose.py chooses by")
+    without: tuple[str, ...] = _option((), "strategies that are left out", nargs="*")
+
+    def __post_init__(self) -> None:
+        check_left_out(self.without)
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that there is somebody to communicate with.
+
+        Raises:
+            InputError: for one rank.
+        """
+        if world_size == 1:
+            raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
 
 
 @dataclass(frozen=True)
@@ -209,6 +268,9 @@ class ForwardRequest(StageRequest):
 
     check_ids: bool = _option(True, "bounds checks, for all alike", type=bool)
     """whether the baseline and the exchanges check the ids' bounds; training does"""
+    beside_product: bool = _option(
+        False, "time each contender once more beside a matrix product of 8192 x 8192 x 8192", action="store_true"
+    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ class ExchangeTimeoutError(RuntimeError):
         rank, peer, slot, expected, seen = missing
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
-            f"{seen}; see that rank's log, or raise embedding.wait_timeout_s, the sharder's wait_timeout_s, if it is "
-            f"only slow"
+            f"{seen}; see that rank's log, or raise wait_timeout_s, in a configuration embedding.wait_timeout_s, if it "
+            f"is only slow"
         )
 
 

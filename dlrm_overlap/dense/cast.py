@@ -7,6 +7,7 @@ import torch
 
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.partition import all_but_some, products_on
 
 
 class CastWeights:
@@ -22,8 +23,19 @@ class CastWeights:
     the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
-    def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
-        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way."""
+    def __init__(
+        self,
+        flat: FlatParameters,
+        optimizer: FlatOptimizer,
+        names: Iterable[str],
+        partitioned: bool = False,
+    ) -> None:
+        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way.
+
+        Args:
+            partitioned: products beside the rest of the backward, see `write_beside`, leave it multiprocessors.
+        """
+        self._multiprocessors = all_but_some(flat.device) if partitioned and flat.device.type == "cuda" else None
         self._flat, self._optimizer, self._names = flat, optimizer, set(names)
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
@@ -90,7 +102,7 @@ class CastWeights:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         self._beside += [self._taken, self._later]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), products_on(self._multiprocessors):
             self._write()
 
     @torch.no_grad()

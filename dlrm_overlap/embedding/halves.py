@@ -51,7 +51,7 @@ def open_halves(context: ExchangeContext) -> Halves:
         InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
     """
     options, device_type = context.options, context.device.type
-    forward = BACKENDS[options.backend].forward
+    forward = BACKENDS[options.backend].forward_for(options.resolved_put)
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
     classes = forward.load(device_type), BACKWARDS[options.resolved_backward].load(device_type)
     specs = [half.window_spec(context) for half in classes]

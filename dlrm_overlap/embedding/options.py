@@ -16,7 +16,7 @@ from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PUTS = ("in_place", "stores")
+PUTS = ("in_place", "stores", "dma")
 
 
 @dataclass(frozen=True)

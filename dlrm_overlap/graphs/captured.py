@@ -38,6 +38,8 @@ class CapturedStep:
         """
         self._graph, self._counters = torch.cuda.CUDAGraph(), counters
         before = self.values
+        for each in counters:
+            each.settle()
         # Loader threads that pin memory meanwhile are none of the capture's business.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             for each in counters:

@@ -342,3 +342,4 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if captured is not None:
             for counters, arguments in zip(self._counters, captured.arguments, strict=True):
                 counters.set_arguments(arguments)
+                counters.settle()

@@ -19,7 +19,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.dense.arguments import LINE
-from dlrm_overlap.kernels.primitives import raise_flags
+from dlrm_overlap.kernels.primitives import count_and_raise
 
 NUM_WARPS = 32
 _LANE_BYTES = 64  # in flight of all ranks together: with more, the compiler keeps to 32 registers, and loads in turns
@@ -78,10 +78,7 @@ def _average_share(
             peer = (rank + 1 + turn) % WORLD_SIZE
             share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
             tl.store(share + at, mean, mask=mask)
-    tl.debug_barrier()
-    if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(counted, 0)  # for the next kernel on the stream
-        raise_flags(peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
+    count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
 
 _ARGUMENTS = ("shares", "peers_ready", "counted", "clock", "rank", "lines", "scale", "slot", "epoch")

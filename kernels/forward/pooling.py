@@ -18,7 +18,18 @@ INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
 FEATURE_COLUMNS = tl.constexpr(5)
 
-_INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
+_INTEGERS = [
+    "rank",
+    "world_size",
+    "features_here",
+    "blocks",
+    "batch",
+    "epoch",
+    "timeout",
+    "slots",
+    "first_slot",
+    "regions",
+]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
 GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets"]}
 

@@ -8,7 +8,9 @@ share of the flags that the peers raise here.
 
 Rows are stored straight into the destination's window, the paper's zero-copy variant. Or a put is given (`Slices.put`):
 then rows for peers are stored into staging memory, and the program that completes a slice puts it into the
-destination's window before it raises the flag, while the others go on with their next tasks.
+destination's window before it raises the flag, while the others go on with their next tasks. Or the put is left to
+copy engines: then that program only counts the slice, in a counter of its region, and whoever awaits the counter copies
+the region (track and trigger, Pati et al., ASPLOS 2024).
 
 A grid of any size makes progress, beside any kernel that leaves room for one program, since no program needs another to
 be resident. A program waits only after it has found no task left in the ticket. By then every task has been drawn by a
@@ -51,11 +53,11 @@ def _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED: tl.cons
 def _put_slices(
     values, offsets, first_sample, features, windows,
     status, peers_ready, ready, counts, clock_word,
-    staging, done, ticket, trace,
-    rank, world_size, features_here, blocks, batch,
+    staging, done, ticket, trace, region_of, finished,
+    rank, world_size, features_here, blocks, batch, regions,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
-    PUT: tl.constexpr, PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
-    FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
+    PUT: tl.constexpr, COPIED: tl.constexpr, PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr,
+    END_WAIT: tl.constexpr, FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
     WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
@@ -66,16 +68,18 @@ def _put_slices(
 
     Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. Pooled embeddings
     of this rank's samples it stores into this rank's window, others straight into the peer's window where PUT is None,
-    or else into `staging` [W, F, b, DIM]. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds
-    the next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
+    or else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one copy of rows
+    takes several features, no flag is raised, and `finished` [W, regions] int64 counts the slices of each region, which
+    is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds the
+    next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
     `epoch` + `clock_word` [1].
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
     count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
     its threads see what all programs have staged for the slice, and puts the slice. It passes a barrier and raises the
-    flag at the destination (release, system scope). Stores into this rank's own window need no flag: the kernel's end
-    orders them. With END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see
-    `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
+    flag at the destination, or raises the region's count (release, system scope). Stores into this rank's own window
+    need no flag: the kernel's end orders them. With END_WAIT, program p of P at last awaits its share of this rank's
+    `ready` [W, slots], see `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, with a PUT.
     Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
@@ -109,8 +113,11 @@ def _put_slices(
             values, offsets, feature, first + sample, live, batch, status,
             BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
         )  # fmt: skip
-        if PUT is None or destination == rank:
+        if (PUT is None and not COPIED) or destination == rank:
             store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+        elif COPIED:
+            staged = staging + destination.to(tl.int64) * (blocks * GROUPS * BAGS) * features_here * DIM
+            store_rows(rows, staged, sample * features_here + which, 0, live, DIM, DIM, BLOCK_DIM)
         else:
             store_rows(rows, staged, sample, 0, live, DIM, DIM, BLOCK_DIM)
         group += 1
@@ -136,8 +143,12 @@ def _put_slices(
                             staged + begin.to(tl.int64) * DIM, window, begin, end, column,
                             PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
                         )  # fmt: skip
-                    flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
-                    raise_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
+                    if COPIED:  # by an engine that reads what all have staged: the count covers it, as a flag would
+                        region = finished + destination * regions + tl.load(region_of + which)
+                        tl.atomic_add(region, 1, sem="release", scope="sys")
+                    else:
+                        flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
+                        raise_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
             if TRACE:
                 end_ns = clock(0, INTERPRETED)
                 _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED)
@@ -156,19 +167,34 @@ def _put_slices(
             tl.store(trace + last.to(tl.int64) * 6 + 5, clock(0, INTERPRETED) - start_ns)
 
 
+class Regions(NamedTuple):
+    """What copy engines move together: some features of one destination, all its samples."""
+
+    of: torch.Tensor
+    """[F] int32: the region of each feature of the launch"""
+    finished: torch.Tensor
+    """[W, regions] int64: slices that are staged, of each destination; 0 before the launch"""
+
+
+COPIED = "copied"
+"""The put that is left to copy engines, see `Slices.put`."""
+
+
 @dataclass(frozen=True)
 class SliceState:
     """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
 
     staging: torch.Tensor
     """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
-    empty where `Slices.put` is None"""
+    empty where `Slices.put` is None. [W, b, F, D] from its beginning on where they are COPIED"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
     """[2] int32: the next task, and the number of programs that have found none left"""
     trace: torch.Tensor | None = None
     """[tasks, 6] int64, see TRACE_COLUMNS; None compiles the kernel without tracing"""
+    regions: Regions | None = None
+    """where `Slices.put` is COPIED"""
 
 
 @dataclass(frozen=True)
@@ -180,8 +206,9 @@ class Slices:
     first_slot: int
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
     put: Any
-    """None: each task stores straight into the peer's window, and whoever completes a slice only raises its flag. Or a
-    @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged there"""
+    """None: each task stores straight into the peer's window, and whoever completes a slice only raises its flag. A
+    @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged there. Or COPIED:
+    whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
     end_wait: bool = True
     """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
 
@@ -189,8 +216,8 @@ class Slices:
 _ARGUMENTS = (
     "values", "offsets", "first_sample", "features", "windows",
     "status", "peers_ready", "ready", "counts", "clock_word",
-    "staging", "done", "ticket", "trace",
-    "rank", "world_size", "features_here", "blocks", "batch",
+    "staging", "done", "ticket", "trace", "region_of", "finished",
+    "rank", "world_size", "features_here", "blocks", "batch", "regions",
     "slots", "first_slot", "epoch", "timeout",
 )  # fmt: skip
 
@@ -200,7 +227,8 @@ def _compiled(put: Any, slice_bags: int, end_wait: bool, traced: bool, fields: t
     shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
-        "PUT": put,
+        "PUT": None if put == COPIED else put,
+        "COPIED": put == COPIED,
         "PUT_ROWS": min(slice_bags, max(1, 1024 * tuning.num_warps // power_of_2(shape.dim))),
         "SLICE_TASKS": slice_bags // tuning.task_bags,
         "GROUPS": tuning.groups,
@@ -256,12 +284,13 @@ class SlicedPut(NamedTuple):
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""
         bags, features, windows, flags, state, options, slices = self
         trace = state.done if state.trace is None else state.trace  # without tracing the kernel does not touch it
+        of, finished = (state.done, state.done[None]) if state.regions is None else state.regions
         world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
         blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]
         return (
             bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses,
             flags.status, flags.addresses, flags.local, flags.counts, flags.clock,
-            state.staging, state.done, state.ticket, trace,
-            options.rank, world_size, features_here, blocks, bags.samples,
+            state.staging, state.done, state.ticket, trace, of, finished,
+            options.rank, world_size, features_here, blocks, bags.samples, finished.shape[1],
             slots, slices.first_slot, epoch, flags.timeout,
         )  # fmt: skip

@@ -29,12 +29,12 @@ def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
 def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
     output = tmp_path / "stage.csv"
     argv = ["bench", "stage", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    result = run_cli(*argv, "--iterations", "3", "--output", str(output))
+    result = run_cli(*argv, "--iterations", "3", "--beside_product", "--output", str(output))
     assert result.returncode == 0, result.stderr
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["contender"] for row in rows] == [
-        "baseline", "torchrec", "nccl", "pgas", "fused", "fused_in_place", "fused_stores", "pgas_copied"
+        "baseline", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"
     ]  # fmt: skip
     for row in rows:
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
@@ -51,6 +51,10 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         speedup = float(rows[0]["median_ms"]) / value["median_ms"]
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
+        serial = value["product_ms"] + value["median_ms"]
+        faster = serial / value["together_ms"] - 1
+        ideal = serial / max(value["product_ms"], value["median_ms"]) - 1
+        assert float(row["fraction_of_ideal"]) == pytest.approx(faster / ideal, rel=2e-2, abs=2e-2)
 
 
 @pytest.mark.slow
@@ -145,3 +149,42 @@ def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: 
     for row in rows:
         speedup = medians[row["pinned_host"]] / float(row["median_ms"])
         assert float(row["speedup_over_torchrec"]) == pytest.approx(speedup, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
+    output = tmp_path / "concurrent.csv"
+    argv = ["bench", "concurrent", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    result = run_cli(*argv, "--repetitions", "3", "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert "a CPU has no streams or multiprocessors to share; left are serial, plain, dma" in result.stderr
+    assert result.stdout.splitlines()[0].startswith("9 cases on 2 ranks (")
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["strategy"] for row in rows] == ["serial", "plain", "dma"] * 9
+    for row in rows:
+        # Each rank sends half of its 0.25 MB to the other, an all-reduce twice.
+        sent = 30 * 1024 * 4
+        assert int(row["link_bytes"]) == (2 * sent if row["communication"] == "all_reduce" else sent)
+        both_ms = float(row["computation_ms"]) + float(row["communication_ms"])
+        assert float(row["speedup"]) == pytest.approx(both_ms / float(row["together_ms"]), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
+    output = tmp_path / "collectives.csv"
+    argv = ["bench", "collectives", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--contenders", "nccl", "nccl_registered", "dma", "stores", "auto", "--sizes_mb", "1", "--iterations", "3"]
+    argv += ["--operations", "all_gather", "all_to_all"]
+    result = run_cli(*argv, "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["operation"], row["beside"], row["contender"]) for row in rows]
+    beside, names = ("nothing", "compute"), ("nccl", "dma", "stores", "auto")
+    assert found == [(each, other, name) for each in ("all_gather", "all_to_all") for other in beside for name in names]
+    for row in rows:
+        assert (row["mb_per_peer"], row["captured"], row["steps"], row["world_size"]) == ("1", "False", "4", "2")
+        assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
+        assert float(row["gb_per_s"]) == pytest.approx((1 << 20) / float(row["median_ms"]) / 1e6, rel=1e-2)
+        assert (row["product_ms"] != "") == (row["beside"] == "compute")

@@ -174,6 +174,15 @@ def test_the_page_shows_the_measured_ablation() -> None:
             assert "\n".join(made["ablation_table"](rows, reference)) in page
 
 
+def test_the_page_shows_the_measured_collectives() -> None:
+    made = runpy.run_path("docs/results/collectives_table.py")
+    page = Path("docs/results/collectives.md").read_text()
+    with Path("docs/results/collectives.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for table in made["TABLES"]:
+        assert "\n".join(made["collectives_table"](rows, *table)) in page, table
+
+
 def _digits(median_ms: float) -> str:
     return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
 

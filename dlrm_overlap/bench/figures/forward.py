@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.harness.beside import BesideProduct, time_beside_product
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender
 from dlrm_overlap.bench.harness.limits import Limit, count_bytes, find_limit, measure_ceilings
 from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
@@ -31,7 +32,7 @@ ExtraColumns = Callable[[Contender, ForwardRequest], Row]
 _SETTINGS = ("schedule", "put", "slice_bags", "programs_per_sm")
 _SHOWN = (
     "contender", *_SETTINGS, "world_size", "median_ms", "p10_ms", "p90_ms", "host_ms",
-    "fraction_of_limit", "speedup", "equal",
+    "fraction_of_limit", "speedup", "together_ms", "fraction_of_ideal", "equal",
 )  # fmt: skip
 
 
@@ -112,12 +113,16 @@ def _measure(
     if not faults:
         limit = _find_limit(workload)
         timings = time_contenders(contenders, workload.batches, workload, request.iterations)
+        beside = [BesideProduct()] * len(contenders)
+        if request.beside_product:
+            beside = time_beside_product(contenders, timings, workload, request.iterations)
         shape = describe(config, workload) | {"check_ids": request.check_ids}
-        for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
+        for contender, agreement, timing, product in zip(contenders, agreements, timings, beside, strict=True):
             rows.append(
                 {"kind": request.kind, "contender": contender.name}
                 | {**dict.fromkeys(_SETTINGS), **contender.columns(), **shape}
                 | times(timing, timings[0], limit)
+                | asdict(product)
                 | asdict(agreement)
                 | _parts(contender, workload, timing.steps)
                 | extra_columns(contender, request)

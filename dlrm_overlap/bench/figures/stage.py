@@ -25,7 +25,7 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
 def make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
     fused = exchange_options(config, "fused")
-    by_put = [replace(fused, put=put) for put in PUTS if put != fused.put]
+    by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
     return [*every_backend(config, workload), *(Overlap(workload, options) for options in (*by_put, copied))]
 

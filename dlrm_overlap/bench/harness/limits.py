@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.timing import gather
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
+from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import lengths_and_ids
 from dlrm_overlap.observe.metrics import StepTimer, quantile
@@ -21,7 +22,7 @@ from dlrm_overlap.observe.metrics import StepTimer, quantile
 _WARMUP, _REPEATS = 3, 20
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 _RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update reads to find a touched row's ids, and an id's gradient
-_LINK_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
+_LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
 
 
 @dataclass(frozen=True)
@@ -164,32 +165,48 @@ def find_limit(
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Return the GB/s of this rank's memory, read and written, and of its links, out to all peers; 0 without peers.
 
-    The memory is measured by a copy within the device, the links by an All-to-All of stores that all ranks take part in
-    at once. On CPUs both are copies in memory. All ranks of `group` call this.
+    The memory is measured by a copy within the device, the links by an All-to-All that all ranks take part in at once:
+    by copy engines, and by a kernel's stores, of which the faster one counts. On CPUs all are copies in memory. All
+    ranks of `group` call this.
     """
     source = torch.zeros(_HBM_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
     hbm_gb_per_s = 2 * source.numel() / median_ms(copy, group, device) / 1e6
     if group.size() == 1:
         return hbm_gb_per_s, 0.0
-    elements = _LINK_BYTES[device.type] // 4
-    send = torch.zeros(group.size(), elements, device=device)
-    arena = open_arena({"landing": Region((group.size(), elements), torch.float32)}, group, device)
-    ms = median_ms(_sender(arena, send), group, device)
+    row_bytes = _LINK_BYTES[device.type]
+    send = torch.zeros(group.size(), row_bytes, dtype=torch.uint8, device=device)
+    regions = {
+        "landing": Region((group.size(), row_bytes), torch.uint8),
+        "flags": Region((group.size(), 1), torch.int64),
+    }
+    arena = open_arena(regions, group, device)
+    ms = min(median_ms(sender, group, device) for sender in _senders(arena, send))
     dist.barrier(group)
     arena.close()
-    return hbm_gb_per_s, (group.size() - 1) * _LINK_BYTES[device.type] / ms / 1e6
+    return hbm_gb_per_s, (group.size() - 1) * row_bytes / ms / 1e6
 
 
-def _sender(arena: Arena, send: torch.Tensor) -> Callable[[], object]:
-    """Return a function that stores row w of `send` into this rank's row of every peer w's region `landing`."""
-    if arena.device.type == "cuda":
-        from dlrm_overlap.kernels.peer_copy import store_to_peers  # needs Triton, which a CPU does not
-
-        return partial(store_to_peers, send, arena.addresses("landing"), arena.rank)
+def _senders(arena: Arena, send: torch.Tensor) -> list[Callable[[], object]]:
+    """Return functions that carry row w of `send` to this rank's row of every peer w's region `landing`."""
     peers = [(arena.rank + turn) % arena.world_size for turn in range(1, arena.world_size)]
-    landings = [(peer, arena.view("landing", peer)[arena.rank]) for peer in peers]
-    return lambda: [landing.copy_(send[peer]) for peer, landing in landings]
+    landings = [(arena.view("landing", peer)[arena.rank], send[peer]) for peer in peers]
+    if arena.device.type == "cpu":
+        return [lambda: [landing.copy_(row) for landing, row in landings]]
+    from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows  # needs Triton, which a CPU does not
+
+    engine, row_bytes = CopyEngine(arena.device), send.shape[1]
+    rows = Rows(send, row_bytes, row_bytes, arena.addresses("landing"), arena.rank * row_bytes, own=False)
+    counted = torch.zeros(1, dtype=torch.int32, device=arena.device)
+    flags = RowFlags(arena.addresses("flags"), counted, torch.zeros(2, dtype=torch.int64, device=arena.device)[:1])
+
+    def copy() -> None:
+        engine.follow()
+        for landing, row in landings:
+            engine.copy(landing, row)
+        engine.join()
+
+    return [copy, partial(store_rows, rows, flags, arena.rank)]
 
 
 def median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:

@@ -12,26 +12,33 @@ from dlrm_overlap.observe.text_table import format_table
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append `row` and the environment to the CSV file `path`, and write the header first if the file is new or empty.
+    """Append `row` to the CSV file `path`; see `append_rows`."""
+    append_rows(path, [row])
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append `rows`, each with the environment, to the CSV file `path`; first the header if the file is new or empty.
 
     Raises:
         InputError: if the file has other columns or cannot be written.
     """
-    full = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()} | environment()
-    header = list(full)
+    found = environment()
+    full = [{key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows]
+    full = [row | found for row in full]
+    header = list(full[0])
     new = not path.exists() or path.stat().st_size == 0
     if not new:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
-        if set(header) != set(full):
-            raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
+    if any(set(header) != set(row) for row in full):
+        raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, header)
             if new:
                 writer.writeheader()
-            writer.writerow(full)
+            writer.writerows(full)
     except OSError as error:
         raise InputError(f"--output: {path} cannot be written ({error.strerror}); free it, or give another") from None
 
@@ -62,8 +69,12 @@ def report(
     if not rows:
         return
     print(headline)
+    print_table(rows, columns)
+    append_rows(output, rows)
+    print(f"rows in {output}")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print `rows` as a table of those of `columns` in which a row has a value."""
     filled = [column for column in columns if any(row.get(column) is not None for row in rows)]
     print(format_table([filled, *([_show(row.get(column)) for column in filled] for row in rows)]))
-    for row in rows:
-        append_row(output, dict(row))
-    print(f"rows in {output}")

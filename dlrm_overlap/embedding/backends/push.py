@@ -32,6 +32,9 @@ _ALONE_PROGRAMS = 66  # a rank alone has no links to fill, and its memory takes 
 class Push(WindowBackward):
     """Gradients by stores into the owners' windows, then one update of each touched row."""
 
+    awaits_itself = True
+    """whether this rank raises a flag for itself where its own gradient is stored, and awaits it"""
+
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
@@ -54,16 +57,17 @@ class Push(WindowBackward):
         self._rules = DeviceRules(self.device)
 
     def _flags_of(self, part: int) -> Flags:
-        """Return the flags of the parts up to `part`, of all ranks, this one included."""
+        """Return the flags of the parts up to `part`, of all ranks that this one awaits."""
         counts = torch.full((self.world_size,), part + 1, dtype=torch.int32)
+        counts[self.rank] *= self.awaits_itself
         return ready_flags(self.windows, counts, self._record.status, self.options)
 
     def _shard_table(self, dim: int) -> ShardTable:
         """Return what of the gradient goes where, for all shards of one dim."""
-        starts = self.gradients.starts
+        column, starts = self.layout.column, self.gradients.starts
         places = [
-            [[[self.layout.column(s), starts[s], 1] for s in owned if s.dim == dim] for owned in shards]
-            for shards in self.gradients.shards
+            [[[column(s), starts[s], self.is_stored(owner)] for s in owned if s.dim == dim] for owner, owned in owners]
+            for owners in map(enumerate, self.gradients.shards)
         ]
         counts = [max(map(len, shards)) for shards in places]
         every = [place for shards in places for owned in shards for place in owned]
@@ -75,6 +79,10 @@ class Push(WindowBackward):
             source_alignment=gcd(16, *(column for column, _, _ in every)),
             start_alignment=gcd(16, *(start for _, start, _ in every)),
         )
+
+    def is_stored(self, owner: int) -> bool:
+        """Return whether the kernel stores what goes to `owner`."""
+        return True
 
     def _input_rows(self) -> list[InputRows]:
         """Return the rows of each of this rank's inputs, made anew when the rows have moved."""
@@ -120,12 +128,13 @@ class Push(WindowBackward):
             arrivals = self._push_in_order(step, gradient)
         else:
             with torch.cuda.stream(self._push_stream):
-                self._push(step, gradient, 0, self.gradients.parts)
+                self.push(step, gradient, 0, self.gradients.parts)
         if not step.runs:
             self.prepare(step)
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with torch.cuda.stream(self._update_stream):
+            self.store_own(step, gradient)
             for part in range(self.gradients.parts):
                 if arrivals:
                     self._update_stream.wait_event(arrivals[part])
@@ -138,13 +147,20 @@ class Push(WindowBackward):
             self.update_by_fbgemm(step, window)
 
     @property
-    def _programs(self) -> int:
+    def programs(self) -> int:
         """Programs of a launch: they take remote and local rows in turns, remote ones (W - 1) / W of the time."""
         others = self.world_size - 1
         return round(_REMOTE_PROGRAMS * self.world_size / others) if others else _ALONE_PROGRAMS
 
-    def _push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Send the parts [first, end) of the gradient."""
+    def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
+        """Send the parts [first, end) of the gradient, on the current stream."""
+        self.store(step, gradient, first, end)
+
+    def store_own(self, step: Step, gradient: torch.Tensor) -> None:
+        """Store this rank's own shards, on the stream of the updates, where `push` does not."""
+
+    def store(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
+        """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
         push_gradients(
             gradient,
             self._pushed,
@@ -157,7 +173,7 @@ class Push(WindowBackward):
             batch=step.batch.total,
             most_samples=step.batch.most,
             scale=self.sent_scale,
-            programs=self._programs,
+            programs=self.programs,
             first_part=first,
             end_part=end,
         )
@@ -176,7 +192,7 @@ class Push(WindowBackward):
         with torch.cuda.stream(self._push_stream):
             for part in range(self.gradients.parts):
                 with self.order:
-                    self._push(step, gradient, part, part + 1)
+                    self.push(step, gradient, part, part + 1)
                     self._await(part)
                 arrivals.append(self._push_stream.record_event())
         return arrivals

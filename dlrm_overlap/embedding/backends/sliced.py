@@ -1,5 +1,7 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
+from typing import Any
+
 import torch
 
 from dlrm_overlap.config import InputError
@@ -23,10 +25,16 @@ class SlicedForward(ZeroCopyForward):
     """
 
     sliced = True
+    ends_with_wait = True
+    """whether the last kernel returns when all flags have been raised; else `finish` awaits them"""
+
+    @property
+    def put(self) -> Any:
+        """How a slice gets into the peer's window, see `Slices.put`."""
+        return _PUTS[self.options.resolved_put]
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._put = _PUTS[self.options.resolved_put]
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self.traces: dict[int, torch.Tensor] = {}
@@ -47,40 +55,43 @@ class SlicedForward(ZeroCopyForward):
         first_slot, last = 0, len(self.lookup.pooled_together) - 1
         for i, (shards, table) in enumerate(zip(self.lookup.pooled_together, tables, strict=True)):
             bags = self.lookup.bags(shards, step)
-            options = self.lookup.pooling_options(self._tuning(table, bags))
-            slices = Slices(self.options.slice_bags, first_slot, self._put, end_wait=i == last)
-            state = self._state(i, bags, table, options)
+            options = self.pooling_options(table, bags)
+            end_wait = self.ends_with_wait and i == last
             put = SlicedPut(
                 bags=bags,
                 features=table,
                 windows=self.peers[epoch % 2],
                 flags=flags,
-                state=state,
+                state=self.state(i, bags, table, options.tuning),
                 options=options,
-                slices=slices,
+                slices=Slices(self.options.slice_bags, first_slot, self.put, end_wait),
             )
-            with self.order:
-                put.launch_kernel(self.windows.counter.argument, self._grid((i, options.tuning), put))
+            self.launch(i, put, step)
             first_slot += len(shards) * self.slices(self.options, bags.samples_per_rank)
 
+    def launch(self, i: int, put: SlicedPut, step: Step) -> None:
+        """Launch kernel i, whose programs raise flags and await them."""
+        with self.order:
+            put.launch_kernel(self.windows.counter.argument, self.grid(i, put))
+
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Lend the window, or copy it: the stream is behind the kernel that has awaited the flags."""
-        if not self._has_slices(step):
+        """Lend the window, or copy it: the stream is behind the kernel that has awaited the flags, if one has."""
+        if not (self.ends_with_wait and self._has_slices(step)):
             return super().finish(step, copy)
         self.join_stream()
         return self.output(step, copy)
 
-    def _tuning(self, table: FeatureTable, bags: Bags) -> Tuning:
+    def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
         """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
         many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
-        return tuning_for(table.dim, groups=2 if many else 1)
+        return self.lookup.pooling_options(tuning_for(table.dim, groups=2 if many else 1))
 
-    def _state(self, i: int, bags: Bags, table: FeatureTable, options: PoolingOptions) -> SliceState:
+    def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
         """Return what the programs of kernel i share, for the largest batch so far; staging memory if it is used."""
         here = self.world_size * table.entries.shape[0]
-        tasks = here * -(-bags.samples_per_rank // options.tuning.task_bags)
-        slices = here * self.slices(self.options, bags.samples_per_rank)
-        staged = 0 if self._put is None else tasks * options.tuning.task_bags * table.dim
+        tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
+        slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
+        staged = 0 if self.put is None else tasks * tuning.task_bags * table.dim
         traced = tasks if self.options.trace else 0
         state = self._states.get(i)
         if (
@@ -100,12 +111,13 @@ class SlicedForward(ZeroCopyForward):
             self._states[i] = state
         return state
 
-    def _grid(self, key: tuple[int, Tuning], put: SlicedPut) -> int:
-        """Return the programs of a persistent grid: as many as fit at once, or as many as the options ask for.
+    def grid(self, i: int, put: SlicedPut) -> int:
+        """Return the programs of kernel i's grid: as many as fit at once, or as many as the options ask for.
 
         Raises:
             InputError: if more are asked for than fit.
         """
+        key = i, put.options.tuning
         if key not in self._programs:
             fit, asked = put.resident_programs(), self.options.programs_per_sm
             if asked is not None and asked > fit:

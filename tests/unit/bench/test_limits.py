@@ -1,4 +1,4 @@
-"""The limit of the stage: its bytes against a hand-computed example, and what measures the links."""
+"""The limit of the stage: its bytes against a hand-computed example."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.limits import Limit, count_bytes, count_update
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.kernels.peer_copy import BLOCK_ELEMENTS, store_to_peers
-from tests.agreement import assert_same
 
 
 def _shard(owner: int, dim: int, feature: int = 0) -> FeatureShard:
@@ -52,16 +50,3 @@ def test_the_slower_of_memory_and_links_is_the_limit() -> None:
     assert Limit(4_000_000, 1_000_000, hbm_gb_per_s=4.0, link_gb_per_s=0.5).ms == pytest.approx(2.0)
     assert Limit(4_000_000, 1_000_000, hbm_gb_per_s=1.0, link_gb_per_s=0.5).ms == pytest.approx(4.0)
     assert Limit(4_000_000, 0, hbm_gb_per_s=4.0, link_gb_per_s=0.0).ms == pytest.approx(1.0)
-
-
-def test_stores_to_peers_are_an_all_to_all() -> None:
-    """Three ranks on one device: a GPU, or a CPU under Triton's interpreter."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    send = torch.rand(3, 3, 2 * BLOCK_ELEMENTS, device=device)
-    landing = torch.full_like(send, torch.nan)
-    addresses = torch.tensor([landing[rank].data_ptr() for rank in range(3)], device=device)
-    for rank in range(3):
-        store_to_peers(send[rank], addresses, rank)
-    expected = send.transpose(0, 1).clone()
-    expected[range(3), range(3)] = torch.nan  # nobody sends to itself
-    assert_same(landing, expected, "landing")

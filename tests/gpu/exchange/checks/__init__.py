@@ -3,6 +3,7 @@
 from tests.gpu.exchange.checks import (
     backward,
     backward_steps,
+    collectives,
     dense,
     faults,
     graphs,
@@ -24,10 +25,12 @@ CHECKS = (
     | overlap.CHECKS
     | faults.CHECKS
     | dense.CHECKS
+    | collectives.CHECKS
     | training.CHECKS
     | graphs.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST
+    | collectives.LOST
     | graphs.LOST
 )

@@ -166,7 +166,9 @@ def _compare(
 
 def _check_update(place: Place, optimizer: str) -> None:
     tables = tables_of_all_kinds(range(place.world_size))
-    _compare(place, tables, uneven_batches(place, tables), optimizer, ExchangeOptions(), _TOLERANCE)
+    for backward in ("push", "dma"):
+        options = ExchangeOptions(backward=backward)
+        _compare(place, tables, uneven_batches(place, tables), optimizer, options, _TOLERANCE)
 
 
 def _check_atomic(place: Place) -> None:
@@ -189,8 +191,9 @@ def _check_wire(place: Place) -> None:
         _, rounded = train(place, tables, batches, "adagrad", options)
         assert all((rounded[name] != exact[name]).any() for name in exact), f"{wire}: gradients were not rounded"
         in_place = replace(options, output_dtype=wire, leading_columns=64)
-        _, same = train(place, tables, batches, "adagrad", in_place)
-        assert_all_near(same, rounded, 0.0, f"{wire}, in place:")
+        for changed in (in_place, replace(in_place, backward="dma"), replace(options, backward="dma")):
+            _, same = train(place, tables, batches, "adagrad", changed)
+            assert_all_near(same, rounded, 0.0, f"{wire}, {changed}:")
 
 
 def _check_half_precision(place: Place, optimizer: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
+_COPIED = replace(_OPTIONS, backend="fused", put="dma", backward="dma")
 _PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be
 
 
@@ -65,7 +67,7 @@ def _poison(exchange: Exchange) -> None:
     backward.windows.local.fill_(torch.nan)
 
 
-def _stress(place: Place, disturbed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _stress(place: Place, disturbed: bool, options: ExchangeOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a sum of each evaluation's output and the rows and states at the end."""
     owners = range(place.world_size)
     kinds = ((300, 64, torch.float32), (5, 12, torch.float32), (50, 64, torch.float16))
@@ -73,7 +75,7 @@ def _stress(place: Place, disturbed: bool) -> tuple[torch.Tensor, dict[str, torc
     agreed, own = random.Random(0), random.Random(1 + place.rank)
     sizes = [[agreed.choice((0, 1, 3, 64, 150, 333)) for _ in owners] for _ in range(8)]
     batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
-    training = Training(place, tables, "rowwise_adagrad", _OPTIONS)
+    training = Training(place, tables, "rowwise_adagrad", options)
     pause: Callable[[], None] = partial(_pause, training, own) if disturbed else lambda: None
     steps = 300 if place.on_gpu else 100
     sums = torch.zeros(steps, dtype=torch.float64, device=place.device)
@@ -93,9 +95,9 @@ def _stress(place: Place, disturbed: bool) -> tuple[torch.Tensor, dict[str, torc
     return sums, rows
 
 
-def _check_stress(place: Place) -> None:
+def _check_stress(place: Place, options: ExchangeOptions) -> None:
     """Steps that train, evaluate or break off, back to back, end in the bits of a run that nothing disturbs."""
-    (sums, rows), (expected_sums, expected_rows) = _stress(place, disturbed=True), _stress(place, disturbed=False)
+    (sums, rows), (expected_sums, expected_rows) = (_stress(place, late, options) for late in (True, False))
     assert_same(sums, expected_sums, "sums of evaluations")
     assert sums.count_nonzero() > len(sums) // 10
     _assert_same_rows(rows, expected_rows, "disturbed")
@@ -231,7 +233,8 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
 
 CHECKS = {
     "update_deterministic": Check(_check_deterministic, timeout_s=180),
-    "update_stress": Check(_check_stress),
+    "update_stress": Check(partial(_check_stress, options=_OPTIONS)),
+    "update_stress_copied": Check(partial(_check_stress, options=_COPIED)),
     "update_parts": Check(_check_parts),
     "update_memory": Check(_check_memory),
     "update_again": Check(_check_again),

@@ -96,12 +96,14 @@ def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool
     expected, expected_evaluated, trainer = _train(place, uncaptured)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
-    for backend, put in (("pgas", "auto"), *(("fused", put) for put in PUTS)):
+    ways = [("pgas", "auto", "push"), ("pgas", "auto", "dma"), *(("fused", put, "push") for put in PUTS)]
+    for backend, put, backward in ways:
         config = _graph_config(place, backend, optimizer, known, data_parallel)
-        config = replace(config, embedding=replace(config.embedding, put=put))
+        config = replace(config, embedding=replace(config.embedding, put=put, backward=backward))
         losses, evaluated, trainer = _train(place, config)
-        assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], f"{backend}, put {put}")
-        assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{backend}, put {put}, evaluated")
+        what = f"{backend}, put {put}, backward {backward}"
+        assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], what)
+        assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{what}, evaluated")
         rows = rows_of(trainer)
         assert rows.keys() == expected_rows.keys()
         _close(place, trainer)
@@ -135,9 +137,11 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
         _close(place, trainer)
 
 
-def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False) -> None:
-    """Whoever is late, and wherever, the bits are the same."""
+def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False, dma: bool = False) -> None:
+    """Whoever is late, and wherever, the bits are the same; with `dma` copy engines send, forward and back."""
     config = _graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
+    if dma:
+        config = replace(config, embedding=replace(config.embedding, put="dma", backward="dma"))
     expected, expected_evaluated, trainer = _train(place, config)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
@@ -310,6 +314,7 @@ CHECKS = (
         for backend in _BACKENDS
         for known in (False, True)
     }
+    | {"graph_delays_dma": Check(partial(_check_delays, backend="fused", known=True, dma=True))}
     | {
         f"graph_checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
         for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))

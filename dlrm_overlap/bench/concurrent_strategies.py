@@ -1,0 +1,72 @@
+"""The strategies of `bench concurrent`: ways to issue a computation and a communication so that both end early.
+
+Agrawal, Aga, Pati and Islam (ConCCL, ISPASS) name most of them: `plain` concurrency, prioritisation by the order of
+issue or by streams, partitions of the multiprocessors, and copies by DMA engines. Loads no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlrm_overlap.config import InputError
+
+SHARES = (12, 20, 28)
+"""multiprocessors that a communication is left with, and thread blocks (CTAs) that NCCL is limited to"""
+
+
+COPY_SHARES = (4, 12)
+"""the same, where copy engines carry the bytes, and what is left to do is to meet the peers, to wait and to add up"""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to issue both."""
+
+    name: str
+    implementation: str | None
+    """of the communication, of `communications.Implementations`; None: the one that is fastest alone"""
+    communication_first: bool = True
+    """whether the communication is issued before the computation"""
+    concurrent: bool = True
+    urgent: bool = False
+    """whether the communication's stream has a high priority, the computation's a low one"""
+    share: int | None = None
+    """multiprocessors that are left to the communication, by two green contexts, or thread blocks that it is given"""
+    partitioned: bool = False
+    """whether these multiprocessors are the communication's own"""
+    aside: bool = False
+    """whether a communication that has streams of its own meets its peers on yet another, not the computation's"""
+
+    @property
+    def label(self) -> str:
+        """Name it with its share."""
+        return self.name if self.share is None else f"{self.name}_{self.share}"
+
+
+def all_strategies() -> list[Strategy]:
+    """Return those of a GPU with everything."""
+    return [
+        Strategy("serial", None, concurrent=False),
+        Strategy("plain", "collective", communication_first=False),
+        Strategy("communication_first", "collective"),
+        Strategy("priority", "collective", urgent=True),
+        *(Strategy("limited", f"collective_{share}", urgent=True, share=share) for share in SHARES),
+        *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
+        Strategy("stores", "stores", urgent=True),
+        Strategy("dma", "dma", urgent=True),
+        Strategy("dma_aside", "dma", urgent=True, aside=True),
+        *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
+    ]
+
+
+def check_left_out(names: Sequence[str]) -> None:
+    """Check the strategies that a user wants to leave out.
+
+    Raises:
+        InputError: for a name that is none, or if none is left.
+    """
+    known = dict.fromkeys(strategy.name for strategy in all_strategies())
+    for name in names:
+        if name not in known:
+            raise InputError(f"--without {name}: not a strategy; known: {', '.join(known)}")
+    if known.keys() <= set(names):
+        raise InputError("--without: every strategy is left out; leave one in")

@@ -1,0 +1,221 @@
+"""`bench collectives`: how fast are rows carried between all ranks, alone and beside a product that fills the GPU?
+
+Contenders: NCCL as it comes, in registered memory, and by its copy engines; our copies, our stores, and what `auto`
+takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is held against
+what the ranks have sent, element by element, before anything is timed.
+
+A call is timed on the GPU, from its begin to the end of the wait. Before it, the GPU is kept busy for 1 ms, so that
+the host has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
+`host_ms` is what the host needs to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
+`of_best` the shortest median of all contenders at the size, over the contender's. Beside a product the time is that of
+both, and `product_ms` that of the product alone.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.collective_contenders import CollectiveContender, OwnCollectives, make_contenders
+from dlrm_overlap.bench.harness.timing import greatest, slowest_rank
+from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import CollectivesRequest
+from dlrm_overlap.observe.metrics import StepTimer, quantile
+from dlrm_overlap.ranks import Ranks
+
+_MB = 1 << 20
+_ROUNDS = 4  # contenders take turns
+_WARM_UP = 2
+_BUSY_CYCLES = 2_000_000  # 1 ms
+_PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
+_SHOWN = (
+    "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
+    "gb_per_s", "of_best", "product_ms",
+)  # fmt: skip
+
+
+class _Case:
+    """One contender's call at one size, eager or captured, perhaps beside a product."""
+
+    def __init__(
+        self, contender: CollectiveContender, operation: str, row_bytes: int, product: Callable[[], object] | None
+    ) -> None:
+        self.contender, self._operation, self._product = contender, operation, product
+        ranks, elements = contender.group.size(), row_bytes // 4
+        self._rank = contender.group.rank()
+        self.output = contender.output[: ranks * row_bytes].view(torch.int32).view(ranks, elements)
+        rows = ranks if operation == "all_to_all" else 1
+        self.input = contender.input[: rows * row_bytes].view(torch.int32).view(rows, elements)
+        self._numbers = torch.arange(elements, dtype=torch.int32, device=contender.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def fill(self) -> None:
+        """Fill the input with numbers that tell who sends them to whom, and poison the output."""
+        for row, values in enumerate(self.input):
+            torch.add(self._numbers, self._rank * len(self.output) + row, out=values)
+        self.output.fill_(-1)
+
+    def wrong(self) -> int:
+        """Return how many elements of the output are not what the ranks have sent here."""
+        all_to_all, ranks = self._operation == "all_to_all", len(self.output)
+        return sum(
+            int((values != self._numbers + (rank * ranks + (self._rank if all_to_all else 0))).sum())
+            for rank, values in enumerate(self.output)
+        )
+
+    def call(self) -> None:
+        """Make the call eagerly."""
+        source = self.input if self._operation == "all_to_all" else self.input[0]
+        wait = self.contender.begin(self._operation, self.output, source, "compute" if self._product else "nothing")
+        if self._product is not None:
+            self._product()
+        wait()
+
+    def capture(self) -> None:
+        """Capture the call."""
+        torch.cuda.synchronize(self.contender.device)
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            self.call()
+
+    def replay(self) -> None:
+        """Launch what was captured."""
+        assert self._graph is not None
+        self._graph.replay()
+
+    def close(self) -> None:
+        """Let go of the graph."""
+        self._graph = None
+
+
+class _Clock:
+    """Times calls that all ranks begin together."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._gate = OwnCollectives("stores", group, device, 16 * group.size())
+        self._device = device
+
+    def time(self, call: Callable[[], object], calls: int) -> tuple[list[float], list[float]]:
+        """Return the times of so many calls in ms: of the device, and of the host to issue them."""
+        timer, host_ms = StepTimer(self._device), list[float]()
+        ranks = self._gate.group.size()
+        for number in range(_WARM_UP + calls):
+            if number == _WARM_UP:
+                timer.take_ms()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                torch.cuda._sleep(_BUSY_CYCLES)
+            self._gate.begin("all_gather", self._gate.output.view(ranks, 16), self._gate.input[:16], "nothing")()
+            timer.mark()
+            began = time.perf_counter()
+            call()
+            host_ms.append((time.perf_counter() - began) * 1e3)
+            timer.mark()
+        return timer.take_ms()[1::2], host_ms[_WARM_UP:]
+
+    def close(self) -> None:
+        self._gate.close()
+
+
+def run(request: CollectivesRequest, ranks: Ranks) -> int:
+    """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
+
+    Returns:
+        The exit code: 1 if an output was wrong; no time of that contender is told.
+    """
+    ranks.connect()
+    group, device = dist.group.WORLD, ranks.device
+    assert isinstance(group, dist.ProcessGroup)
+    capacity_bytes = max(request.sizes_mb) * _MB * group.size()
+    contenders = make_contenders(request.contenders, group, device, capacity_bytes, request.store_programs)
+    clock, multiply = _Clock(group, device), _make_product(device)
+    rows, faults = list[dict[str, Any]](), list[str]()
+    with torch.no_grad():
+        for operation in request.operations:
+            for beside in request.beside:
+                product = multiply if beside == "compute" else None
+                for size in request.sizes_mb:
+                    cases = [_Case(each, operation, size * _MB, product) for each in contenders]
+                    columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
+                    columns["store_programs"] = request.store_programs
+                    measured, wrong = _measure(cases, clock, size * _MB, request.iterations, product, columns)
+                    rows, faults = rows + measured, faults + wrong
+                    del cases
+    clock.close()
+    for each in contenders:
+        each.close()
+    if ranks.world.rank == 0:
+        report(rows, faults, request.output, f"{group.size()} ranks, a call alone or beside a product", _SHOWN)
+    return 1 if faults else 0
+
+
+def _make_product(device: torch.device) -> Callable[[], object]:
+    size = _PRODUCT[device.type]
+    left, out = torch.randn(size, size, device=device).bfloat16(), torch.empty(size, size, device=device).bfloat16()
+    return lambda: torch.mm(left, left, out=out)
+
+
+def _measure(
+    cases: list[_Case],
+    clock: _Clock,
+    row_bytes: int,
+    iterations: int,
+    product: Callable[[], object] | None,
+    columns: dict[str, Any],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
+    device, group = cases[0].contender.device, cases[0].contender.group
+    ways = {False: "call"} | ({True: "replay"} if device.type == "cuda" else {})
+    faults = list[str]()
+    for case in list(cases):
+        for captured, name in ways.items():
+            case.fill()
+            case.call()  # also before a capture: it loads what is launched
+            if captured:
+                case.capture()
+                case.fill()
+                getattr(case, name)()
+            (wrong,) = greatest([float(case.wrong())], device)
+            if wrong:
+                faults.append(f"{case.contender.name}, {columns}, captured {captured}: {wrong:.0f} elements are wrong")
+                cases.remove(case)
+                break
+    calls = -(-iterations // _ROUNDS)
+    device_ms = {(case, captured): list[float]() for captured in ways for case in cases}
+    host_ms = {turn: list[float]() for turn in device_ms}
+    product_ms = list[float]()
+    for _ in range(_ROUNDS):
+        for case, captured in device_ms:
+            times, host = clock.time(getattr(case, ways[captured]), calls)
+            device_ms[case, captured] += times
+            host_ms[case, captured] += host
+        if product is not None:
+            product_ms += clock.time(product, calls)[0]
+    rows = list[dict[str, Any]]()
+    alone = slowest_rank(product_ms, device).median_ms if product_ms else None
+    for (case, captured), times in device_ms.items():
+        measured = slowest_rank(times, device)
+        (host,) = greatest([quantile(host_ms[case, captured], 0.5)], device)
+        rows.append(
+            columns
+            | {
+                "captured": captured,
+                "contender": case.contender.name,
+                "way": case.contender.way(row_bytes, columns["beside"], captured),
+                "world_size": group.size(),
+                "steps": len(times),
+                **vars(measured),
+                "host_ms": host,
+                "gb_per_s": (group.size() - 1) * row_bytes / measured.median_ms / 1e6,
+                "product_ms": alone,
+            }
+        )
+    for row in rows:
+        best = min(other["median_ms"] for other in rows if other["captured"] == row["captured"])
+        row["of_best"] = best / row["median_ms"]
+    for case in cases:
+        case.close()
+    return rows, faults

@@ -1,0 +1,256 @@
+"""`bench concurrent`: how much of a communication can an independent computation hide, by each way to issue the two?
+
+The study of Agrawal, Aga, Pati and Islam (ConCCL, ISPASS) on the GPUs at hand. A case is a computation of one or more
+calls beside a communication between all ranks. Each is timed alone, the communication by every implementation, and
+both are timed together under every strategy, all in turns. The result of every implementation is checked before
+anything is timed. With c and m, the least times alone,
+
+    speedup = (c + m) / time together, ideal = (c + m) / max(c, m), fraction of ideal = (speedup - 1) / (ideal - 1).
+
+A case is G-long if c is above 115% of m, C-long if m is above 115% of c, else GC-equal. The number of calls is what
+brings c closest to 0.4, .. 2.5 times m, as measured at the start, so that all classes have cases.
+
+Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
+from dlrm_overlap.bench.harness.communications import Implementations, make_groups, open_peer_memory
+from dlrm_overlap.bench.harness.computations import Computation, make_computations
+from dlrm_overlap.bench.harness.issuer import Issuer
+from dlrm_overlap.bench.harness.payload import KINDS, Payload
+from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.turns import Timed, Turns
+from dlrm_overlap.bench.report.concurrent import headline, summarise
+from dlrm_overlap.bench.report.rows import append_rows, print_table
+from dlrm_overlap.bench.report.slowdowns import write_table
+from dlrm_overlap.bench.request import ConcurrentRequest
+from dlrm_overlap.ranks import Ranks
+
+# Ratio of computation to communication that is aimed at -> MB of the communications, which the computations share out.
+_SIZES: dict[str, dict[float, tuple[float, ...]]] = {
+    "cuda": {
+        0.4: (64, 256, 512),
+        0.7: (64, 128, 512),
+        0.95: (32, 128, 512),
+        1.05: (16, 64, 256),
+        1.6: (2, 8, 128),
+        2.5: (4, 32, 128),
+    },
+    "cpu": {1.0: (0.25,)},
+}
+_LONGEST = {"gemm_8192": 512.0}  # computations that take so long that nothing smaller is as long
+_FEWEST, _TRIALS = 3, 5
+_LONG = 1.15  # G-long and C-long, by P3's definition
+IMPLEMENTATIONS = ("collective", *(f"collective_{share}" for share in SHARES), "stores", "dma")
+
+
+class Case(NamedTuple):
+    """A computation and a communication."""
+
+    computation: str
+    kind: str
+    megabytes: float
+    ratio: float
+    """of their times that is aimed at"""
+
+
+def make_cases(computations: Sequence[str], device_type: str) -> list[Case]:
+    """Return the cases, those of one communication one after the other."""
+    found = []
+    for i, name in enumerate(computations):
+        for j, kind in enumerate(KINDS):
+            for ratio, sizes in _SIZES[device_type].items():
+                megabytes = _LONGEST.get(name, sizes[(i + j) % len(sizes)])
+                found.append(Case(name, kind, megabytes, ratio))
+    return sorted(found, key=lambda case: (case.kind, case.megabytes))
+
+
+def classify(computation_ms: float, communication_ms: float) -> str:
+    """Return the class of a case by its times alone: G-long, C-long or GC-equal."""
+    if computation_ms > _LONG * communication_ms:
+        return "G-long"
+    return "C-long" if communication_ms > _LONG * computation_ms else "GC-equal"
+
+
+def fraction_of_ideal(computation_ms: float, communication_ms: float, together_ms: float) -> dict[str, float]:
+    """Return ideal, speedup and fraction of ideal; see the module.
+
+    Example: 3 ms and 1 ms alone, 3.5 ms together: ideal 4 / 3, speedup 4 / 3.5, fraction (8/7 - 1) / (1/3) = 3 / 7.
+    """
+    both = computation_ms + communication_ms
+    ideal, speedup = both / max(computation_ms, communication_ms), both / together_ms
+    return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}
+
+
+def run(request: ConcurrentRequest, ranks: Ranks) -> int:
+    """Measure the figure, print its summary and append its rows on rank 0. All ranks call this.
+
+    Returns:
+        The exit code: 1 if a communication's result is wrong, in which case no time is reported.
+    """
+    ranks.connect()
+    group, device = dist.group.WORLD, ranks.device
+    assert isinstance(group, dist.ProcessGroup)
+    measured = _Measured(request, group, device)
+    rows: list[dict[str, Any]] = []
+    faults: list[str] = []
+    for cases in measured.by_payload():
+        found, wrong = measured.payload(cases)
+        rows += found
+        faults += wrong
+    measured.close()
+    if ranks.world.rank == 0:
+        for fault in faults:
+            print(f"dlrm-overlap: {fault}", file=sys.stderr)
+        if not faults:
+            lines = summarise(rows)
+            print(headline(rows))
+            print_table(lines, list(lines[0]))
+            append_rows(request.output, rows)
+            print(f"rows in {request.output}")
+            if request.write_table is not None:
+                print(write_table(Path(request.write_table), rows))
+    return 1 if faults else 0
+
+
+class _Measured:
+    """What is made once for all cases, and the measurement of the cases of one communication."""
+
+    def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._request, self._group, self._device = request, group, device
+        self._computations = make_computations(device)
+        self._groups = make_groups(group, device, SHARES)
+        self._cases = make_cases(list(self._computations), device.type)
+        most = max(case.megabytes for case in self._cases)
+        self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
+        strategies = [each for each in all_strategies() if each.name not in request.without]
+        self._issuer = Issuer(strategies, group, device)
+        self._turns = Turns(group, device)
+        self._call_ms = self._time_calls()
+        self._tried = False
+
+    def _time_calls(self) -> dict[str, float]:
+        """Return about how long a call of each computation takes."""
+        calls = [_repeated(each, _FEWEST) for each in self._computations.values()]
+        timed = self._turns.time(calls, _TRIALS)
+        return {name: each.median_ms / _FEWEST for name, each in zip(self._computations, timed, strict=True)}
+
+    def by_payload(self) -> Iterator[list[Case]]:
+        """Yield the cases of one communication after the other."""
+        payloads = dict.fromkeys((case.kind, case.megabytes) for case in self._cases)
+        for payload in payloads:
+            yield [case for case in self._cases if (case.kind, case.megabytes) == payload]
+
+    def payload(self, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the rows of `cases`, which have one communication, and no fault, or faults."""
+        payload = Payload(cases[0].kind, cases[0].megabytes, self._group, self._device)
+        implementations = Implementations(payload, self._groups, self._memory)
+        wrong, names = implementations.wrong(), list(implementations.by_name)
+        anywhere = greatest([float(name in wrong) for name in names], self._device, self._group)
+        faults = [
+            f"{payload.kind} of {payload.megabytes:g} MB by {name}: a rank's result is wrong; no time is told"
+            for name, bad in zip(names, anywhere, strict=True)
+            if bad
+        ]
+        rows: list[dict[str, Any]] = []
+        if not faults:
+            if not self._tried:
+                self._issuer.keep_possible(implementations.by_name, self._group)
+                self._tried = True
+            pieces = [partial(self._issuer.alone, each) for each in implementations.by_name.values()]
+            alone = self._turns.time(pieces, _TRIALS)
+            fastest = min(zip(alone, names, strict=True))[1]
+            least_ms = min(alone).median_ms
+            measured: set[tuple[str, int]] = set()
+            for case in cases:
+                calls = max(1, round(case.ratio * least_ms / self._call_ms[case.computation]))
+                if (case.computation, calls) not in measured:
+                    measured.add((case.computation, calls))
+                    rows += self._case(self._computations[case.computation], calls, implementations, fastest)
+        dist.barrier(self._group)
+        implementations.close()
+        return rows, faults
+
+    def _case(
+        self, computation: Computation, calls: int, implementations: Implementations, fastest: str
+    ) -> list[dict[str, Any]]:
+        """Return a row for each strategy."""
+        compute, by_name = _repeated(computation, calls), implementations.by_name
+        strategies = self._issuer.strategies
+        used = [strategy.implementation or fastest for strategy in strategies]
+        pieces: list[Callable[[], object]] = [compute]
+        pieces += [partial(self._issuer.alone, each) for each in by_name.values()]
+        pieces += [
+            partial(self._issuer.issue, strategy, compute, by_name[name])
+            for strategy, name in zip(strategies, used, strict=True)
+        ]
+        timed = self._turns.time(pieces, self._request.repetitions)
+        alone = dict(zip(by_name, timed[1:], strict=False))
+        best = min(alone, key=lambda name: alone[name].median_ms)
+        shared = {
+            **_describe(computation, calls, implementations.payload),
+            "class": classify(timed[0].median_ms, alone[best].median_ms),
+            "computation_ms": timed[0].median_ms,
+            "communication_ms": alone[best].median_ms,
+            "fastest_alone": best,
+            **{f"{name}_alone_ms": alone[name].median_ms if name in alone else None for name in IMPLEMENTATIONS},
+        }
+        together = timed[1 + len(by_name) :]
+        return [
+            {"kind": self._request.kind} | shared | self._outcome(strategy, name, shared, each)
+            for strategy, name, each in zip(strategies, used, together, strict=True)
+        ]
+
+    def _outcome(self, strategy: Strategy, implementation: str, shared: dict[str, Any], timed: Timed) -> dict[str, Any]:
+        """Return the columns of one strategy."""
+        times = shared["computation_ms"], shared["communication_ms"], timed.median_ms
+        return {
+            "strategy": strategy.label,
+            "implementation": implementation,
+            "communication_sms": self._issuer.sms(strategy),
+            "repetitions": self._request.repetitions,
+            "together_ms": timed.median_ms,
+            "p10_ms": timed.p10_ms,
+            "p90_ms": timed.p90_ms,
+            "host_ms": timed.host_ms,
+            **fraction_of_ideal(*times),
+        }
+
+    def close(self) -> None:
+        """Free what peers see. Every rank must be through."""
+        if self._memory is not None:
+            dist.barrier(self._group)
+            self._memory.close()
+
+
+def _repeated(computation: Computation, calls: int) -> Callable[[], None]:
+    def compute() -> None:
+        for _ in range(calls):
+            computation.call()
+
+    return compute
+
+
+def _describe(computation: Computation, calls: int, payload: Payload) -> dict[str, Any]:
+    return {
+        "world_size": payload.world_size,
+        "device": payload.device.type,
+        "computation": computation.name,
+        "computation_kind": computation.kind,
+        "shape": computation.shape,
+        "calls": calls,
+        "flop": computation.flop * calls,
+        "hbm_bytes": computation.hbm_bytes * calls,
+        "communication": payload.kind,
+        "megabytes": payload.megabytes,
+        "link_bytes": payload.link_bytes,
+    }

@@ -1,0 +1,279 @@
+"""The implementations of a communication between all ranks: collectives, stores, copy engines."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrm_overlap.bench.harness.payload import Payload
+from dlrm_overlap.comm.calls import Way
+from dlrm_overlap.comm.collectives import PeerCollectives
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
+
+log = logging.getLogger("dlrm_overlap")
+
+_ROOM_BYTES = 4096  # for alignment
+_TIMEOUT_S = 60.0  # of a wait for a peer
+
+
+class Communication(ABC):
+    """One implementation of a payload's communication. All ranks make the same calls."""
+
+    forks = False
+    """whether `begin` leaves the work to streams of its own: what follows on the current stream runs beside it"""
+
+    def __init__(self, name: str, payload: Payload) -> None:
+        self.name, self.payload = name, payload
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Issue the communication on the current stream and those that the implementation has."""
+
+    def finish(self) -> None:  # noqa: B027  what runs on the current stream ends there
+        """Make the current stream wait for the result; the stream has waited for that of `begin`."""
+
+    @abstractmethod
+    def result(self) -> torch.Tensor:
+        """Return the result, [W, n] or flat."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What is sent. An all-gather and an all-reduce find it in the result, where the rank's own part then stays."""
+        result, kind = self.result(), self.payload.kind
+        if kind == "all_to_all":
+            return self.payload.input
+        return result.view(self.payload.shape)[self.payload.rank] if kind == "all_gather" else result
+
+    def reset(self) -> None:
+        """Destroy the result and bring the input, before the result is checked."""
+        self.result().fill_(torch.nan)
+        self.source.view(-1).copy_(self.payload.input.view(-1))
+
+    def close(self) -> None:  # noqa: B027  most have nothing to free
+        """Free what outlives Python references. Every rank must be through."""
+
+
+class Collective(Communication):
+    """The collective of a process group: NCCL's kernel on the current stream, or on a CPU gloo's threads."""
+
+    def __init__(self, name: str, payload: Payload, output: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Take where the result goes, [W, n], and the group, which has the ranks of the payload's."""
+        super().__init__(name, payload)
+        self._output, self._group = output, group
+        self._asynchronous = payload.device.type == "cpu"
+        self._work: dist.Work | None = None
+
+    def begin(self) -> None:
+        """Issue the collective; where an all-reduce is repeated, it averages what has been averaged before."""
+        kind, source = self.payload.kind, self.source
+        options = {"group": self._group, "async_op": self._asynchronous}
+        if kind == "all_to_all":
+            self._work = dist.all_to_all_single(self._output, source, **options)
+        elif kind == "all_gather":
+            # torch 2.13 has renamed it.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            self._work = gather(self._output.view(-1), source, **options)
+        elif self._asynchronous:  # gloo has no mean
+            self._work = dist.all_reduce(self._output, **options)
+        else:
+            dist.all_reduce(self._output, dist.ReduceOp.AVG, **options)
+
+    def finish(self) -> None:
+        """Wait for gloo."""
+        if self._work is not None:
+            self._work.wait()
+            if self.payload.kind == "all_reduce":
+                self._output.div_(self.payload.world_size)
+        self._work = None
+
+    def result(self) -> torch.Tensor:
+        """Return the output."""
+        return self._output
+
+
+class StoredReduction(Communication):
+    """The all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients."""
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__("stores", payload)
+        self._flat = FlatParameters({"weight": nn.Parameter(torch.empty(payload.input.numel(), device=payload.device))})
+        self._reduction = self._open(payload)
+        self._reduction.cut([(0, self._flat.gradients.tensor.numel())])
+        self._stream: torch.cuda.Stream | None = None
+
+    def _open(self, payload: Payload) -> StoreReduction:
+        arguments = self._flat, payload.group, torch.float32, StoreOptions(wait_timeout_s=_TIMEOUT_S)
+        if payload.device.type == "cpu":
+            return HostStores(*arguments)
+        from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
+
+        return DeviceStores(*arguments)
+
+    def begin(self) -> None:
+        """Issue the kernels that average this rank's share."""
+        if self.payload.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.payload.device)
+        self._reduction.reduce(0)
+
+    def finish(self) -> None:
+        """Await the flags of all pieces."""
+        for _ in self._reduction.arrivals(self._stream):
+            pass
+
+    def result(self) -> torch.Tensor:
+        """Return the gradient."""
+        return self._flat.gradients.tensor[: self.payload.input.numel()]
+
+    def close(self) -> None:
+        """Give back what peers see."""
+        self._reduction.close()
+
+
+class PeerCommunication(Communication):
+    """All-to-all or all-gather into the peers' memory, by copy engines or by a kernel of few programs."""
+
+    forks = True
+
+    def __init__(self, payload: Payload, way: Way, memory: "PeerMemory") -> None:
+        """Take the way, for which the implementation is named."""
+        super().__init__(way, payload)
+        self._way: Way = way
+        self._collectives, self._output = memory.collectives, memory.result(payload)
+
+    def begin(self) -> None:
+        """Issue hand-shake and copies."""
+        collectives = self._collectives
+        issue = collectives.all_to_all if self.payload.kind == "all_to_all" else collectives.all_gather
+        self._work = issue(self._output, self.source, way=self._way)
+
+    def finish(self) -> None:
+        """Await the peers' rows."""
+        self._work.wait()
+
+    def result(self) -> torch.Tensor:
+        """Return the output."""
+        return self._output
+
+
+class CopiedReduction(Communication):
+    """The all-reduce by copy engines: shares to their owners, a kernel that averages them, the means to all ranks."""
+
+    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
+        super().__init__("dma", payload)
+        self._collectives, self._output, self._shares = (
+            memory.collectives,
+            memory.result(payload),
+            memory.shares(payload),
+        )
+
+    def begin(self) -> None:
+        """Issue everything up to the second copies."""
+        self._collectives.all_to_all(self._shares, self.payload.input.view(self.payload.shape), way="dma").wait()
+        mean = torch.mean(self._shares, 0, out=self._output[self.payload.rank])
+        self._work = self._collectives.all_gather(self._output, mean, way="dma")
+
+    def finish(self) -> None:
+        """Await the peers' means."""
+        self._work.wait()
+
+    def result(self) -> torch.Tensor:
+        """Return the output."""
+        return self._output
+
+
+class PeerMemory:
+    """Memory that peers write, for all payloads one after the other: results, and shares of an all-reduce."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, elements: int) -> None:
+        """Make room for results of `elements` float32; a collective.
+
+        Raises:
+            InputError: if the ranks do not reach each other's memory.
+        """
+        self.collectives = PeerCollectives(group, device, 2 * (4 * elements + _ROOM_BYTES), _TIMEOUT_S)
+        self._results = self.collectives.empty((elements,), torch.float32)
+        self._shares = self.collectives.empty((elements,), torch.float32)
+
+    def result(self, payload: Payload) -> torch.Tensor:
+        """Return [W, n] for the result."""
+        return self._results[: payload.world_size * payload.part].view(payload.shape)
+
+    def shares(self, payload: Payload) -> torch.Tensor:
+        """Return [W, n] for the shares that the ranks send to this one."""
+        return self._shares[: payload.world_size * payload.part].view(payload.shape)
+
+    def close(self) -> None:
+        """Give it back."""
+        self.collectives.close()
+
+
+def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: int) -> PeerMemory | None:
+    """Return the memory that peers write, or None where they cannot, which is logged; a collective."""
+    try:
+        return PeerMemory(group, device, elements)
+    except InputError as error:
+        log.warning("bench concurrent: without stores and copy engines: %s", error)
+        return None
+
+
+class Groups(NamedTuple):
+    """The process groups of the collectives: the ranks' own, and on GPUs others of few NCCL thread blocks."""
+
+    whole: dist.ProcessGroup
+    limited: dict[int, dist.ProcessGroup]
+    """most thread blocks (CTAs) of a collective -> group"""
+
+
+def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence[int]) -> Groups:
+    """Make a group for each of `limits`, on GPUs; a collective."""
+    limited: dict[int, dist.ProcessGroup] = {}
+    if device.type == "cuda":
+        for limit in limits:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = limit
+            options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
+            made = dist.new_group(backend="nccl", pg_options=options)
+            assert isinstance(made, dist.ProcessGroup)
+            limited[limit] = made
+    return Groups(group, limited)
+
+
+class Implementations:
+    """All implementations of one payload's communication that the machine has."""
+
+    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None) -> None:
+        """Make them; a collective. Without `memory` there are those alone that need no access to peers."""
+        self.payload = payload
+        output = payload.input.new_empty(payload.shape)
+        made: list[Communication] = [Collective("collective", payload, output, groups.whole)]
+        made += [Collective(f"collective_{limit}", payload, output, group) for limit, group in groups.limited.items()]
+        if memory is None:
+            pass
+        elif payload.kind == "all_reduce":
+            made += [StoredReduction(payload), CopiedReduction(payload, memory)]
+        else:
+            made += [PeerCommunication(payload, "stores", memory), PeerCommunication(payload, "dma", memory)]
+        self.by_name = {each.name: each for each in made}
+
+    def wrong(self) -> list[str]:
+        """Run each implementation once and return the names of those whose result is wrong on this rank."""
+        found = []
+        for name, communication in self.by_name.items():
+            communication.reset()
+            dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
+            communication.begin()
+            communication.finish()
+            if not self.payload.is_right(communication.result()):
+                found.append(name)
+        return found
+
+    def close(self) -> None:
+        """Free them. Every rank must be through."""
+        for communication in self.by_name.values():
+            communication.close()

@@ -1,0 +1,129 @@
+"""Issues a computation and a communication that do not depend on each other, by the strategies that the machine has."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.concurrent_strategies import COPY_SHARES, SHARES, Strategy
+from dlrm_overlap.bench.harness.communications import Communication
+from dlrm_overlap.bench.harness.partition import Partition, make_partition
+from dlrm_overlap.comm.arena import on_every_rank
+from dlrm_overlap.config import InputError
+
+log = logging.getLogger("dlrm_overlap")
+
+
+class Issuer:
+    """Issues computations and communications by strategies, on streams of its own; on a CPU from one thread."""
+
+    def __init__(self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this.
+
+        Args:
+            strategies: those that are asked for; `strategies` then has those of them that are possible here.
+        """
+        self._cuda, self._device = device.type == "cuda", device
+        self._partitions: dict[int, Partition] = {}
+        self.strategies = list(strategies)
+        if not self._cuda:
+            log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are serial, plain, dma")
+            self.strategies = [each for each in self.strategies if each.name in ("serial", "plain", "dma")]
+            return
+        least, most = torch.cuda.Stream.priority_range()  # pyright: ignore[reportCallIssue]
+        self._computing = torch.cuda.Stream(device, priority=least)
+        self._sending = torch.cuda.Stream(device, priority=least)
+        self._urgent = torch.cuda.Stream(device, priority=most)
+        if not any(each.partitioned for each in self.strategies):
+            return
+        try:
+            for share in sorted({*SHARES, *COPY_SHARES}):
+                self._partitions[share] = on_every_rank(lambda share=share: make_partition(device, share), group)
+        except InputError as error:
+            log.warning("bench concurrent: without partitions: %s", error)
+            self.strategies = [each for each in self.strategies if not each.partitioned]
+
+    @torch.no_grad()
+    def keep_possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> None:
+        """Leave out the strategies whose implementation is missing, or that raise an error here, and log why."""
+        kept = []
+        for strategy in self.strategies:
+            communication = by_name.get(strategy.implementation or "collective")
+            if communication is None:
+                log.warning("bench concurrent: without %s: there is no %s", strategy.label, strategy.implementation)
+                continue
+            try:
+                on_every_rank(partial(self._try, strategy, communication), group)
+                kept.append(strategy)
+            except InputError as error:
+                log.warning("bench concurrent: without %s: %s", strategy.label, error)
+        self.strategies = kept
+
+    def _try(self, strategy: Strategy, communication: Communication) -> None:
+        """Run `strategy` with a small computation.
+
+        Raises:
+            InputError: if the machine refuses.
+        """
+        try:
+            square = torch.ones(256, 256, device=self._device)
+            self.issue(strategy, lambda: square @ square, communication)
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise InputError(f"{strategy.label}: {str(error).partition(chr(10))[0]}") from error
+
+    def sms(self, strategy: Strategy) -> int | None:
+        """Return the multiprocessors that `strategy` leaves to the communication, or None."""
+        return self._partitions[strategy.share].sms if strategy.partitioned and strategy.share is not None else None
+
+    def issue(self, strategy: Strategy, compute: Callable[[], object], communication: Communication) -> None:
+        """Issue both; the current stream waits for both in the end.
+
+        A communication that has streams of its own begins and ends on the computation's stream, as in a training step,
+        so that no kernel that waits for a peer is in the computation's way. One that is issued `aside` only ends there.
+        """
+        if not self._cuda:
+            compute_first = not (strategy.concurrent and strategy.communication_first)
+            order = (compute, communication.begin) if compute_first else (communication.begin, compute)
+            for part in (*order, communication.finish):
+                part()
+            return
+        computing, sending = self._streams(strategy, communication)
+        main = torch.cuda.current_stream(self._device)
+        for stream in {computing, sending}:
+            stream.wait_stream(main)
+
+        def begin() -> None:
+            with torch.cuda.stream(sending):
+                communication.begin()
+
+        if strategy.communication_first and strategy.concurrent:
+            begin()
+        with torch.cuda.stream(computing):
+            compute()
+        if not (strategy.communication_first and strategy.concurrent):
+            begin()
+        computing.wait_stream(sending)
+        with torch.cuda.stream(computing):
+            communication.finish()
+        main.wait_stream(computing)
+
+    def _streams(self, strategy: Strategy, communication: Communication) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Return the streams of the computation and of the communication."""
+        if not strategy.concurrent:
+            return self._computing, self._computing
+        if strategy.partitioned:
+            assert strategy.share is not None
+            partition = self._partitions[strategy.share]
+            return partition.computation, partition.communication
+        if communication.forks and not strategy.aside:
+            return self._computing, self._computing
+        return self._computing, self._urgent if strategy.urgent else self._sending
+
+    def alone(self, communication: Communication) -> None:
+        """Issue a communication with nothing beside it."""
+        communication.begin()
+        communication.finish()

@@ -1,0 +1,70 @@
+"""What a collective is called with, as far as it has to be alike on all ranks, and what can be wrong with it."""
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+Way = Literal["auto", "dma", "stores"]
+Beside = Literal["nothing", "compute"]
+
+
+class Call(NamedTuple):
+    """A call of `PeerCollectives`: the first one of its kind is compared between the ranks, others are known by it."""
+
+    name: str
+    """all_to_all | all_gather"""
+    offset: int
+    """bytes: where the output begins in the memory of outputs"""
+    output: tuple[int, ...]
+    """its shape"""
+    input: tuple[int, ...]
+    """its shape"""
+    output_dtype: torch.dtype
+    input_dtype: torch.dtype
+    way: str
+    """a `Way`"""
+    beside: str
+    """a `Beside`"""
+    alignment: int
+    """bytes, a power of two up to 16, that divide the addresses and the sizes of all rows"""
+    placed: str
+    """how the input lies to the output: apart | in place (it is the row that this rank sends to itself) | across"""
+    contiguous: bool
+    """whether both tensors are"""
+    here: bool
+    """whether both are on this rank's device"""
+
+    def __str__(self) -> str:
+        """Return the call as one of its ranks would write it."""
+        return (
+            f"{self.name}(output {self.output} {self.output_dtype} at byte {self.offset}, input {self.input} "
+            f"{self.input_dtype} {self.placed} at a multiple of {self.alignment} bytes, {self.way}, {self.beside})"
+        )
+
+    def fault(self, world_size: int, used_bytes: int) -> str:
+        """Return what is wrong with the call, or an empty text.
+
+        Args:
+            world_size: ranks.
+            used_bytes: of the memory of outputs, from its begin on.
+        """
+        if self.way not in get_args(Way):
+            return f"way {self.way}: not a way; take one of {', '.join(get_args(Way))}"
+        if self.beside not in get_args(Beside):
+            return f"beside {self.beside}: not known; take one of {', '.join(get_args(Beside))}"
+        if not self.here:
+            return "a tensor is not on the device of the collectives; move it there"
+        if not self.contiguous:
+            return "a tensor is not contiguous; pass input.contiguous(), and an output that is"
+        if self.output_dtype != self.input_dtype:
+            return f"output {self.output_dtype}, input {self.input_dtype}: must be alike; cast the input"
+        rows = self.input if self.name == "all_to_all" else (world_size, *self.input)
+        if self.output != rows or self.output[:1] != (world_size,):
+            needed = "both [W, n..]" if self.name == "all_to_all" else "[W, n..] and [n..]"
+            return f"output {self.output}, input {self.input}: must be {needed}, W = {world_size}; reshape them"
+        size = torch.Size(self.output).numel() * self.output_dtype.itemsize
+        if not 0 <= self.offset <= self.offset + size <= used_bytes:
+            return "the output is not in memory that the peers write to; take it from `empty`"
+        if self.placed == "across" or (self.placed == "in place" and self.name == "all_to_all"):
+            return "input and output overlap; give the input memory of its own"
+        return ""

@@ -1,0 +1,289 @@
+"""All-to-all and all-gather into the peers' memory, for ranks that reach each other by loads and stores.
+
+Each rank writes its rows where they belong at the peers. Between two flags of each pair of ranks a call goes like this:
+
+    current stream | raise FREE e at all, await theirs |  whatever else ...................  | await ARRIVED e of all
+    side streams                                       | row to r + 1, flag | row to r + 2, flag | .. |
+
+`dma`: copy engines write the rows and, behind each, its flag; so no multiprocessor works, but for the two ends.
+`stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
+
+**Epochs.** e lies in one word of the device's memory. The hand-shake advances it, and all else reads it: the copies of
+flags take it as their source, and the wait compares with it. The host counts nothing, so eager calls, captured ones and
+replays of a graph may follow each other as they like. Every rank makes the same calls in the same order.
+
+**Why nothing is overwritten too early.** FREE e of rank r is a release, on the stream that has read r's outputs of
+before. Its peers store rows of call e only after they have acquired it, so they overwrite nothing that is still read.
+They store nothing later either: r's next reading comes behind its wait for ARRIVED e of every peer, each of which is
+written after that peer's rows, and acquired there. A peer that runs ahead into call e + 1 waits for FREE e + 1, which r
+raises after it has read call e's output. **Flags** only grow, and each has one writer, so none is lost: FREE e + 1 is
+raised once the wait of e is done, and nobody raises or awaits anything of e + 2 before. **The word** is advanced by the
+next hand-shake, which the stream orders behind the wait of the call before, and the wait joins the side streams: by
+then the copies of flags have read it. `input` is safe from then on, too. One output suffices therefore, where windows
+that take turns would save the hand-shake.
+
+**Captured beside others.** A CUDA graph need not run its branches side by side. Where a step has several of these, or
+collectives of others, all that awaits a peer is to be in one order on all ranks, see `comm.order`.
+"""
+
+from math import gcd
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import on_every_rank, open_arena
+from dlrm_overlap.comm.calls import Beside, Call, Way
+from dlrm_overlap.comm.flows import Flow, HostFlow, Transfer, regions
+from dlrm_overlap.config import InputError
+
+_ALIGNMENT_BYTES = 256
+
+COPIED_FROM_BYTES = {
+    ("nothing", False): 32 << 20,
+    ("nothing", True): 32 << 20,
+    ("compute", False): 32 << 20,
+    ("compute", True): 1 << 20,
+}
+"""(what runs beside, whether captured) -> bytes to a peer from which on copies are faster than stores, or leave what
+runs beside more of its speed; on 4 x H200. Not captured, a copy takes the host 9 us. (docs/results/collectives.md)"""
+
+
+def choose(row_bytes: int, beside: str, captured: bool) -> str:
+    """Return the way that `auto` takes.
+
+    Args:
+        row_bytes: that go to each peer.
+        beside: nothing | compute: whether kernels that fill the GPU run at the same time.
+        captured: whether the call becomes a part of a CUDA graph.
+    """
+    return "dma" if row_bytes >= COPIED_FROM_BYTES[beside, captured] else "stores"
+
+
+class Work:
+    """A collective under way."""
+
+    def __init__(self, collectives: "PeerCollectives", transfer: Transfer) -> None:
+        self._collectives, self._transfer = collectives, transfer
+
+    def wait(self) -> None:
+        """Make the current stream wait until all rows of the output are here and the input has been read.
+
+        To be called once for every call, on its stream or on one that is ordered behind it; again, it does nothing. On
+        a CPU it is the host that waits.
+
+        Raises:
+            ExchangeTimeoutError: on a CPU, if a peer's rows have not come in time. A GPU records that and stops, see
+                `PeerCollectives.check`.
+        """
+        self._collectives._finish(self)
+
+
+class PeerCollectives:
+    """Collectives on tensors, between ranks that reach each other's memory; see the module.
+
+    Between processes on CPUs the same calls copy in shared memory, by the host, whatever the way.
+
+    Example:
+        collectives = PeerCollectives(group, device, capacity_bytes=1 << 30)
+        received = collectives.empty(sent.shape, sent.dtype)
+        work = collectives.all_to_all(received, sent, beside="compute")
+        product = a @ b
+        work.wait()
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, capacity_bytes: int, wait_timeout_s: float = 600.0
+    ) -> None:
+        """Make the memory of outputs, and the flags. All ranks of `group` call this alike.
+
+        Args:
+            group: of ranks that reach each other's memory.
+            device: of this rank's tensors.
+            capacity_bytes: of all outputs; each begins at a multiple of 256.
+            wait_timeout_s: bound of a wait for a peer.
+
+        Raises:
+            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
+        """
+        self._group, self._capacity = group, capacity_bytes
+        self._rank, self._world_size = group.rank(), group.size()
+        try:
+            self._arena = open_arena(regions(self._world_size, capacity_bytes), group, device)
+        except InputError as error:
+            raise InputError(f"PeerCollectives: {capacity_bytes} bytes of outputs, but {error}") from None
+        self._memory = self._arena.local("memory")
+        self._base, self._used, self.device = self._memory.data_ptr(), 0, self._memory.device
+        self._flow = self._open_flow(wait_timeout_s)
+        self._known: set[Call] = set()
+        self._under_way: Work | None = None
+
+    def _open_flow(self, timeout_s: float) -> Flow:
+        if self.device.type == "cuda":
+            from dlrm_overlap.comm.device_flow import DeviceFlow  # needs Triton, which a CPU does not
+
+            return DeviceFlow(self._arena, timeout_s)
+        return HostFlow(self._arena, timeout_s)
+
+    def empty(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that the peers can write to, uninitialised; views of it may be outputs, too.
+
+        All ranks call this alike. The memory is given back by `close` alone.
+
+        Raises:
+            InputError: on every rank, if the outputs need more than the capacity, or ranks ask for unlike tensors.
+        """
+        size = torch.Size(shape)
+        begin = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end = begin + size.numel() * dtype.itemsize
+
+        def check() -> None:
+            if end > self._capacity:
+                raise InputError(
+                    f"PeerCollectives.empty: {tuple(size)} {dtype} behind {begin} bytes ends at {end}, but there are "
+                    f"{self._capacity}; make it with a capacity_bytes of {end} or more"
+                )
+
+        on_every_rank(check, self._group)
+        self._compare(f"empty({tuple(size)}, {dtype})")
+        self._used = end
+        return self._memory[begin:end].view(dtype).view(size)
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, way: Way = "auto", beside: Beside = "nothing"
+    ) -> Work:
+        """Begin to send row w of `input` to row r of rank w's `output`, r being this rank, for every w.
+
+        All ranks make the same calls in the same order, with the same shapes and the same place of `output`. The first
+        call of its kind asks all ranks whether theirs is alike, which takes a host wait; later ones do not.
+
+        Args:
+            output: [W, n..], contiguous, from `empty`; it may be read after `Work.wait`, up to the next call that is
+                given it.
+            input: [W, n..], contiguous; it may be changed after `Work.wait`. May not overlap `output`.
+            way: auto | dma | stores, see the module; auto goes by the size, by `beside`, and by whether it is captured.
+            beside: nothing | compute: whether kernels that fill the GPU run at the same time.
+
+        Raises:
+            InputError: on every rank, if these are not such tensors, or not alike on all ranks; if the call before has
+                not been waited for; in a capture, if it is the first call of its kind.
+        """
+        return self._begin("all_to_all", output, input, way, beside)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, way: Way = "auto", beside: Beside = "nothing"
+    ) -> Work:
+        """Begin to send `input` to row r of every rank's `output`, r being this rank. All else is as for `all_to_all`.
+
+        Args:
+            output: [W, n..], contiguous, from `empty`.
+            input: [n..], contiguous. May be `output[r]` itself, which then need not be copied, but no other part of it.
+            way: auto | dma | stores.
+            beside: nothing | compute.
+
+        Raises:
+            InputError: as `all_to_all`.
+        """
+        return self._begin("all_gather", output, input, way, beside)
+
+    def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
+        if self._under_way is not None:
+            raise InputError(
+                f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
+            )
+        row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
+        offset = output.data_ptr() - self._base if output.numel() else 0  # a tensor of nothing has no address
+        row_offset = offset + self._rank * row_bytes
+        call = Call(
+            name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside,
+            gcd(16, offset, input.data_ptr(), row_bytes), self._placed(output, input, row_offset),
+            output.is_contiguous() and input.is_contiguous(), output.device == input.device == self.device,
+        )  # fmt: skip
+        new = call not in self._known
+        if new:
+            self._agree(call)
+        transfer = Transfer(
+            source=input.detach().view(-1).view(torch.uint8),
+            stride=row_bytes if name == "all_to_all" else 0,
+            row_bytes=row_bytes,
+            offset=row_offset,
+            in_place=call.placed == "in place",
+            way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
+        )
+        if new:
+            self._flow.prepare(transfer)
+            self._known.add(call)
+        self._under_way = Work(self, transfer)
+        self._flow.begin(transfer)
+        return self._under_way
+
+    @property
+    def _captured(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _finish(self, work: Work) -> None:
+        if work is self._under_way:
+            self._flow.wait(work._transfer)
+            self._under_way = None
+
+    def _placed(self, output: torch.Tensor, input: torch.Tensor, row_offset: int) -> str:
+        """Return how `input` lies to `output`: apart, in place (the row that this rank sends to itself) or across."""
+        first, last = input.data_ptr(), input.data_ptr() + input.numel() * input.dtype.itemsize
+        begin, end = output.data_ptr(), output.data_ptr() + output.numel() * output.dtype.itemsize
+        if last <= begin or end <= first:
+            return "apart"
+        return "in place" if first == self._base + row_offset else "across"
+
+    def _agree(self, call: Call) -> None:
+        """Check the first call of its kind on all ranks; a collective on the host.
+
+        Raises:
+            InputError: on every rank, naming the fault.
+        """
+        if self._captured:
+            raise InputError(
+                f"PeerCollectives: {call} is the first of its kind and within a capture, where the ranks cannot ask "
+                f"whether theirs are alike; make one such call before the capture"
+            )
+
+        def check() -> None:
+            if fault := call.fault(self._world_size, self._used):
+                raise InputError(f"PeerCollectives.{call.name}: {fault}")
+
+        on_every_rank(check, self._group)
+        self._compare(call)
+
+    def _compare(self, mine: object) -> None:
+        """Check that all ranks make the call `mine` alike; a collective on the host."""
+        calls = [str(mine)] * self._world_size
+        dist.all_gather_object(calls, str(mine), self._group)
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise InputError(
+                    f"PeerCollectives: rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same "
+                    f"order on all ranks"
+                )
+
+    def check(self) -> None:
+        """Raise what a wait on the GPU has recorded; waits for nothing. On CPUs the calls raise it themselves.
+
+        Raises:
+            ExchangeTimeoutError: if a peer has not come in time, naming both ranks.
+        """
+        self._flow.check()
+
+    def close(self) -> None:
+        """Give the memory back, outputs included, once all that was issued is done. All ranks call this.
+
+        Raises:
+            ExchangeTimeoutError: if a wait on the GPU had expired.
+        """
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            self.check()
+            raise
+        self._under_way = None
+        dist.barrier(self._group)  # a peer may still write to this rank's flags
+        self._memory = torch.empty(0)
+        self._arena.close()

@@ -1,0 +1,212 @@
+"""A GPU's copy engines: they carry bytes to a peer's memory while all multiprocessors do something else.
+
+What a `CopyEngine` is given runs on one stream, one thing after the other: one flow of copies fills the links of an
+H200, three side by side reach two thirds of that (docs/results/collectives.md). Every call can be captured in a CUDA
+graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one, it takes the host 9.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from dlrm_overlap.config import InputError
+
+
+class Copy2D(NamedTuple):
+    """A copy of rows, in the order of cudaMemcpy2DAsync's arguments; it does not keep the memory alive."""
+
+    destination: int
+    """address"""
+    destination_pitch_bytes: int
+    """from row to row"""
+    source: int
+    source_pitch_bytes: int
+    width_bytes: int
+    """of a row"""
+    rows: int
+
+    @staticmethod
+    def of(destination: torch.Tensor, source: torch.Tensor) -> "Copy2D":
+        """Return the copy of `source` to `destination`, see `CopyEngine.copy_2d`.
+
+        Raises:
+            InputError: if they are not tensors that can be copied so.
+        """
+        shape, itemsize = tuple(source.shape), source.dtype.itemsize
+        if source.dim() != 2 or tuple(destination.shape) != shape or destination.dtype != source.dtype:
+            raise InputError(
+                f"CopyEngine.copy_2d: {shape} {source.dtype} to {tuple(destination.shape)} {destination.dtype}: must "
+                f"be [rows, columns] of one shape and type; reshape them"
+            )
+        rows, columns = shape
+        for name, tensor in (("destination", destination), ("source", source)):
+            if (columns > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < columns):
+                raise InputError(
+                    f"CopyEngine.copy_2d: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
+                    f"rows apart; transpose it back, or copy it first"
+                )
+        pitches = [max(columns, each.stride(0)) * itemsize for each in (destination, source)]
+        return Copy2D(destination.data_ptr(), pitches[0], source.data_ptr(), pitches[1], columns * itemsize, rows)
+
+
+class CopyEngine:
+    """A stream of copies beside the current one.
+
+    Example:
+        engine = CopyEngine(device)
+        engine.follow()  # behind what has written `rows` and the epoch
+        engine.copy(at_the_peer, rows)
+        engine.write_flag(flag_at_the_peer, epoch)
+        product = a @ b
+        engine.join()  # from here on `rows` may be overwritten
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """Make the stream.
+
+        Args:
+            device: the GPU whose copy engines work.
+            priority: of the stream; copies have none, but what waits on it may.
+        """
+        self.stream = torch.cuda.Stream(device, priority=priority)
+        """on which the copies run; kernels may be put there, too"""
+        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    def follow(self) -> None:
+        """Let what is issued from now on come behind all that is on the current stream by now."""
+        self._begun.record(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(self._begun)
+
+    def join(self) -> None:
+        """Make the current stream wait until all that has been issued by now is done."""
+        self._done.record(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_event(self._done)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` to `destination`, in this GPU's memory or a peer's.
+
+        Args:
+            destination: contiguous, of the shape and the type of `source`.
+            source: contiguous.
+
+        Raises:
+            InputError: if they are not: a kernel would copy them.
+        """
+        self.copy_each([(destination, source)])
+
+    def copy_each(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each source to its destination, one after the other; less host time than to call `copy` for each.
+
+        Args:
+            pairs: destination and source, as for `copy`.
+
+        Raises:
+            InputError: as `copy`, when the copies before the faulty one have been issued.
+        """
+        with torch.cuda.stream(self.stream):
+            for destination, source in pairs:
+                _check_bytes(destination, source)
+                destination.copy_(source, non_blocking=True)
+
+    def copy_2d(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy rows that need not follow each other to rows that need not, in this GPU's memory or a peer's.
+
+        On H200 rows of 128 bytes and more are as fast as one copy of their bytes.
+
+        Args:
+            destination: [rows, columns], of the shape and the type of `source`; each row contiguous, the rows in order.
+            source: alike.
+
+        Raises:
+            InputError: if they are not such tensors.
+        """
+        self.issue(Copy2D.of(destination, source))
+
+    def issue(self, copy: "Copy2D") -> None:
+        """Copy rows as `copy_2d` does, whose tensors have been checked before and are still there."""
+        if copy.rows == 0 or copy.width_bytes == 0:
+            return
+        from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
+
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        _check(runtime.cudaMemcpy2DAsync, *copy, kind, self.stream.cuda_stream)
+
+    def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
+        """Write the number in `word` to `flag` once all copies before are done, without a kernel.
+
+        It is a copy of 8 bytes: what follows on a stream begins when all before it is complete, at a peer too, so who
+        acquires the flag there sees what was copied. The number is read when the copy runs, so a replayed graph writes
+        what is in `word` then; a stream memory operation would write what it was captured with.
+
+        Args:
+            flag: [1] int64, in this GPU's memory or a peer's.
+            word: [1] int64, in this GPU's memory; unchanged until the copy is done.
+
+        Raises:
+            InputError: if they are not one number each.
+        """
+        for name, tensor in (("flag", flag), ("word", word)):
+            if tensor.numel() != 1 or tensor.dtype != torch.int64:
+                raise InputError(
+                    f"CopyEngine.write_flag: the {name} is {tuple(tensor.shape)} {tensor.dtype}: must be one int64; "
+                    f"pass such a view"
+                )
+        self.copy(flag.view(1), word.view(1))
+
+    def wait_counter(self, word: torch.Tensor, count: int) -> None:
+        """Let what is issued from now on wait until `word` has reached `count`.
+
+        The number is a constant, so this can be captured and replayed, if the word is set back before each time: once
+        this is done, which `join` orders, and before both what raises it and, by `follow`, the next wait. Nothing
+        bounds the wait: what raises the word is on this GPU, and may be behind bounded waits of its own.
+
+        Launch what raises the word first, and call this then. A kernel's first launch loads it, which can wait for the
+        whole device, and so for the stream that waits for the kernel.
+
+        Args:
+            word: [1] int64 in this GPU's memory, which kernels raise by atomics at GPU scope or wider, 0 before.
+            count: at least 1.
+
+        Raises:
+            InputError: if these are not such a word and such a number.
+        """
+        if word.numel() != 1 or word.dtype != torch.int64 or count < 1:
+            raise InputError(
+                f"CopyEngine.wait_counter: {tuple(word.shape)} {word.dtype}, count {count}: must be one int64 and a "
+                f"count of 1 or more; pass such a view and count"
+            )
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
+
+        stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
+        reached = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+        _check(driver.cuStreamWaitValue64, stream, address, count, reached)
+
+
+def _check_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Check that `source` can be copied as it is.
+
+    Raises:
+        InputError: if it cannot.
+    """
+    if destination.shape != source.shape or destination.dtype != source.dtype:
+        raise InputError(
+            f"CopyEngine.copy: {tuple(source.shape)} {source.dtype} to {tuple(destination.shape)} "
+            f"{destination.dtype}: copy engines take bytes as they are; give tensors of one shape and type"
+        )
+    if not (destination.is_contiguous() and source.is_contiguous()):
+        raise InputError("CopyEngine.copy: a tensor is not contiguous; copy its rows by copy_2d")
+
+
+def _check(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function of CUDA's API.
+
+    Raises:
+        RuntimeError: naming what it returned.
+    """
+    (error,) = function(*arguments)
+    if error.value != 0:
+        raise RuntimeError(
+            f"CUDA error: {function.__name__} returned {error.name}, where success is 0; see what failed on this GPU "
+            f"before, or look the name up in CUDA's documentation"
+        )

@@ -1,0 +1,108 @@
+"""How the rows of a collective reach the peers' memory, between two flags: the part that depends on the device."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from dlrm_overlap.comm.arena import Arena, HostArena, Region
+
+AWAITED = "collective's flag"
+"""what an expired wait was for"""
+
+
+class Transfer(NamedTuple):
+    """What one rank sends in one collective: a row to every rank, its own included."""
+
+    source: torch.Tensor
+    """uint8, contiguous: the rows one behind the other, or the one row that goes to all"""
+    stride: int
+    """bytes between the rows of `source`; 0 if one row goes to all"""
+    row_bytes: int
+    """of a row"""
+    offset: int
+    """bytes: where this rank's row begins in the region `memory` of every rank"""
+    in_place: bool
+    """whether the row that this rank sends to itself is there already"""
+    way: str
+    """dma | stores"""
+
+    def row(self, peer: int) -> torch.Tensor:
+        """Return [row_bytes] uint8: what goes to rank `peer`."""
+        return self.source[peer * self.stride : peer * self.stride + self.row_bytes]
+
+
+def regions(world_size: int, capacity_bytes: int) -> dict[str, Region]:
+    """Return the regions of a flow's arena: two flags of every rank, [W, 1] int64, and the memory of outputs.
+
+    `free`: its outputs may be overwritten. `arrived`: its rows are there.
+    """
+    flags = {name: Region((world_size, 1), torch.int64) for name in ("free", "arrived")}
+    return flags | {"memory": Region((capacity_bytes,), torch.uint8)}
+
+
+class Flow(ABC):
+    """Carries out the transfers of one rank, one after the other. Each is an epoch: 1, 2, 3, .."""
+
+    def __init__(self, arena: Arena, timeout_s: float) -> None:
+        """Take an arena of `regions`, and the bound of a wait for a peer."""
+        self._arena, self._timeout_s = arena, timeout_s
+        self._rank, self._world_size = arena.rank, arena.world_size
+        self._peers = [(self._rank + turn) % self._world_size for turn in range(1, self._world_size)]
+        """staggered, so that no two ranks send to one peer at a time"""
+        self._memory = [arena.view("memory", rank) for rank in range(self._world_size)]
+
+    def _target(self, transfer: Transfer, peer: int) -> torch.Tensor:
+        """Return [row_bytes] uint8: where this rank's row belongs at `peer`."""
+        return self._memory[peer][transfer.offset : transfer.offset + transfer.row_bytes]
+
+    @abstractmethod
+    def prepare(self, transfer: Transfer) -> None:
+        """Load what a transfer of this kind needs, before the first of them begins."""
+
+    @abstractmethod
+    def begin(self, transfer: Transfer) -> None:
+        """Tell the peers that their rows may come, await the same of them, and send the rows."""
+
+    @abstractmethod
+    def wait(self, transfer: Transfer) -> None:
+        """Make the current stream wait until the rows of all ranks are here, and those of this rank have been read."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what a wait has recorded.
+
+        Raises:
+            ExchangeTimeoutError: if it has expired.
+        """
+
+
+class HostFlow(Flow):
+    """Between processes of one host, on CPUs: plain copies in shared memory, whatever the way."""
+
+    def __init__(self, arena: Arena, timeout_s: float) -> None:
+        super().__init__(arena, timeout_s)
+        assert isinstance(arena, HostArena)
+        self._host, self._epoch = arena, 0
+        self._counts = torch.ones(self._world_size, dtype=torch.int32)
+
+    def prepare(self, transfer: Transfer) -> None:
+        """There is nothing to load."""
+
+    def begin(self, transfer: Transfer) -> None:
+        """Send the rows; they are there when this returns, those of the peers may not be."""
+        self._epoch += 1
+        for peer in range(self._world_size):
+            self._host.raise_flag("free", peer, 0, self._epoch)
+        self._host.wait("free", self._counts, self._epoch, self._timeout_s, AWAITED)
+        for peer in [*self._peers, self._rank]:
+            if peer != self._rank or not transfer.in_place:
+                self._target(transfer, peer).copy_(transfer.row(peer))
+            self._host.raise_flag("arrived", peer, 0, self._epoch)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for the rows of all ranks."""
+        self._host.wait("arrived", self._counts, self._epoch, self._timeout_s, AWAITED)
+
+    def check(self) -> None:
+        """Do nothing: a wait raises its own error."""

@@ -1,0 +1,123 @@
+"""What copy engines move of a persistent kernel's results: regions, each when its slices are staged.
+
+Copies are issued behind waits for counters that the kernel raises, so each moves its region as soon as that is whole,
+while the kernel pools the next ones. A region is some features of one destination, all its samples: neighbours in the
+kernel's order, and in the rows of the destination's window.
+
+Example: 2 features of dim 4 side by side in the window, 3 samples a rank. For rank 1 they are staged as [3, 2, 4]; one
+copy takes three rows of 8 elements to three rows of its window.
+
+Source: track and trigger, T3 (Pati et al., ASPLOS 2024), in software: counters in device memory, and copies already
+issued behind a wait for each.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
+from dlrm_overlap.embedding.protocol.step import BatchSizes
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.forward.put_slices import Regions
+
+_REGION_BYTES = 4 << 20  # a copy's fixed cost is a fifth of its time then (docs/results/collectives.md)
+_MOST_BATCHES = 64  # sizes of batches whose copies are kept
+_MOST_REGIONS = 8  # of a destination: so the first copy starts early, and the host issues few
+
+
+class Region(NamedTuple):
+    """Features [first, first + count) of a launch, whose columns of the window begin at `column` and are adjacent."""
+
+    first: int
+    count: int
+    column: int
+
+
+def cut(columns: Sequence[int], dim: int, feature_bytes: int) -> list[Region]:
+    """Cut the features of a launch into regions of some megabytes, some eight of equal size where columns allow it.
+
+    Args:
+        columns: of the window, where each feature's pooled embeddings begin.
+        dim: of each.
+        feature_bytes: of a feature's pooled embeddings for one destination.
+
+    Example:
+        columns 0, 4, 12, 16 of dim 4, few bytes: two regions of two features, since column 8 is another rank's.
+    """
+    most = max(1, _REGION_BYTES // max(1, feature_bytes), -(-len(columns) // _MOST_REGIONS))
+    regions: list[Region] = []
+    for feature, column in enumerate(columns):
+        last = regions[-1] if regions else None
+        if last is not None and column == last.column + last.count * dim and last.count < most:
+            regions[-1] = last._replace(count=last.count + 1)
+        else:
+            regions.append(Region(feature, 1, column))
+    return regions
+
+
+class CopiedLaunch:
+    """The regions of one kernel, for batches of up to `samples` samples a rank."""
+
+    def __init__(
+        self, columns: Sequence[int], dim: int, samples: int, world_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.samples, self._dim, self._features = samples, dim, len(columns)
+        self.cut = cut(columns, dim, samples * dim * dtype.itemsize)
+        of = [number for number, region in enumerate(self.cut) for _ in range(region.count)]
+        finished = torch.zeros(world_size, len(self.cut), dtype=torch.int64, device=device)
+        self.regions = Regions(torch.tensor(of, dtype=torch.int32, device=device), finished)
+        self._copies: dict[tuple[str, int, BatchSizes], list[tuple[int, list[Copy2D]]]] = {}
+
+    def begin(self) -> None:
+        """Set the counters back, on the kernel's stream and before it.
+
+        The copies of the step before are done by then. The engine is to follow before it awaits them again.
+        """
+        self.regions.finished.zero_()
+
+    def issue(
+        self, engine: CopyEngine, windows: WindowPair, staging: torch.Tensor, batch: BatchSizes, rows: int, slices: int
+    ) -> Iterator[int]:
+        """Issue the copies to each peer, from the next rank on, and yield the peer behind its last copy.
+
+        To be called when the kernel has been launched: until it is loaded, which its first launch does, a stream that
+        waits may keep back the loading, which waits for the device.
+
+        Args:
+            engine: on whose stream.
+            windows: whose current window takes the regions.
+            staging: from which, [W, rows, F, D] from its beginning on.
+            batch: samples of each rank.
+            rows: of each rank in `staging`.
+            slices: of a feature for a destination.
+        """
+        key = windows.name, staging.data_ptr(), batch
+        if key not in self._copies:
+            if len(self._copies) >= _MOST_BATCHES:
+                self._copies.clear()
+            self._copies[key] = self._prepare(windows, staging, batch, rows)
+        for peer, copies in self._copies[key]:
+            for number, (region, copy) in enumerate(zip(self.cut, copies, strict=True)):
+                engine.wait_counter(self.regions.finished[peer, number : number + 1], region.count * slices)
+                engine.issue(copy)
+            yield peer
+
+    def _prepare(
+        self, windows: WindowPair, staging: torch.Tensor, batch: BatchSizes, rows: int
+    ) -> list[tuple[int, list[Copy2D]]]:
+        """Return each peer, in the order in which it is sent to, and the copies of its regions."""
+        rank, world_size = windows.arena.rank, windows.arena.world_size
+        width = self._features * self._dim
+        staged = staging[: world_size * rows * width].view(world_size, rows, width)
+        prepared = []
+        for turn in range(1, world_size):
+            peer = (rank + turn) % world_size
+            samples, window = batch.per_rank[peer], windows.arena.view(windows.name, peer)
+            copies = []
+            for region in self.cut:
+                begin, columns = region.first * self._dim, region.count * self._dim
+                into = window[:samples, region.column : region.column + columns]
+                copies.append(Copy2D.of(into, staged[peer, :samples, begin : begin + columns]))
+            prepared.append((peer, copies))
+        return prepared

@@ -1,0 +1,260 @@
+"""All-to-all and all-gather into the peers' memory: against the group's own, under any delays, captured, lost peers."""
+
+import random
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.comm.collectives import PeerCollectives
+from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.record import ExchangeTimeoutError
+from tests.agreement import assert_same
+from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.place import Check, Place
+
+TIMEOUT_S = 3.0
+CULPRIT = 1  # the rank that stalls or dies
+_WAYS = ("auto", "dma", "stores")
+# Rows of odd sizes; of more than one block of the kernel; of what copy engines are for.
+_ROWS: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((1,), torch.float32),
+    ((1,), torch.int8),
+    ((4099,), torch.int8),
+    ((3, 333), torch.bfloat16),
+    ((7, 1001), torch.float32),
+    ((5,), torch.int64),
+    ((100_003,), torch.float16),
+    ((3 << 20,), torch.uint8),
+    ((17, 65_536), torch.float32),
+]
+_STEPS = 1000
+_SIZES = ((1 << 19, "dma"), (1001, "stores"), (77_777, "dma"), (1 << 18, "stores"))  # int32 elements of a row, way
+
+
+def _sent(place: Place, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randint(-100, 100, shape, generator=place.generator(seed + place.rank), device=place.device)
+    return numbers.to(dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _check_equal(place: Place, way: Any) -> None:
+    """As NCCL's, to the last bit, whatever the size, the type and the place in memory."""
+    ranks, group = place.world_size, place.group
+    collectives = PeerCollectives(group, place.device, 64 << 20, 60.0)
+    for number, (shape, dtype) in enumerate(_ROWS):
+        output = collectives.empty((ranks, *shape), dtype)
+        for shift in (0, 1, 3):  # elements by which the input begins behind a multiple of 16 bytes
+            sent = _sent(place, 10 * number, (ranks, *shape), dtype)
+            stored = torch.empty(sent.numel() + shift, dtype=dtype, device=place.device)[shift:].view(sent.shape)
+            stored.copy_(sent)
+            for times in range(2):  # the second call asks no rank
+                _bytes(output).fill_(0x7F)
+                collectives.all_to_all(output, stored, way).wait()
+                expected = torch.empty_like(sent)
+                dist.all_to_all_single(_bytes(expected), _bytes(sent), group=group)
+                assert_same(output, expected, f"all to all, {shape} {dtype}, way {way}, shift {shift}, time {times}")
+            _bytes(output).fill_(0x7F)
+            mine = stored[place.rank]
+            if shift == 0:
+                output[place.rank].copy_(mine)
+                mine = output[place.rank]
+            collectives.all_gather(output, mine, way).wait()
+            expected = torch.empty_like(sent)
+            dist.all_gather_into_tensor(_bytes(expected), _bytes(sent[place.rank]), group=group)
+            assert_same(output, expected, f"all gather, {shape} {dtype}, way {way}, shift {shift}")
+    place.meet()
+    collectives.close()
+
+
+class _Steps:
+    """Steps of four calls each, beside a product, whose every number is known; inputs are poisoned behind each call."""
+
+    def __init__(self, place: Place, timeout_s: float = 20.0) -> None:
+        self.place, ranks, device = place, place.world_size, place.device
+        self.collectives = PeerCollectives(place.group, device, 64 << 20, timeout_s)
+        self.outputs = [self.collectives.empty((ranks, size), torch.int32) for size, _ in _SIZES]
+        self.inputs = [torch.empty_like(output) for output in self.outputs]
+        self.patterns = [torch.arange(size, dtype=torch.int32, device=device) * 7 for size, _ in _SIZES]
+        each = torch.arange(ranks, dtype=torch.int32, device=device)[:, None]
+        self.sent, self.arriving = place.rank * ranks + each, each * ranks + place.rank
+        self.gathered = each * ranks
+        self.number = torch.zeros((), dtype=torch.int32, device=device)
+        self.bad = torch.zeros((), dtype=torch.int64, device=device)
+        self.factor = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
+        self.beside = torch.cuda.Stream(device)
+
+    def take(self) -> None:
+        """Take a step; can be captured."""
+        current = torch.cuda.current_stream()
+        self.number += 1001
+        for index, (_, way) in enumerate(_SIZES):
+            output, sent, pattern = self.outputs[index], self.inputs[index], self.patterns[index]
+            numbers = pattern + self.number
+            output.fill_(-1)
+            gathers = index == 3
+            sent.copy_(numbers + (self.place.rank * self.place.world_size if gathers else self.sent))
+            way_: Any = way
+            if gathers:
+                work = self.collectives.all_gather(output, sent[0], way_, "compute")
+            else:
+                work = self.collectives.all_to_all(output, sent, way_, "compute")
+            self.beside.wait_stream(current)
+            with torch.cuda.stream(self.beside):
+                torch.mm(self.factor, self.factor)
+            torch.mm(self.factor, self.factor)
+            work.wait()
+            sent.fill_(-2)  # whoever reads it now is late
+            self.bad += (output != numbers + (self.gathered if gathers else self.arriving)).sum()
+            current.wait_stream(self.beside)
+
+    def capture(self) -> Callable[[], None]:
+        """Capture a step, and return what takes it."""
+        graph = torch.cuda.CUDAGraph()
+        self.place.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            self.take()
+        return graph.replay
+
+    def check(self, what: str) -> None:
+        """Check that all numbers of all steps were right."""
+        self.place.synchronize()
+        self.collectives.check()
+        assert int(self.bad) == 0, f"{what}: {int(self.bad)} numbers are wrong"
+
+
+def _check_any_delays(place: Place, mode: str) -> None:
+    """Whatever rank is late; in mode mixed each rank takes each step eagerly or by its graph, as it likes."""
+    steps, chance = _Steps(place), random.Random(place.rank)
+    steps.take()
+    replay = None if mode == "eager" else steps.capture()
+    for _ in range(_STEPS):
+        dawdle(place, chance)
+        if replay is None or (mode == "mixed" and chance.random() < 0.5):
+            steps.take()
+        else:
+            replay()
+    steps.check(mode)
+    place.meet()
+    steps.collectives.close()
+
+
+def _check_in_a_capture(place: Place) -> None:
+    """The first call of its kind is refused there, with the cure."""
+    collectives = PeerCollectives(place.group, place.device, 1 << 20, 60.0)
+    output = collectives.empty((place.world_size, 8), torch.float32)
+    sent, graph, told = torch.zeros_like(output), torch.cuda.CUDAGraph(), ""
+    place.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        try:
+            collectives.all_to_all(output, sent)
+        except ValueError as error:
+            told = str(error)
+        sent.add_(1)  # a graph of nothing is warned of
+    assert "make one such call before the capture" in told, told
+    collectives.all_to_all(output, sent.fill_(place.rank)).wait()
+    expected = torch.arange(place.world_size, device=place.device).float()[:, None].expand_as(output).contiguous()
+    assert_same(output, expected, "a call behind the capture")
+    place.meet()
+    collectives.close()
+
+
+def _check_engine(place: Place) -> None:
+    """Copies of rows wider apart at a peer, behind a counter that a kernel raises: eager, captured, replayed."""
+    arena = open_arena({"rows": Region((64, 96), torch.int32)}, place.group, place.device)
+    engine, peer = CopyEngine(place.device), (place.rank + 1) % place.world_size
+    word = torch.zeros(2, dtype=torch.int64, device=place.device)[:1]
+    number = torch.zeros((), dtype=torch.int32, device=place.device)
+    source = torch.empty(64, 50, dtype=torch.int32, device=place.device)
+
+    def step() -> None:
+        number.add_(1)
+        source.fill_(-1)
+        word.zero_()
+        engine.follow()
+        torch.cuda._sleep(100_000)
+        source.copy_((number * 10 + place.rank).expand_as(source))  # only the counter says that this is done
+        word.add_(3)
+        engine.wait_counter(word, 3)
+        engine.copy_2d(arena.view("rows", peer)[:, 8:40], source[:, :32])
+        engine.join()
+
+    def check(what: str, times: int) -> None:
+        place.meet()
+        expected = torch.zeros_like(arena.local("rows"))
+        expected[:, 8:40] = 10 * times + (place.rank - 1) % place.world_size
+        assert_same(arena.local("rows"), expected, what)
+        place.meet()
+
+    for times in range(1, 4):
+        step()
+        check("eager", times)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        step()
+    for times in range(4, 10):
+        graph.replay()
+        check("replayed", times)
+    arena.close()
+
+
+def _check_lost_peer(place: Place, how: str) -> None:
+    """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
+    steps = _Steps(place, TIMEOUT_S)
+    replay = None
+    for _ in range(2):
+        steps.take()
+    if how == "captured":
+        replay = steps.capture()
+        replay()
+    seen = 4 * (3 if replay else 2)
+    place.meet()
+    if place.rank == CULPRIT:
+        if how == "stalls":  # it lets the others begin, and sends nothing
+            from dlrm_overlap.kernels.flags import meet
+
+            flow: Any = steps.collectives._flow
+            meet(flow._free, place.rank)
+            place.synchronize()
+            time.sleep(2.5 * TIMEOUT_S)
+        place.leave()
+    began, told = time.monotonic(), ""
+    try:
+        (replay or steps.take)()
+        place.synchronize()
+    except RuntimeError as error:
+        print(f"the GPU says: {error}", flush=True)
+    try:
+        steps.collectives.check()
+    except ExchangeTimeoutError as error:
+        told = str(error)
+    elapsed = time.monotonic() - began
+    match = re.match(
+        r"rank (\d+) waited 3 s for collective's flag 0 of rank (\d+): expected epoch (\d+), seen (\d+);", told
+    )
+    assert match, f"told: {told}"
+    assert list(map(int, match.groups())) == [place.rank, CULPRIT, seen + 1, seen], told
+    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"told after {elapsed:.1f} s"
+    place.leave()
+
+
+CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
+    "collectives_engine": Check(_check_engine, gpu_only=True),
+    "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
+}
+CHECKS |= {
+    f"collectives_delays_{mode}": Check(partial(_check_any_delays, mode=mode), gpu_only=True)
+    for mode in ("eager", "captured", "mixed")
+}
+LOST = {
+    f"collectives_peer_{how}": Check(partial(_check_lost_peer, how=how), gpu_only=True, alone=True)
+    for how in ("dies", "stalls", "captured")
+}

@@ -1,0 +1,133 @@
+"""A computation beside a communication: the numbers of a case, the cases, the checks, and a rehearsal on one rank."""
+
+import csv
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
+from dlrm_overlap.bench.figures import concurrent
+from dlrm_overlap.bench.harness.communications import Collective, Implementations, make_groups
+from dlrm_overlap.bench.harness.payload import Payload
+from dlrm_overlap.bench.harness.turns import Turns
+from dlrm_overlap.bench.report.concurrent import summarise
+from dlrm_overlap.bench.request import ConcurrentRequest
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def test_classes_are_told_by_the_times_alone() -> None:
+    assert [concurrent.classify(c, 1.0) for c in (1.16, 1.15, 1.0, 0.87, 0.86)] == [
+        "G-long", "GC-equal", "GC-equal", "GC-equal", "C-long",
+    ]  # fmt: skip
+
+
+def test_fraction_of_ideal_by_hand() -> None:
+    assert concurrent.fraction_of_ideal(3.0, 1.0, 3.5)["fraction_of_ideal"] == pytest.approx(3 / 7)
+    assert concurrent.fraction_of_ideal(2.0, 2.0, 2.0) == {"ideal": 2.0, "speedup": 2.0, "fraction_of_ideal": 1.0}
+    assert concurrent.fraction_of_ideal(1.0, 3.0, 4.0)["fraction_of_ideal"] == 0.0
+
+
+def test_every_computation_meets_every_communication_at_every_ratio() -> None:
+    names = ["gemm_8192", "gemm_4096", "lookup", "optimizer"]
+    cases = concurrent.make_cases(names, "cuda")
+    assert {case[:2] + case[3:] for case in cases} == {
+        (name, kind, ratio) for name in names for kind in concurrent.KINDS for ratio in (0.4, 0.7, 0.95, 1.05, 1.6, 2.5)
+    }
+    assert all(1 <= case.megabytes <= 512 for case in cases)
+    assert {case.megabytes for case in cases if case.computation == "gemm_8192"} == {512}
+    payloads = [case[1:3] for case in cases]
+    assert len(set(payloads)) == 1 + sum(a != b for a, b in itertools.pairwise(payloads))  # in one go
+
+
+def test_every_implementation_that_a_strategy_names_has_a_column() -> None:
+    named = {strategy.implementation for strategy in all_strategies()} - {None}
+    assert named == set(concurrent.IMPLEMENTATIONS)
+    labels = [strategy.label for strategy in all_strategies()]
+    assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("kind", concurrent.KINDS)
+def test_a_wrong_result_is_found(kind: str, world_of_one: dist.ProcessGroup) -> None:
+    payload = Payload(kind, 0.02, world_of_one, CPU)
+    implementations = Implementations(payload, make_groups(world_of_one, CPU, ()), None)
+    assert implementations.wrong() == []
+    collective = implementations.by_name["collective"]
+    assert isinstance(collective, Collective)
+    result = collective.result()
+    result.view(-1)[-1] += 1e-3
+    assert not payload.is_right(result)
+
+
+def test_pieces_are_timed_in_turns(world_of_one: dist.ProcessGroup) -> None:
+    order: list[str] = []
+    timed = Turns(world_of_one, CPU).time([lambda: order.append("a"), lambda: order.append("b")], 3)
+    assert order == ["a", "b"] * 5  # twice to warm up
+    assert all(0 <= each.p10_ms <= each.median_ms <= each.p90_ms for each in timed)
+
+
+def test_a_summary_averages_by_class_and_takes_the_best() -> None:
+    rows = [
+        {"computation": c, "calls": 1, "communication": "all_reduce", "megabytes": 1.0, "class": name,
+         "strategy": strategy, "together_ms": ms, "speedup": 2 / ms, "fraction_of_ideal": 2 / ms - 1}
+        for c, name, times in (("x", "G-long", (2.0, 1.0)), ("y", "C-long", (1.6, 2.0)))
+        for strategy, ms in zip(("serial", "dma"), times, strict=True)
+    ]  # fmt: skip
+    serial, dma, best = summarise(rows)
+    assert (serial["G-long"], serial["C-long"], serial["GC-equal"], serial["best"]) == (0.0, 0.25, None, 1)
+    assert (dma["all"], dma["greatest_speedup"], dma["best"]) == (0.5, 2.0, 1)
+    assert (best["all"], best["best"]) == (0.625, 2)
+
+
+def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_of_one: dist.ProcessGroup) -> None:
+    request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=2)
+    ranks = SimpleNamespace(connect=lambda: None, device=CPU, world=SimpleNamespace(rank=0))
+    assert concurrent.run(request, cast(Ranks, ranks)) == 0
+    with request.output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["device"] for row in rows} == {"cpu"}
+    cases: dict[Any, list[str]] = {}
+    for row in rows:
+        cases.setdefault((row["computation"], row["communication"]), []).append(row["strategy"])
+        value = {key: float(row[key]) for key in row if key.endswith("_ms") and row[key]}
+        alone = [value[f"{name}_alone_ms"] for name in ("collective", "dma", "stores")]
+        assert value["communication_ms"] == pytest.approx(min(alone), rel=1e-2)
+        speedup = (value["computation_ms"] + value["communication_ms"]) / value["together_ms"]
+        assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
+    assert len(cases) == 9
+    assert all(names == ["serial", "plain", "dma"] for names in cases.values())
+
+
+def test_one_rank_is_refused() -> None:
+    with pytest.raises(InputError, match="bench concurrent: one rank has nobody to communicate with"):
+        ConcurrentRequest("concurrent", Path("unused.csv")).check_ranks(cast(Config, None), 1, "cpu")
+
+
+def test_an_unknown_strategy_cannot_be_left_out() -> None:
+    with pytest.raises(InputError, match="--without dam: not a strategy; known: serial, plain, "):
+        ConcurrentRequest("concurrent", Path("unused.csv"), without=("dam",))
+
+
+def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
+    assert Strategy("partition", "collective_12", share=12, partitioned=True).label == "partition_12"
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    with Path("docs/results/concurrent.csv").open(newline="") as file:
+        measured = list(csv.DictReader(file))
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
+    columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
+    expected = [
+        " | ".join([f"| `{line['strategy']}`", *(f"{line[key]:.2f}" for key in columns), f"{line['best']} |"])
+        for line in lines
+    ]
+    page = Path("docs/results/concurrent.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `")] == expected
