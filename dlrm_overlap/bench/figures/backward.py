@@ -5,7 +5,7 @@ it is measured under one optimizer after the other. Every contender takes the sa
 time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
 contender under an optimizer.
 
-Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, and `atomic` where it can run.
+Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, `dma`, and `atomic` where it can run.
 Extra columns: the optimizer, the packing, the bytes and the time of a cache without bounds, ids and touched rows,
 whether a contender repeats its bits, and the times of the parts.
 """
@@ -85,6 +85,7 @@ def make_contenders(
         CollectiveBaseline(workload, batches[0].gradient),
         Push("push", workload, options, batches),
         Push("push_exposed", workload, options, batches, exposed=True),
+        Push("dma", workload, replace(options, backward="dma"), batches),
     ]
     if optimizer == "sgd" and config.weight_dtype == "fp32":
         contenders.append(Push("atomic", workload, replace(options, backward="atomic"), batches))

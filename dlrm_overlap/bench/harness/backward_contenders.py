@@ -131,7 +131,7 @@ class Push(Contender):
         self._schedule = options.resolved_schedule
         self._halves = workload.open_halves(options)
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
-        self.prepares = options.resolved_backward == "push"
+        self.prepares = options.resolved_backward in ("push", "dma")
 
     def _begun(self, batch: GradientBatch) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
