@@ -18,7 +18,7 @@ import torch
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, criteo_files, hash_ids, read_rows
-from dlrm_overlap.data.prepare_criteo import day_file, read_meta
+from dlrm_overlap.data.prepare_criteo import check_sizes, day_file, read_meta
 
 _ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
@@ -160,8 +160,8 @@ class CriteoNpy(_Criteo):
         Where `tables` has no rows, they are taken from the meta.json that `dlrm-overlap prepare` wrote.
 
         Raises:
-            InputError: if the rows are unknown, if a file is missing, breaks the format or differs in length from the
-                others of its day, or if `prepare` was interrupted.
+            InputError: if the rows are unknown, if a file is missing, breaks the format, differs in length from the
+                others of its day or in size from what meta.json says of it, or if `prepare` was interrupted.
         """
         self._arguments = (path, tables)
         folder = Path(path)
@@ -173,6 +173,8 @@ class CriteoNpy(_Criteo):
             )
         days = []
         for day in _days(folder, "sparse.npy"):
+            if meta and day < len(meta.days):
+                check_sizes(folder, day, meta.days[day].files or {})
             sparse = _map_npy(day_file(folder, day, "sparse"), np.int32, CRITEO_TABLES)
             days.append(_open_day(folder, day, sparse.T[:, :, None]))
         if (rows := tables.rows or (meta and meta.rows)) is None:
