@@ -19,6 +19,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.files import check_free
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -105,6 +106,7 @@ def _check_comparison(config: Config, values: Any) -> None:
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
     check_runs(config, names)
+    check_free(Path(config.log.dir), "log.dir")
 
 
 def _print_places(result: Path, runs: Path) -> None:

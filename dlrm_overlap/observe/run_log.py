@@ -5,7 +5,6 @@ configuration and `summary.json`; every rank writes its own trace.
 import json
 import logging
 import math
-import os
 import shutil
 import sys
 import warnings
@@ -26,6 +25,7 @@ from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
+from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
 from dlrm_overlap.observe.tracing import StepTracer
 
@@ -236,42 +236,6 @@ class RunLog:
             self._metrics.write({"step": step, **values})
         if self._board:
             self._board.scalars(values, step)
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, NaN written as null."""
-
-    def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again."""
-        kept = []
-        if path.exists() and keep_up_to_step:
-            whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a crash may cut the last
-            kept = [line for line in whole if json.loads(line)["step"] <= keep_up_to_step]
-        write_atomically(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a")
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append `record`."""
-        self._file.write(json.dumps(nan_as_none(record)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def nan_as_none(value: Any) -> Any:
-    """Return `value` with every NaN and infinity in it replaced by None, which, unlike these, JSON can hold."""
-    if isinstance(value, dict):
-        return {k: nan_as_none(v) for k, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old file or the new one, and never half of one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
