@@ -52,6 +52,8 @@ class SourceDay:
     mtime_ns: int
     samples: int | None = None
     """None until the day's arrays are whole"""
+    skipped: int = 0
+    """lines that were no samples, and were left out"""
     files: dict[str, Written] | None = None
     """dense, sparse, labels -> the day's file; None until they are whole, and in folders of earlier versions"""
 
@@ -120,6 +122,7 @@ def prepare_criteo(
     *,
     rows: int | None = None,
     min_count: int | None = None,
+    skip_bad_rows: bool = False,
     block_bytes: int = BLOCK_BYTES,
 ) -> Meta:
     """Turn the text files at `source` into the days of the folder `target`, and return its meta.json.
@@ -129,6 +132,8 @@ def prepare_criteo(
     by frequency also needs 12 bytes for each distinct value of every table, and about five times those of one table
     while it merges them.
 
+    With `skip_bad_rows`, lines that break the format are left out; meta.json counts them.
+
     Started again after an interruption, it goes on with the first day that was not finished. A day is kept while its
     source has the same name, size and time of modification, so a run that changes nothing does nothing. By frequency,
     a change of any source makes all days anew. Files appear whole or not at all, and meta.json marks a day as done only
@@ -137,8 +142,8 @@ def prepare_criteo(
 
     Raises:
         InputError: if both or neither of `rows` and `min_count` are given, if there is no text or a line of it breaks
-            the format, or if `target` cannot be written to, is being written to by another process, or holds days that
-            were made in another way.
+            the format and is not left out, or if `target` cannot be written to, is being written to by another process,
+            or holds days that were made in another way.
     """
     if (rows is None) == (min_count is None):
         raise InputError(f"--rows {rows}, --min_count {min_count}: give one of them, to hash or to count the values")
@@ -160,13 +165,13 @@ def prepare_criteo(
                 remove_temporaries(target)
             if (now := read_meta(target)) != found:  # another process has just been at work
                 meta = _resume(target, now, wanted)
-            return _make(files, target, meta, block_bytes)
+            return _make(files, target, meta, skip_bad_rows, block_bytes)
     except OSError as error:
         reason = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
         raise InputError(f"{target}: cannot be written ({reason}); free it or choose another, and run again") from error
 
 
-def _make(files: Sequence[Path], target: Path, meta: Meta, block_bytes: int) -> Meta:
+def _make(files: Sequence[Path], target: Path, meta: Meta, skip: bool, block_bytes: int) -> Meta:
     """Make the days of `meta` that are not done, and return the meta.json that says so. The folder's lock is held."""
     pending = [i for i, day in enumerate(meta.days) if day.samples is None]
     if not pending:
@@ -175,7 +180,7 @@ def _make(files: Sequence[Path], target: Path, meta: Meta, block_bytes: int) -> 
     with _progress_bar() as bar:
         if meta.rows is None:
             assert meta.min_count is not None
-            vocabulary = _count(files, meta.min_count, block_bytes, _watch(bar, "counting values", meta.days))
+            vocabulary = _count(files, meta.min_count, block_bytes, _watch(bar, "counting values", meta.days), skip)
             with replacing(target / _VOCABULARY) as stream:
                 np.savez(stream, *vocabulary)
             meta = replace(meta, rows=[_FIRST_KNOWN + len(known) for known in vocabulary])
@@ -183,8 +188,8 @@ def _make(files: Sequence[Path], target: Path, meta: Meta, block_bytes: int) -> 
         encode = _encoder(target, meta)
         on_read = _watch(bar, "writing days", [meta.days[i] for i in pending])
         for i in pending:
-            samples, written = _write_day(read_rows(files[i], block_bytes, on_read), target, i, encode)
-            meta.days[i] = replace(meta.days[i], samples=samples, files=written)
+            done = _write_day(read_rows(files[i], block_bytes, on_read, skip), target, i, encode)
+            meta.days[i] = replace(meta.days[i], **done)
             _write_meta(target, meta)
     return meta
 
@@ -205,7 +210,10 @@ def _resume(target: Path, found: Meta | None, wanted: Meta) -> Meta:
             f"{target}: holds {len(found.days)} days, but there are {len(wanted.days)} text files; choose another "
             f"folder or delete this one"
         )
-    same = [replace(old, samples=None, files=None) == new for old, new in zip(found.days, wanted.days, strict=False)]
+    same = [
+        replace(old, samples=None, skipped=0, files=None) == new
+        for old, new in zip(found.days, wanted.days, strict=False)
+    ]
     counted = all(same) and len(same) == len(wanted.days) and (target / _VOCABULARY).exists()
     if wanted.min_count is not None and not counted:
         return wanted  # its rows are None, so values are counted anew
@@ -241,9 +249,9 @@ def _write_meta(target: Path, meta: Meta) -> None:
 
 def _write_day(
     texts: Iterator[TextRows], target: Path, day: int, encode: Callable[[TextRows], np.ndarray]
-) -> tuple[int, dict[str, Written]]:
-    """Write a day's three files; return its number of samples, and what was written."""
-    samples, crcs = 0, dict.fromkeys(_PARTS, 0)
+) -> dict[str, Any]:
+    """Write a day's three files; return what `SourceDay` is to say of them: `samples`, `skipped`, `files`."""
+    samples, skipped, crcs = 0, 0, dict.fromkeys(_PARTS, 0)
     with ExitStack() as stack:
         streams = {part: stack.enter_context(replacing(day_file(target, day, part))) for part in _PARTS}
         for part, stream in streams.items():
@@ -255,10 +263,11 @@ def _write_day(
                 stream.write(data)
                 crcs[part] = zlib.crc32(data, crcs[part])
             samples += len(text.labels)
+            skipped += text.skipped
         written = {part: Written(stream.tell(), crcs[part]) for part, stream in streams.items()}
         for part, stream in streams.items():
             _write_header(stream, part, samples)
-    return samples, written
+    return {"samples": samples, "skipped": skipped, "files": written}
 
 
 def _write_header(stream: BinaryIO, part: str, samples: int) -> None:
@@ -292,12 +301,12 @@ def _look_up(text: TextRows, vocabulary: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _count(
-    files: Sequence[Path], min_count: int, block_bytes: int, on_read: Callable[[int], object]
+    files: Sequence[Path], min_count: int, block_bytes: int, on_read: Callable[[int], object], skip: bool
 ) -> list[np.ndarray]:
     """Return each table's values seen at least `min_count` times, uint32 in ascending order."""
     counters = [_Counter() for _ in range(CRITEO_TABLES)]
     for file in files:
-        for text in read_rows(file, block_bytes, on_read):
+        for text in read_rows(file, block_bytes, on_read, skip):
             for t, counter in enumerate(counters):
                 counter.add(text.categories[~text.missing[:, t], t])
     return [counter.frequent(min_count) for counter in counters]

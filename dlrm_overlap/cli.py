@@ -150,6 +150,8 @@ def prepare(argv: list[str]) -> int:
     parser.add_argument("target", metavar="OUT", help="folder of the arrays; finished days in it are kept")
     parser.add_argument("--min_count", type=PositiveInt, help="a row for each value seen this often (default 10)")
     parser.add_argument("--rows", type=PositiveInt, help="instead: hash each table's values into this many rows")
+    text = "error: a line that is no sample ends it; skip: such lines are left out, and counted in meta.json"
+    parser.add_argument("--bad_rows", choices=["error", "skip"], default="error", help=text)
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
@@ -159,9 +161,13 @@ def prepare(argv: list[str]) -> int:
     from dlrm_overlap.data.prepare_criteo import prepare_criteo
 
     min_count = None if values.rows else values.min_count or 10
-    meta = prepare_criteo(Path(values.source), Path(values.target), rows=values.rows, min_count=min_count)
+    skip = values.bad_rows == "skip"
+    source, target = Path(values.source), Path(values.target)
+    meta = prepare_criteo(source, target, rows=values.rows, min_count=min_count, skip_bad_rows=skip)
     samples, rows = sum(day.samples or 0 for day in meta.days), meta.rows or []
-    print(f"{values.target}: {samples} samples, {min(rows)} to {max(rows)} rows a table")
+    skipped = sum(day.skipped for day in meta.days)
+    left_out = f", {skipped} lines left out" if skipped else ""
+    print(f"{target}: {samples} samples, {min(rows)} to {max(rows)} rows a table{left_out}")
     return 0
 
 

@@ -212,7 +212,8 @@ class Trainer:
             if step % self.config.log.every == 0 or step == last:
                 factor = self.learning_rate.factor(step - 1)
                 with self._raising_the_cause():
-                    run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, factor)
+                    bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
+                    run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, factor, bad_rows)
                 self._check_exchanges()  # the loss was read, so what kernels had to record is there
                 self._require_finite(math.isfinite(run_log.loss), f"the training loss is {run_log.loss}", step)
                 loss_sum.zero_()

@@ -105,6 +105,7 @@ class RunLog:
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
+        self.bad_rows = 0
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
         self._metrics = self._board = self._progress = None
@@ -154,7 +155,13 @@ class RunLog:
             self._progress.advance(self._task)
 
     def training(
-        self, step: int, loss_sum: torch.Tensor, step_ms: list[float], wait_s: float, lr_factor: float
+        self,
+        step: int,
+        loss_sum: torch.Tensor,
+        step_ms: list[float],
+        wait_s: float,
+        lr_factor: float,
+        bad_rows: int = 0,
     ) -> None:
         """Log the steps since the last call; a collective.
 
@@ -164,13 +171,20 @@ class RunLog:
             step_ms: the times of these steps on this rank, in ms.
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
+            bad_rows: those that this rank has left out, or found another sample for, since the start; those of all
+                ranks are added up.
         """
         count = len(step_ms)
-        loss = loss_sum.double()
+        sums = torch.stack((loss_sum.double(), loss_sum.new_tensor(bad_rows, dtype=torch.float64)))
         waited_s = torch.tensor(wait_s, dtype=torch.float64, device=self.device)
-        dist.all_reduce(loss)
+        dist.all_reduce(sums)
         dist.all_reduce(waited_s, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        self.loss = loss.item() / self.world.world_size / count
+        loss, bad = sums.tolist()
+        self.loss = loss / self.world.world_size / count
+        if int(bad) and not self.bad_rows:
+            log.warning("step %d: %d bad rows so far, left out or replaced (data.bad_rows: skip)", step, int(bad))
+        self.bad_rows = int(bad)
+        counted = {} if self.config.data.bad_rows == "error" else {"data/bad_rows": bad}
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s.item() - self.waited_s) * 1e3 / count
         self.waited_s = waited_s.item()
         self.step_ms += step_ms
@@ -183,6 +197,7 @@ class RunLog:
                 "speed/step_ms": mean_ms,
                 "speed/input_wait_ms": wait_ms,
                 "memory/peak_bytes": float(memory_bytes(self.device)),
+                **counted,
             },
         )
         if self._progress:
@@ -218,6 +233,7 @@ class RunLog:
             "step_ms_p95": quantile(times, 0.95),
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
+            **({} if self.config.data.bad_rows == "error" else {"bad_rows": self.bad_rows}),
             "backend": self.config.embedding.backend,
             "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,

@@ -335,8 +335,8 @@ from pathlib import Path
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data import prepare_criteo as module
 parse = module.read_rows
-def pausing(file, block_bytes, on_read):
-    for rows in parse(file, 1 << 15, on_read):
+def pausing(file, block_bytes, on_read, skip):
+    for rows in parse(file, 1 << 15, on_read, skip):
         time.sleep(0.05)
         yield rows
 module.read_rows = pausing
