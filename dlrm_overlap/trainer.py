@@ -40,6 +40,7 @@ from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
@@ -361,8 +362,10 @@ class Trainer:
         """
         try:
             yield
-        except (RuntimeError, CheckpointException):
+        except (RuntimeError, CheckpointException) as error:
             self._check_exchanges()
+            if isinstance(error, RuntimeError) and (bad_id := fbgemms_bad_id(error)):
+                raise bad_id from error
             raise
 
     def _require_finite(self, finite: bool, otherwise: str, step: int) -> None:

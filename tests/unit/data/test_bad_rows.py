@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> No
 
 def test_held_out_samples_and_those_to_train_on_never_stand_in_for_each_other(tmp_path: Path) -> None:
     _days(tmp_path, {89: 88, 90: 91, 119: 118})
-    options = {"kind": "criteo_npy", "tables": TablesConfig(rows=ROWS), "eval_fraction": 0.25}
+    options: dict[str, Any] = {"kind": "criteo_npy", "tables": TablesConfig(rows=ROWS), "eval_fraction": 0.25}
     of_bad = open_datasets(DataConfig(path=str(tmp_path / "bad"), bad_rows="skip", **options))
     of_clean = open_datasets(DataConfig(path=str(tmp_path / "clean"), **options))
     for data, clean, stand_ins in zip(of_bad, of_clean, (1, 2), strict=True):
@@ -134,7 +135,8 @@ def test_broken_lines_are_left_out(tmp_path: Path, block_bytes: int, end: bytes)
         CriteoText(tmp_path / "mixed.tsv", tables, block_bytes=block_bytes)
     with pytest.raises(InputError, match=r"none\.tsv: no line of it is a sample"):
         CriteoText(tmp_path / "none.tsv", tables, "skip", block_bytes)
-    for mode in ({"rows": 13}, {"min_count": 2}):
+    modes: list[dict[str, Any]] = [{"rows": 13}, {"min_count": 2}]
+    for mode in modes:
         made = [tmp_path / f"{name}_{'_'.join(mode)}" for name in ("good", "mixed")]
         prepare_criteo(tmp_path / "good.tsv", made[0], **mode)
         meta = prepare_criteo(tmp_path / "mixed.tsv", made[1], **mode, skip_bad_rows=True, block_bytes=block_bytes)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_rows_by_frequency_agree_with_plain_python(
 
 
 @pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
-def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str, int]) -> None:
+def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str, Any]) -> None:
     first = prepare_criteo(source, target, **mode)
     before = snapshot(target)
     folder_before = target.stat().st_mtime_ns
@@ -132,7 +133,7 @@ def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str
 
 @pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
 def test_a_crash_costs_only_the_day_it_hits(
-    source: Path, target: Path, mode: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    source: Path, target: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepare_criteo(source, tmp_path / "uninterrupted", **mode)
     passes = Counter()
@@ -203,10 +204,11 @@ def test_a_reader_never_sees_half_a_file(source: Path, target: Path, monkeypatch
 
 
 def test_a_changed_source_is_redone(source: Path, target: Path) -> None:
-    for folder, mode, expected in (
+    cases: list[tuple[Path, dict[str, Any], set[str]]] = [
         (target, {"rows": 13}, parts(1)),
         (target.with_name("counted"), {"min_count": 2}, parts(0, 1, 2) | {"vocabulary.npz"}),
-    ):
+    ]
+    for folder, mode, expected in cases:
         prepare_criteo(source, folder, **mode)
         before = snapshot(folder)
         stat = (source / "day_1.gz").stat()
@@ -218,7 +220,7 @@ def test_a_changed_source_is_redone(source: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "expected"), [({"rows": 13}, parts(3)), ({"min_count": 2}, parts(0, 1, 2, 3) | {"vocabulary.npz"})]
 )
-def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, int], expected: set[str]) -> None:
+def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, Any], expected: set[str]) -> None:
     prepare_criteo(source, target, **mode)
     before = snapshot(target)
     (source / "day_11").write_bytes(text(5, 9))
@@ -365,7 +367,7 @@ def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) 
         ({"rows": 2**31}, "below 2147483648"),
     ],
 )
-def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str, int], rule: str) -> None:
+def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str, Any], rule: str) -> None:
     with pytest.raises(InputError, match=rule):
         prepare_criteo(source, target, **mode)
     assert not target.exists()
@@ -385,7 +387,7 @@ def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str,
 )
 def test_a_target_that_holds_something_else_is_refused(source: Path, target: Path, case: str, rule: str) -> None:
     prepare_criteo(source, target, rows=13)
-    mode = {"rows": 13}
+    mode: dict[str, Any] = {"rows": 13}
     if case == "no text":
         source = target
     elif case == "other rows":

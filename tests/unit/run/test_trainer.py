@@ -390,6 +390,21 @@ def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(
         trainer.fit()
 
 
+@pytest.mark.parametrize(
+    "backend", ["torchrec", "pgas", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nccl", "fused"))]
+)
+def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path: Path, backend: str) -> None:
+    options = ["--embedding.backend", backend, "--embedding.plan", "table_wise"]
+    for bad in (10**6, -7, -1):
+        trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *options))
+        batch = trainer.train_data.read(0, 64)
+        batch.sparse.values()[5] = bad
+        with pytest.raises(ValueError, match=r"id.* is outside its table.*; map ids into .* where they are read") as e:
+            trainer.step(iter([batch]))
+        assert type(e.value) is ValueError
+        trainer.close()
+
+
 def test_an_error_of_another_cause_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
 
