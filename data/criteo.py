@@ -19,7 +19,7 @@ import torch
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, criteo_files, hash_ids, read_rows
-from dlrm_overlap.data.prepare_criteo import check_sizes, day_file, read_meta
+from dlrm_overlap.data.prepare_criteo import NOT_NPY, check_sizes, day_file, read_meta
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -348,8 +348,8 @@ def _open_day(folder: Path, day: int, ids: Sequence[np.ndarray] | np.ndarray) ->
 def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
     """Map the [n, columns] array (or [n], for one column) of an npy file."""
     try:
-        array = np.load(file, mmap_mode="r")
-    except (OSError, EOFError, ValueError) as error:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, *NOT_NPY) as error:
         raise _unreadable(file, error) from error
     return _checked(array, file, dtype, columns)
 
@@ -389,7 +389,7 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
             shape, fortran_order, dtype = read(stream)
             # The map may be unaligned, but `read` only copies from it, which is as fast as from an aligned one.
             return np.memmap(file, dtype, "r", stream.tell(), shape, order="F" if fortran_order else "C")
-        except (KeyError, ValueError) as error:
+        except (KeyError, *NOT_NPY) as error:
             raise InputError(f"{file}: member {info.filename} is not an npy array ({error}); replace it") from error
 
 

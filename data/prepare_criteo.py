@@ -12,6 +12,8 @@ Ids are made in one of two ways:
 """
 
 import json
+import tokenize
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,6 +28,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, TextRows, criteo_files, hash_ids, read_rows
 from dlrm_overlap.files import hold_folder, remove_temporaries, replacing
+
+NOT_NPY = (ValueError, EOFError, SyntaxError, tokenize.TokenError)
+"""What numpy raises for a file that is none of its arrays. It reads the header as a literal, so nothing is executed."""
 
 _META, _VOCABULARY = "meta.json", "vocabulary.npz"
 _DENSE = "log1p of the count; 0 where it is missing or negative"
@@ -226,13 +231,17 @@ def _resume(target: Path, found: Meta | None, wanted: Meta) -> Meta:
 
 def _is_whole(target: Path, i: int, day: SourceDay) -> bool:
     try:
-        arrays = {part: np.load(day_file(target, i, part), mmap_mode="r") for part in _PARTS}
+        arrays = {part: _map(day_file(target, i, part)) for part in _PARTS}
         if any(len(array) != day.samples for array in arrays.values()):
             return False
         check_sizes(target, i, day.files or {})
-    except (OSError, ValueError):  # InputError is a ValueError
+    except (OSError, *NOT_NPY):  # InputError is a ValueError
         return False
     return all(_crc32(array) == day.files[part].crc32 for part, array in arrays.items() if day.files)
+
+
+def _map(file: Path) -> np.ndarray:
+    return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
 def _crc32(array: np.ndarray) -> int:
@@ -283,8 +292,13 @@ def _encoder(target: Path, meta: Meta) -> Callable[[TextRows], np.ndarray]:
         assert meta.rows is not None
         rows = meta.rows
         return lambda text: hash_ids(text.categories, text.missing, rows)
-    with np.load(target / _VOCABULARY) as archive:
-        vocabulary = [archive[f"arr_{t}"] for t in range(CRITEO_TABLES)]
+    try:
+        with np.load(target / _VOCABULARY, allow_pickle=False) as archive:
+            vocabulary = [archive[f"arr_{t}"] for t in range(CRITEO_TABLES)]
+    except (KeyError, zipfile.BadZipFile, zlib.error, *NOT_NPY) as error:
+        raise InputError(
+            f"{target / _VOCABULARY}: not what `dlrm-overlap prepare` writes ({error}); remove it and run again"
+        ) from error
     return lambda text: _look_up(text, vocabulary)
 
 
