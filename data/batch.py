@@ -53,6 +53,8 @@ class Batch(Pipelineable):
     """[b] float32, each 0 or 1"""
     lease: Lease | None = None
     """where the tensors are in lent memory: keeps that memory for this batch"""
+    stand_ins: int = 0
+    """samples that stand in for bad ones, under `data.bad_rows: skip`; carried as far as the loader, which counts"""
 
     @classmethod
     def from_tensors(
@@ -69,12 +71,14 @@ class Batch(Pipelineable):
         tables = [
             batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
         ]
-        return cls.from_tensors(
+        joined = cls.from_tensors(
             torch.cat([batch.dense for batch in batches]),
             torch.cat(lengths, dim=1).flatten(),
             torch.cat([values for table in zip(*tables, strict=True) for values in table]),
             torch.cat([batch.labels for batch in batches]),
         )
+        joined.stand_ins = sum(batch.stand_ins for batch in batches)
+        return joined
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`."""
@@ -90,7 +94,9 @@ class Batch(Pipelineable):
     def clone(self) -> "Batch":
         """Return a copy in memory of its own."""
         tensors = (self.dense, self.sparse.lengths(), self.sparse.values(), self.labels)
-        return Batch.from_tensors(*(tensor.clone() for tensor in tensors))
+        copy = Batch.from_tensors(*(tensor.clone() for tensor in tensors))
+        copy.stand_ins = self.stand_ins
+        return copy
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Have the allocator keep the tensors' memory until `stream` has used it."""
@@ -105,7 +111,8 @@ class Batch(Pipelineable):
         """
         if self.dense.is_cuda:
             return self
-        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+        pinned = self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory()
+        return Batch(*pinned, stand_ins=self.stand_ins)
 
 
 class Dataset(Protocol):
@@ -133,6 +140,9 @@ class Dataset(Protocol):
     num_samples: int | None
     """number of samples; None for an endless stream"""
 
+    skipped: int = 0
+    """samples that were left out when the data set was opened, under `data.bad_rows: skip`; they have no position"""
+
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
 
@@ -141,6 +151,7 @@ class Dataset(Protocol):
 
         Raises:
             InputError: if a label is not 0 or 1, a dense feature not finite or an id not a row of its table; it names
-                the place.
+                the place. Under `data.bad_rows: skip`, a sample that stands in for such a one is in its place instead,
+                the same whichever rank reads it.
         """
         ...

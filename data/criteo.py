@@ -4,6 +4,7 @@ Each of the three is a list of days, and a day a set of arrays, in memory or map
 the files. Positions count on from day to day; beyond the last sample comes the first one again.
 """
 
+import logging
 import re
 import zipfile
 from bisect import bisect_right
@@ -18,9 +19,12 @@ import torch
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, criteo_files, hash_ids, read_rows
-from dlrm_overlap.data.prepare_criteo import day_file, read_meta
+from dlrm_overlap.data.prepare_criteo import NOT_NPY, check_sizes, day_file, read_meta
+
+log = logging.getLogger("dlrm_overlap")
 
 _ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
+_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is not what it is taken for
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
 
 
@@ -36,11 +40,27 @@ class _Day:
     """of each table: [n, pooling factor] int32"""
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Where samples are copied to: views of a batch's arrays."""
+
+    labels: np.ndarray
+    """[n] float32"""
+    dense: np.ndarray
+    """[n, 13] float32"""
+    bags: Sequence[np.ndarray]
+    """of each table: [n, pooling factor] int32"""
+
+
 class _Criteo(Dataset):
     """Days, read one after the other. All bags of a table hold the same number of ids."""
 
-    def __init__(self, days: Sequence[_Day], rows: Sequence[int], max_rows: int | None):
-        """Take the rows that each table's ids were made for, and the cap to which larger tables' ids are folded."""
+    def __init__(self, days: Sequence[_Day], rows: Sequence[int], max_rows: int | None, bad_rows: str = "error"):
+        """Take the rows that each table's ids were made for, and the cap to which larger tables' ids are folded.
+
+        `bad_rows` is `data.bad_rows`: error | skip.
+        """
+        self._skips = bad_rows == "skip"
         self.rows: list[int] = _cap(rows, max_rows)
         self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
         self._days = days
@@ -48,37 +68,90 @@ class _Criteo(Dataset):
         self.num_samples: int = self._ends[-1]
         if self.num_samples == 0:
             raise InputError(f"{days[0].name}: no samples; give a data set that has some")
+        self._borders = [0, self.num_samples]
         self._pooling = [ids.shape[1] for ids in days[0].ids]
         self.pooling: list[float] = [float(factor) for factor in self._pooling]
         """ids a bag, of each table"""
         self.bag_sizes: list[tuple[int, int]] = [(factor, factor) for factor in self._pooling]
         self.max_ids, self.dense_features = sum(self._pooling), CRITEO_DENSE
 
+    def separate(self, position: int) -> None:
+        """Let no sample on one side of `position` stand in for one on the other, as of samples that are held out."""
+        self._borders = sorted({*self._borders, position})
+
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the number of samples.
 
         dense: [count, 13] float32. lengths and values: int32, table after table. labels: [count] float32.
 
+        A bad sample has a label other than 0 or 1, a dense feature that is not finite, or an id that is not a row of
+        its table. Ids of tables above `max_rows` are folded by modulo instead, unless they are negative. Under
+        `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep their
+        positions, and every rank finds the same in the same place.
+
         Raises:
-            InputError: naming the day, the sample and the value, if a label is not 0 or 1, a dense feature is not
-                finite or an id is not a row of its table. Ids of tables above `max_rows` are folded by modulo instead,
-                unless they are negative.
+            InputError: naming the day, the sample and the value of a bad one, unless another stands in for it.
         """
         dense = np.empty((count, CRITEO_DENSE), np.float32)
         labels = np.empty(count, np.float32)
         values = np.empty(count * sum(self._pooling), np.int32)
         table_ends = [count * end for end in accumulate(self._pooling)]
         bags = [table.reshape(count, -1) for table in np.split(values, table_ends[:-1])]
+        stand_ins = 0
         for day, source, target in self._stretches(first, count):
-            labels[target] = day.labels[source]
-            _check(labels[target], _is_label, f"{day.name}: label", source.start, "0 or 1; correct the file")
-            dense[target] = day.dense[source]
-            _check(dense[target], np.isfinite, f"{day.name}: dense feature", source.start, "finite; correct the file")
-            for t, table in enumerate(bags):
-                table[target] = day.ids[t][source]
-                self._fold_and_check(t, table[target], day, source.start)
+            into = _Samples(labels[target], dense[target], [table[target] for table in bags])
+            try:
+                self._copy(day, source, into)
+            except InputError:
+                if not self._skips:
+                    raise
+                stand_ins += self._replace_bad(day, source, into, (first + target.start) % self.num_samples)
         lengths = np.repeat(np.array(self._pooling, np.int32), count)
-        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
+        batch = Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
+        batch.stand_ins = stand_ins
+        return batch
+
+    def _copy(self, day: _Day, source: slice, into: "_Samples") -> None:
+        """Copy samples of `day` into `into`, and check them."""
+        into.labels[:] = day.labels[source]
+        _check(into.labels, _is_label, f"{day.name}: label", source.start, "0 or 1; correct the file")
+        into.dense[:] = day.dense[source]
+        _check(into.dense, np.isfinite, f"{day.name}: dense feature", source.start, "finite; correct the file")
+        for t, table in enumerate(into.bags):
+            table[:] = day.ids[t][source]
+            self._fold_and_check(t, table, day, source.start)
+
+    def _replace_bad(self, day: _Day, source: slice, into: "_Samples", position: int) -> int:
+        """Copy samples of `day`, the first of which is at `position`, one by one; return how many others stand in."""
+        stand_ins = 0
+        for i in range(len(into.labels)):
+            one = _Samples(into.labels[i : i + 1], into.dense[i : i + 1], [table[i : i + 1] for table in into.bags])
+            place = slice(source.start + i, source.start + i + 1)
+            try:
+                self._copy(day, place, one)
+            except InputError as error:
+                self._stand_in(position + i, one, error)
+                stand_ins += 1
+        return stand_ins
+
+    def _stand_in(self, position: int, into: "_Samples", error: InputError) -> None:
+        """Copy the sample that stands in for the bad one at `position`: the next good one, or else the one before.
+
+        It is looked for on this side of the borders, not further than 1000 samples away. Raises `error`, which says
+        what is wrong with the bad one, where all of these are bad: then the file is, or the tables' rows are.
+        """
+        border = bisect_right(self._borders, position)
+        begin, end = self._borders[border - 1], self._borders[border]
+        behind = range(position + 1, min(end, position + _STAND_IN_REACH))
+        before = range(position - 1, max(begin, position - _STAND_IN_REACH) - 1, -1)
+        for candidate in (*behind, *before):
+            ((day, place, _),) = self._stretches(candidate, 1)
+            try:
+                self._copy(day, place, into)
+                return
+            except InputError:
+                continue
+        raise error
 
     def _stretches(self, first: int, count: int) -> Iterator[tuple[_Day, slice, slice]]:
         """Yield each day that holds some of the samples [first, first + count), their places there and in the batch."""
@@ -131,21 +204,31 @@ class CriteoText(_Criteo):
     pickling copies it.
     """
 
-    def __init__(self, path: str | Path, tables: TablesConfig, block_bytes: int = BLOCK_BYTES):
+    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error", block_bytes: int = BLOCK_BYTES):
         """Parse `path`, a file or a folder, in blocks of `block_bytes`.
 
+        With `bad_rows` skip, lines that break the format are left out, and counted in `skipped`. They have no position,
+        and every rank, which parses the same text, leaves out the same.
+
         Raises:
-            InputError: if there are no rows in `tables`, no files, or a line breaks the format.
+            InputError: if there are no rows in `tables`, no files, a file without samples, or a line that breaks the
+                format, unless it is left out.
         """
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but text names no rows; set data.tables.rows, say to 100000")
         rows = _cap(_per_table(tables.rows), tables.max_rows)
         days = []
         for file in criteo_files(Path(path)):
-            for text in read_rows(file, block_bytes):
+            for text in read_rows(file, block_bytes, skip=bad_rows == "skip"):
+                self.skipped += text.skipped
+                if len(text.labels) == 0:
+                    continue
                 ids = hash_ids(text.categories, text.missing, rows)
                 days.append(_Day(str(file), text.labels, text.dense, ids.T[:, :, None]))
         super().__init__(days, rows, None)
+        if self.skipped:
+            lines = self.skipped + self.num_samples
+            log.warning("data.bad_rows: %s: %d of %d lines are no samples, and left out", path, self.skipped, lines)
 
 
 class CriteoNpy(_Criteo):
@@ -154,16 +237,16 @@ class CriteoNpy(_Criteo):
     dense: float32 [n, 13]. sparse: int32 [n, 26]. labels: int32 [n] or [n, 1]. Pickling carries the path alone.
     """
 
-    def __init__(self, path: str | Path, tables: TablesConfig):
+    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
         """Map the days of the folder `path`.
 
         Where `tables` has no rows, they are taken from the meta.json that `dlrm-overlap prepare` wrote.
 
         Raises:
-            InputError: if the rows are unknown, if a file is missing, breaks the format or differs in length from the
-                others of its day, or if `prepare` was interrupted.
+            InputError: if the rows are unknown, if a file is missing, breaks the format, differs in length from the
+                others of its day or in size from what meta.json says of it, or if `prepare` was interrupted.
         """
-        self._arguments = (path, tables)
+        self._arguments = (path, tables, bad_rows)
         folder = Path(path)
         meta = read_meta(folder)
         unfinished = [day.name for day in meta.days if day.samples is None] if meta else []
@@ -173,16 +256,18 @@ class CriteoNpy(_Criteo):
             )
         days = []
         for day in _days(folder, "sparse.npy"):
+            if meta and day < len(meta.days):
+                check_sizes(folder, day, meta.days[day].files or {})
             sparse = _map_npy(day_file(folder, day, "sparse"), np.int32, CRITEO_TABLES)
             days.append(_open_day(folder, day, sparse.T[:, :, None]))
         if (rows := tables.rows or (meta and meta.rows)) is None:
             raise InputError(
                 f"data.tables.rows: null, and {folder} has no meta.json of `dlrm-overlap prepare`; set data.tables.rows"
             )
-        super().__init__(days, _per_table(rows), tables.max_rows)
+        super().__init__(days, _per_table(rows), tables.max_rows, bad_rows)
 
     def __reduce__(self) -> tuple:
-        return type(self), self._arguments
+        return type(self), self._arguments, {"_borders": self._borders}
 
 
 class CriteoMultihot(_Criteo):
@@ -192,14 +277,14 @@ class CriteoMultihot(_Criteo):
     Pickling carries the path alone.
     """
 
-    def __init__(self, path: str | Path, tables: TablesConfig):
+    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
         """Map the days of the folder `path`.
 
         Raises:
             InputError: if `tables` has no rows, if a file is missing, breaks the format, is compressed or differs in
                 length from the others of its day, or if a day's bags hold other numbers of ids than the first day's.
         """
-        self._arguments = (path, tables)
+        self._arguments = (path, tables, bad_rows)
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but multi-hot arrays name no rows; set data.tables.rows")
         folder = Path(path)
@@ -214,7 +299,7 @@ class CriteoMultihot(_Criteo):
         super().__init__(days, _per_table(tables.rows), tables.max_rows)
 
     def __reduce__(self) -> tuple:
-        return type(self), self._arguments
+        return type(self), self._arguments, {"_borders": self._borders}
 
 
 def open_criteo(config: DataConfig, path: str) -> CriteoText | CriteoNpy | CriteoMultihot:
@@ -224,7 +309,7 @@ def open_criteo(config: DataConfig, path: str) -> CriteoText | CriteoNpy | Crite
         InputError: if they do not exist, are empty or break their format.
     """
     kinds = {"criteo_tsv": CriteoText, "criteo_npy": CriteoNpy, "criteo_multihot": CriteoMultihot}
-    return kinds[config.kind](path, config.tables)
+    return kinds[config.kind](path, config.tables, config.bad_rows)
 
 
 def _per_table(rows: int | Sequence[int]) -> list[int]:
@@ -263,8 +348,8 @@ def _open_day(folder: Path, day: int, ids: Sequence[np.ndarray] | np.ndarray) ->
 def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
     """Map the [n, columns] array (or [n], for one column) of an npy file."""
     try:
-        array = np.load(file, mmap_mode="r")
-    except (OSError, EOFError, ValueError) as error:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, *NOT_NPY) as error:
         raise _unreadable(file, error) from error
     return _checked(array, file, dtype, columns)
 
@@ -304,7 +389,7 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
             shape, fortran_order, dtype = read(stream)
             # The map may be unaligned, but `read` only copies from it, which is as fast as from an aligned one.
             return np.memmap(file, dtype, "r", stream.tell(), shape, order="F" if fortran_order else "C")
-        except (KeyError, ValueError) as error:
+        except (KeyError, *NOT_NPY) as error:
             raise InputError(f"{file}: member {info.filename} is not an npy array ({error}); replace it") from error
 
 

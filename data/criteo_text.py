@@ -9,7 +9,7 @@ import re
 import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,8 @@ class TextRows:
     """[n, 26] uint32, the hexadecimal numbers; 0 where missing"""
     missing: np.ndarray
     """[n, 26] bool: the category is missing"""
+    skipped: int = 0
+    """lines that are no samples, and were left out"""
 
 
 def criteo_files(path: Path) -> list[Path]:
@@ -70,16 +72,21 @@ def _natural_key(file: Path) -> list[str | int]:
 
 
 def read_rows(
-    file: Path, block_bytes: int = BLOCK_BYTES, on_read: Callable[[int], object] | None = None
+    file: Path,
+    block_bytes: int = BLOCK_BYTES,
+    on_read: Callable[[int], object] | None = None,
+    skip: bool = False,
 ) -> Iterator[TextRows]:
     """Yield the samples of a text file, plain or .gz, in blocks of about `block_bytes` of text.
 
-    After each block, `on_read` is called with the bytes of the file that it took, compressed ones for a .gz.
+    After each block, `on_read` is called with the bytes of the file that it took, compressed ones for a .gz. With
+    `skip`, lines that break the format are left out and counted in `TextRows.skipped`.
 
     Raises:
-        InputError: if the file cannot be read or is empty, or a line breaks the format (see `parse_rows`).
+        InputError: if the file cannot be read, is empty or holds no sample, or a line breaks the format (see
+            `parse_rows`).
     """
-    line, rest, reported = 1, b"", 0
+    line, rest, reported, samples = 1, b"", 0, 0
     try:
         with file.open("rb") as raw:
             stream = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
@@ -87,8 +94,9 @@ def read_rows(
                 end = data.rfind(b"\n") + 1
                 block, rest = (rest + data[:end], data[end:]) if end else (b"", rest + data)
                 if block:
-                    rows = parse_rows(block, str(file), line)
-                    line += len(rows.labels)
+                    rows = parse_rows(block, str(file), line, skip)
+                    line += len(rows.labels) + rows.skipped
+                    samples += len(rows.labels)
                     yield rows
                 if len(rest) > _MAX_LINE_BYTES:
                     raise InputError(
@@ -100,13 +108,19 @@ def read_rows(
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{file}: cannot be read ({error}); replace the file") from error
     if rest:
-        yield parse_rows(rest, str(file), line)
+        rows = parse_rows(rest, str(file), line, skip)
+        samples += len(rows.labels)
+        yield rows
     elif line == 1:
         raise InputError(f"{file}: empty, but a data set needs samples; replace or remove the file")
+    if samples == 0:
+        raise InputError(f"{file}: no line of it is a sample; replace or remove the file")
 
 
-def parse_rows(block: bytes, file: str, first_line: int = 1) -> TextRows:
+def parse_rows(block: bytes, file: str, first_line: int = 1, skip: bool = False) -> TextRows:
     r"""Parse whole lines (ended by \n or \r\n; the last may lack its end) that begin at line `first_line` of `file`.
+
+    With `skip`, lines for which it would raise are left out and counted.
 
     Raises:
         InputError: naming file and line, if a line has not 40 fields; and the field's column (from 1), if a label is
@@ -119,6 +133,8 @@ def parse_rows(block: bytes, file: str, first_line: int = 1) -> TextRows:
     newlines = np.flatnonzero(is_newline)
     ends = np.flatnonzero(is_newline | (text == _TAB))
     if ends.size != _FIELDS * newlines.size or not np.array_equal(ends[_FIELDS - 1 :: _FIELDS], newlines):
+        if skip:
+            return _parse_whole_lines(block[_WORD_BYTES:], file)
         raise _wrong_fields(block[_WORD_BYTES:], file, first_line)
     starts = np.append(_WORD_BYTES, ends[:-1] + 1).reshape(-1, _FIELDS)
     ends = ends.reshape(-1, _FIELDS)
@@ -145,11 +161,32 @@ def parse_rows(block: bytes, file: str, first_line: int = 1) -> TextRows:
 
     for row, column in np.argwhere(wrong):
         field = block[starts[row, column] : ends[row, column]]
-        if not 1 <= column <= CRITEO_DENSE or not _LONG_COUNT.fullmatch(field):
+        if 1 <= column <= CRITEO_DENSE and _LONG_COUNT.fullmatch(field):
+            counts[row, column - 1] = max(0, int(field))
+            wrong[row, column] = False
+        elif not skip:
             raise _wrong_field(field, f"{file}, line {first_line + row}, column {column + 1}", column)
-        counts[row, column - 1] = max(0, int(field))
     dense = np.log1p(counts.astype(np.float32))
-    return TextRows(labels.astype(np.float32), dense, categories.astype(np.uint32), missing)
+    rows = TextRows(labels.astype(np.float32), dense, categories.astype(np.uint32), missing)
+    if not wrong.any():
+        return rows
+    good = ~wrong.any(axis=1)
+    return TextRows(rows.labels[good], dense[good], rows.categories[good], missing[good], int((~good).sum()))
+
+
+def _parse_whole_lines(block: bytes, file: str) -> TextRows:
+    """Parse the lines of `block`, which ends in a newline, that have as many fields as a sample; leave out the others.
+
+    A block without any gives a `TextRows` of no samples.
+    """
+    lines = block.split(b"\n")[:-1]
+    whole = [line for line in lines if line.count(b"\t") == _FIELDS - 1]
+    if whole:
+        rows = parse_rows(b"\n".join(whole), file, skip=True)
+    else:
+        none = np.empty((0, CRITEO_TABLES), np.uint32)
+        rows = TextRows(np.empty(0, np.float32), np.empty((0, CRITEO_DENSE), np.float32), none, none.astype(bool))
+    return replace(rows, skipped=rows.skipped + len(lines) - len(whole))
 
 
 def _parse_numbers(digits: bytes, starts: np.ndarray, ends: np.ndarray, base: int) -> tuple[np.ndarray, np.ndarray]:

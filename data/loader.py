@@ -28,6 +28,7 @@ class Slice(Dataset):
         self.rows, self.pooling, self.bag_sizes = dataset.rows, dataset.pooling, dataset.bag_sizes
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
+        self.skipped = dataset.skipped
         self._dataset, self._start = dataset, start
 
     def read(self, first: int, count: int) -> Batch:
@@ -77,6 +78,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             f"raise it or set data.eval_path"
         )
     kept = dataset.num_samples - held
+    dataset.separate(kept)
     return Slice(dataset, 0, kept), Slice(dataset, kept, held)
 
 
@@ -93,6 +95,8 @@ class Loader(Iterator[Batch]):
         """greatest number of batches that are read before `next` asks for them"""
         self.wait_s = 0.0
         """seconds that the host has spent in `next` so far, waiting for a batch"""
+        self.stand_ins = 0
+        """samples so far that stood in for bad ones"""
 
     def __next__(self) -> Batch:
         """Return the next batch, on the CPU or, where the data set makes its samples there, on the GPU.
@@ -104,7 +108,9 @@ class Loader(Iterator[Batch]):
         """
         start = time.perf_counter()
         try:
-            return next(self._source)
+            batch = next(self._source)
+            self.stand_ins += batch.stand_ins
+            return batch
         finally:
             self.wait_s += time.perf_counter() - start
 

@@ -52,6 +52,7 @@ class _Slot:
         self._memory, self._used = memory, 0
         b = shape.samples
         self.ids = self._take(1, torch.int64)
+        self.stand_ins = self._take(1, torch.int64)
         self.message = self._take(_MESSAGE_BYTES, torch.uint8)
         self.values = self._take(b * shape.max_ids, torch.int32)
         self.lengths = self._take(b * shape.tables, torch.int32)
@@ -62,7 +63,7 @@ class _Slot:
     def size_bytes(shape: SlotShape) -> int:
         """Return the bytes that a slot needs, in whole pages."""
         per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + 1)
-        return -(-(8 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
+        return -(-(16 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
 
     def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         start = self._used
@@ -77,6 +78,7 @@ class _Slot:
         self.lengths.copy_(lengths)
         self.dense.copy_(batch.dense)
         self.labels.copy_(batch.labels)
+        self.stand_ins[0] = batch.stand_ins
         self.ids[0] = values.numel()
 
     def write_error(self, kind: int, message: str) -> None:
@@ -94,7 +96,9 @@ class _Slot:
         """
         ids = int(self.ids[0])
         if ids >= 0:
-            return Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
+            batch = Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
+            batch.stand_ins = int(self.stand_ins[0])
+            return batch
         text = self.message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         raise InputError(text) if ids == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")
 

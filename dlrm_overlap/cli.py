@@ -19,6 +19,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.files import check_free
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -105,6 +106,7 @@ def _check_comparison(config: Config, values: Any) -> None:
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
     check_runs(config, names)
+    check_free(Path(config.log.dir), "log.dir")
 
 
 def _print_places(result: Path, runs: Path) -> None:
@@ -148,6 +150,8 @@ def prepare(argv: list[str]) -> int:
     parser.add_argument("target", metavar="OUT", help="folder of the arrays; finished days in it are kept")
     parser.add_argument("--min_count", type=PositiveInt, help="a row for each value seen this often (default 10)")
     parser.add_argument("--rows", type=PositiveInt, help="instead: hash each table's values into this many rows")
+    text = "error: a line that is no sample ends it; skip: such lines are left out, and counted in meta.json"
+    parser.add_argument("--bad_rows", choices=["error", "skip"], default="error", help=text)
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
@@ -157,9 +161,13 @@ def prepare(argv: list[str]) -> int:
     from dlrm_overlap.data.prepare_criteo import prepare_criteo
 
     min_count = None if values.rows else values.min_count or 10
-    meta = prepare_criteo(Path(values.source), Path(values.target), rows=values.rows, min_count=min_count)
+    skip = values.bad_rows == "skip"
+    source, target = Path(values.source), Path(values.target)
+    meta = prepare_criteo(source, target, rows=values.rows, min_count=min_count, skip_bad_rows=skip)
     samples, rows = sum(day.samples or 0 for day in meta.days), meta.rows or []
-    print(f"{values.target}: {samples} samples, {min(rows)} to {max(rows)} rows a table")
+    skipped = sum(day.skipped for day in meta.days)
+    left_out = f", {skipped} lines left out" if skipped else ""
+    print(f"{target}: {samples} samples, {min(rows)} to {max(rows)} rows a table{left_out}")
     return 0
 
 

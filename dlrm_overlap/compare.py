@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 from dlrm_overlap.checkpoint import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
-from dlrm_overlap.observe.run_log import has_results, nan_as_none, read_summary, write_atomically
+from dlrm_overlap.observe.result_files import nan_as_none, write_atomically
+from dlrm_overlap.observe.run_folder import hold_run_folder
+from dlrm_overlap.observe.run_log import has_results, read_summary
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.trainer import NotFiniteError, Trainer
 
@@ -72,19 +75,27 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
 
 
 def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
-    """Train each of `configs`, one after the other, and return run -> its folder; a collective."""
+    """Train each of `configs`, one after the other, and return run -> its folder; a collective.
+
+    Rank 0 holds the lock of `log.dir` meanwhile, from when the first trainer has made the process group.
+    """
     folders = {}
-    for name, config in configs.items():
-        folders[name] = _train(config, make_trainer)
-        gc.collect()  # the parts of a trainer refer to each other
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+    with ExitStack() as stack:
+        for name, config in configs.items():
+            trainer = make_trainer(config)
+            if not folders:
+                stack.enter_context(hold_run_folder(Path(config.log.dir)))
+            folders[name] = _train(trainer, config)
+            del trainer
+            gc.collect()  # the parts of a trainer refer to each other
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
     return folders
 
 
-def _train(config: Config, make_trainer: Callable[[Config], Trainer]) -> Path:
-    trainer, name = make_trainer(config), config.folder.name
+def _train(trainer: Trainer, config: Config) -> Path:
+    name = config.folder.name
     log.info("backend %s%s", name, ", in place of the run that lay there" if has_results(config.folder) else "")
     try:
         trainer.fit(replace=True)

@@ -116,6 +116,10 @@ class DataConfig:
     """file or folder of the held-out samples; null holds out the last eval_fraction of path"""
     eval_fraction: NonNegativeFloat = 0.25
     """share of path's samples, the last ones, held out for evaluation"""
+    bad_rows: Literal["error", "skip"] = "error"
+    """files: what a row that is no sample does: a line that cannot be parsed, a label other than 0 and 1, a number that
+    is not finite, an id outside its table. error ends the run; skip leaves lines out, lets the next good sample of
+    arrays stand in, and counts"""
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
@@ -427,7 +431,7 @@ class Config:
         for name in ("cross_layers", "cross_rank"):
             yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
         reads_files = data.kind != "synthetic"
-        for name in ("path", "eval_path", "eval_fraction"):
+        for name in ("path", "eval_path", "eval_fraction", "bad_rows"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
         yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"

@@ -41,13 +41,16 @@ from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.observe.finite import state_is_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
+from dlrm_overlap.observe.run_folder import agree_on_checkpoint, from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
 from dlrm_overlap.overlap import resolve_overlap
 from dlrm_overlap.pipeline import (
@@ -155,17 +158,22 @@ class Trainer:
     def fit(self, replace: bool = False) -> dict[str, Any]:
         """Train from where the folder's run left off to the last step or the target, evaluate, return the summary.
 
-        A run that is finished already is left as it is, and its summary returned.
+        A run that is finished already is left as it is, and its summary returned. Rank 0 holds the lock of the folder
+        meanwhile.
 
         Args:
             replace: start from the first step, and write over what an earlier run left in the folder.
 
         Raises:
-            InputError: if this run cannot go on from what the folder holds.
+            InputError: if this run cannot go on from what the folder holds, or another run holds its lock.
             NotFiniteError: if a loss or a weight is not finite.
         """
+        with hold_run_folder(self.folder):
+            return self._fit(replace)
+
+    def _fit(self, replace: bool) -> dict[str, Any]:
         if not replace:
-            check_folder(self.config)
+            from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
                 return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
@@ -212,7 +220,8 @@ class Trainer:
             if step % self.config.log.every == 0 or step == last:
                 factor = self.learning_rate.factor(step - 1)
                 with self._raising_the_cause():
-                    run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, factor)
+                    bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
+                    run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, factor, bad_rows)
                 self._check_exchanges()  # the loss was read, so what kernels had to record is there
                 self._require_finite(math.isfinite(run_log.loss), f"the training loss is {run_log.loss}", step)
                 loss_sum.zero_()
@@ -240,16 +249,20 @@ class Trainer:
         self._require_finite(math.isfinite(values["loss"]), f"the held-out loss is {values['loss']}", step)
         return values
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return loss, AUROC and NE over the held-out samples of all ranks, bit for bit the same on every rank."""
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
-        steps = math.ceil(samples / self.global_batch)
+        return self._evaluate_on(math.ceil(samples / self.global_batch))
+
+    @torch.no_grad()
+    def _evaluate_on(self, steps: int) -> dict[str, float]:
+        """Return what `evaluate` does, over the first `steps` global batches; a single one is read by a thread."""
+        samples = self.held_out_data.num_samples
         logits, labels = [], []
         self.model.eval()
         self.pipeline.reset()
-        with self.loader(self.held_out_data, 0, steps) as loader:
+        with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
             batches = iter(loader)
             for _ in range(steps):
                 _, batch_logits, batch_labels = self.pipeline.progress(batches)
@@ -269,7 +282,7 @@ class Trainer:
         A rank whose kernels have recorded a fault raises it before the collective save, so no checkpoint appears.
 
         Raises:
-            NotFiniteError: if a weight is not finite.
+            NotFiniteError: if a weight, an optimizer's state or the loss of a batch is not finite.
         """
         if step == self.saved:
             return
@@ -280,6 +293,11 @@ class Trainer:
         self._check_exchanges()
         with self._raising_the_cause():
             self._require_finite(weights_are_finite(self.model, self.device), "a weight is nan or infinite", step)
+            finite = state_is_finite(self.optimizer, self.device)
+            self._require_finite(finite, "an optimizer's state is nan or infinite", step)
+            # Finite weights may be so large that the next loss is not, and a good checkpoint would go for them.
+            loss = self._evaluate_on(1)["loss"]
+            self._require_finite(math.isfinite(loss), f"the loss of the first held-out batch is {loss}", step)
             path = self.checkpointer.save(step, self.model, self.optimizer)
         self.saved = step
         log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
@@ -287,11 +305,12 @@ class Trainer:
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
         config = self.config
-        checkpoint = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.resume_changed)
+        resume, changed = config.checkpoint.resume, config.checkpoint.resume_changed
+        checkpoint = agree_on_checkpoint(lambda: self.checkpointer.find(resume, changed))
         if checkpoint is None:
             return None
         self.start = self.saved = step_of(checkpoint)
-        summary, target = read_summary(self.folder), config.train.target_auroc
+        summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None:
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
@@ -307,8 +326,11 @@ class Trainer:
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 
-    def loader(self, dataset: Dataset, first_step: int, last_step: int) -> Loader:
-        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`."""
+    def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
+        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`.
+
+        `workers` takes the place of `data.workers`.
+        """
         distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
         data = self.config.data
         return make_loader(
@@ -318,7 +340,7 @@ class Trainer:
             world_size=self.world.world_size,
             first_step=first_step,
             last_step=last_step,
-            workers=data.workers,
+            workers=data.workers if workers is None else workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
             distinct_steps=distinct_steps,
@@ -347,8 +369,10 @@ class Trainer:
         """
         try:
             yield
-        except (RuntimeError, CheckpointException):
+        except (RuntimeError, CheckpointException) as error:
             self._check_exchanges()
+            if isinstance(error, RuntimeError) and (bad_id := fbgemms_bad_id(error)):
+                raise bad_id from error
             raise
 
     def _require_finite(self, finite: bool, otherwise: str, step: int) -> None:

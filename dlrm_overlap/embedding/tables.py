@@ -25,6 +25,8 @@ OPTIMIZERS = {
 log = logging.getLogger("dlrm_overlap")
 
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+# What FBGEMM says on a CPU: its check of ids does, and, of the id -1, the lookup.
+_FBGEMMS_BAD_ID = ("idx < num_rows", "idx >= 0", "is out of bounds: -1")
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
 
 
@@ -178,6 +180,16 @@ def bad_id_message(name: str, value: int | None, rows: int) -> str:
     """Return what to say of an id outside its table."""
     what = "an id" if value is None else f"id {value}"
     return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
+
+
+def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
+    """Return what an exchange would have raised, where `error` is FBGEMM's of an id outside its table, on a CPU.
+
+    FBGEMM's error names neither the table nor the id.
+    """
+    if not any(text in str(error) for text in _FBGEMMS_BAD_ID):
+        return None
+    return ValueError("an id is outside its table; map ids into its rows where they are read")
 
 
 def unsupported(fused_params: Mapping[str, Any]) -> str | None:

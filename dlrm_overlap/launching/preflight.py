@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, Config, InputError, parse_multi_hot
+from dlrm_overlap.files import check_free
 
 if TYPE_CHECKING:
     import torch
@@ -85,15 +86,17 @@ def check_resume(config: Config) -> None:
 
 
 def check_runs(config: Config, names: Iterable[str]) -> None:
-    """Check that runs of these names can write to their folders in `log.dir`.
+    """Check that runs of these names can write to their folders in `log.dir`, and that no other run does.
 
     Raises:
-        InputError: if `log.dir` is empty, or one of the folders cannot be written to.
+        InputError: if `log.dir` is empty, or one of the folders cannot be written to or is another run's.
     """
     if not config.log.dir:
         raise InputError("log.dir: empty, so runs would lie loose in this folder; name one, or leave it out for runs")
     for name in names:
-        check_writable(Path(config.log.dir) / name, "log.dir")
+        folder = Path(config.log.dir) / name
+        check_writable(folder, "log.dir")
+        check_free(folder, "log.dir")
 
 
 def check_writable(folder: Path, key: str) -> None:

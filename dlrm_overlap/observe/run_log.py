@@ -5,7 +5,6 @@ configuration and `summary.json`; every rank writes its own trace.
 import json
 import logging
 import math
-import os
 import shutil
 import sys
 import warnings
@@ -26,6 +25,7 @@ from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
+from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
 from dlrm_overlap.observe.tracing import StepTracer
 
@@ -105,6 +105,7 @@ class RunLog:
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
+        self.bad_rows = 0
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
         self._metrics = self._board = self._progress = None
@@ -154,7 +155,13 @@ class RunLog:
             self._progress.advance(self._task)
 
     def training(
-        self, step: int, loss_sum: torch.Tensor, step_ms: list[float], wait_s: float, lr_factor: float
+        self,
+        step: int,
+        loss_sum: torch.Tensor,
+        step_ms: list[float],
+        wait_s: float,
+        lr_factor: float,
+        bad_rows: int = 0,
     ) -> None:
         """Log the steps since the last call; a collective.
 
@@ -164,13 +171,20 @@ class RunLog:
             step_ms: the times of these steps on this rank, in ms.
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
+            bad_rows: those that this rank has left out, or found another sample for, since the start; those of all
+                ranks are added up.
         """
         count = len(step_ms)
-        loss = loss_sum.double()
+        sums = torch.stack((loss_sum.double(), loss_sum.new_tensor(bad_rows, dtype=torch.float64)))
         waited_s = torch.tensor(wait_s, dtype=torch.float64, device=self.device)
-        dist.all_reduce(loss)
+        dist.all_reduce(sums)
         dist.all_reduce(waited_s, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        self.loss = loss.item() / self.world.world_size / count
+        loss, bad = sums.tolist()
+        self.loss = loss / self.world.world_size / count
+        if int(bad) and not self.bad_rows:
+            log.warning("step %d: %d bad rows so far, left out or replaced (data.bad_rows: skip)", step, int(bad))
+        self.bad_rows = int(bad)
+        counted = {} if self.config.data.bad_rows == "error" else {"data/bad_rows": bad}
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s.item() - self.waited_s) * 1e3 / count
         self.waited_s = waited_s.item()
         self.step_ms += step_ms
@@ -183,6 +197,7 @@ class RunLog:
                 "speed/step_ms": mean_ms,
                 "speed/input_wait_ms": wait_ms,
                 "memory/peak_bytes": float(memory_bytes(self.device)),
+                **counted,
             },
         )
         if self._progress:
@@ -218,6 +233,7 @@ class RunLog:
             "step_ms_p95": quantile(times, 0.95),
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
+            **({} if self.config.data.bad_rows == "error" else {"bad_rows": self.bad_rows}),
             "backend": self.config.embedding.backend,
             "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,
@@ -236,42 +252,6 @@ class RunLog:
             self._metrics.write({"step": step, **values})
         if self._board:
             self._board.scalars(values, step)
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, NaN written as null."""
-
-    def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again."""
-        kept = []
-        if path.exists() and keep_up_to_step:
-            whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a crash may cut the last
-            kept = [line for line in whole if json.loads(line)["step"] <= keep_up_to_step]
-        write_atomically(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a")
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append `record`."""
-        self._file.write(json.dumps(nan_as_none(record)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def nan_as_none(value: Any) -> Any:
-    """Return `value` with every NaN and infinity in it replaced by None, which, unlike these, JSON can hold."""
-    if isinstance(value, dict):
-        return {k: nan_as_none(v) for k, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old file or the new one, and never half of one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

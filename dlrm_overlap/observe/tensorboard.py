@@ -1,15 +1,21 @@
 """TensorBoard: a run's curves, and, as text, its configuration, plan and environment."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
+log = logging.getLogger("dlrm_overlap")
+
 
 class TensorBoard:
-    """Writes the events of one run. All runs use the same tags, so the curves of runs side by side overlay."""
+    """Writes the events of one run. All runs use the same tags, so the curves of runs side by side overlay.
+
+    Where they cannot be written, as on a full disk, a warning says so, and the run goes on without them.
+    """
 
     def __init__(self, folder: Path, start_step: int) -> None:
         if start_step == 0:
@@ -17,27 +23,36 @@ class TensorBoard:
                 old.unlink()
         # Where a run goes on, TensorBoard hides what it wrote past this step before it stopped.
         first = start_step + 1 if start_step else None
-        self._writer = SummaryWriter(str(folder), purge_step=first)
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write every finite value of `values` under its tag, such as `train/loss`."""
         for tag, value in values.items():
             if math.isfinite(value):
-                self._writer.add_scalar(tag, value, step)
+                self._write(lambda writer, tag=tag, value=value: writer.add_scalar(tag, value, step))
 
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
-        self._writer.add_text(tag, markdown)
+        self._write(lambda writer: writer.add_text(tag, markdown))
 
     def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Write the flat configuration beside the final results, for the HParams page."""
         values = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in config.items()}
         finite = {k: v for k, v in results.items() if math.isfinite(v)}
-        self._writer.add_hparams(values, finite, run_name=".")
+        self._write(lambda writer: writer.add_hparams(values, finite, run_name="."))
 
     def close(self) -> None:
         """Flush and close the events file."""
-        self._writer.close()
+        self._write(lambda writer: writer.close())
+
+    def _write(self, write: Callable[[SummaryWriter], object]) -> None:
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:  # of its thread, which has ended: no later event would be written
+            log.warning("TensorBoard: events cannot be written (%s); the run goes on without", error.strerror)
+            self._writer = None
 
 
 def markdown_table(values: Mapping[str, Any]) -> str:

@@ -4,9 +4,14 @@ import gzip
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
 from dlrm_overlap.data.criteo_text import TextRows, read_rows
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
+from tests.conftest import ROOT, run_cli
 
 BLOCK = 2000
 
@@ -116,7 +122,7 @@ def test_rows_by_frequency_agree_with_plain_python(
 
 
 @pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
-def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str, int]) -> None:
+def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str, Any]) -> None:
     first = prepare_criteo(source, target, **mode)
     before = snapshot(target)
     folder_before = target.stat().st_mtime_ns
@@ -127,7 +133,7 @@ def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str
 
 @pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
 def test_a_crash_costs_only_the_day_it_hits(
-    source: Path, target: Path, mode: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    source: Path, target: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepare_criteo(source, tmp_path / "uninterrupted", **mode)
     passes = Counter()
@@ -198,10 +204,11 @@ def test_a_reader_never_sees_half_a_file(source: Path, target: Path, monkeypatch
 
 
 def test_a_changed_source_is_redone(source: Path, target: Path) -> None:
-    for folder, mode, expected in (
+    cases: list[tuple[Path, dict[str, Any], set[str]]] = [
         (target, {"rows": 13}, parts(1)),
         (target.with_name("counted"), {"min_count": 2}, parts(0, 1, 2) | {"vocabulary.npz"}),
-    ):
+    ]
+    for folder, mode, expected in cases:
         prepare_criteo(source, folder, **mode)
         before = snapshot(folder)
         stat = (source / "day_1.gz").stat()
@@ -213,7 +220,7 @@ def test_a_changed_source_is_redone(source: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "expected"), [({"rows": 13}, parts(3)), ({"min_count": 2}, parts(0, 1, 2, 3) | {"vocabulary.npz"})]
 )
-def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, int], expected: set[str]) -> None:
+def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, Any], expected: set[str]) -> None:
     prepare_criteo(source, target, **mode)
     before = snapshot(target)
     (source / "day_11").write_bytes(text(5, 9))
@@ -231,7 +238,7 @@ def test_a_lost_vocabulary_is_counted_anew(source: Path, target: Path) -> None:
     assert contents(target) == complete
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "shorter"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "shorter", "zeros"])
 def test_a_damaged_day_is_redone(source: Path, target: Path, damage: str) -> None:
     prepare_criteo(source, target, rows=13)
     before, complete = snapshot(target), contents(target)
@@ -240,11 +247,107 @@ def test_a_damaged_day_is_redone(source: Path, target: Path, damage: str) -> Non
         file.write_bytes(file.read_bytes()[:-4])
     elif damage == "gone":
         file.unlink()
-    else:
+    elif damage == "shorter":
         np.save(file, np.zeros((24, 1), np.int32))
+    else:
+        file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+        assert file.read_bytes() != complete[file.name]
+    if damage in ("cut", "shorter"):
+        with pytest.raises(InputError, match=rf"{file.name}: \d+ bytes, but prepare wrote 228; run `prepare` again"):
+            CriteoNpy(target, TablesConfig())
     prepare_criteo(source, target, rows=13)
     assert redone(before, snapshot(target)) == parts(1)
     assert contents(target) == complete
+
+
+def test_a_folder_of_an_earlier_version_is_kept_as_it_is(source: Path, target: Path) -> None:
+    prepare_criteo(source, target, rows=13)
+    meta = json.loads((target / "meta.json").read_text())
+    for day in meta["days"]:
+        del day["files"]
+    (target / "meta.json").write_text(json.dumps(meta))
+    before = snapshot(target)
+    prepare_criteo(source, target, rows=13)
+    assert snapshot(target) == before
+    assert CriteoNpy(target, TablesConfig()).num_samples == 95
+
+
+def test_two_at_once_do_not_write_into_one_folder(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepare_criteo(source, tmp_path / "alone", rows=13)
+    refused = []
+
+    def beside(file: Path, *args) -> Iterator[TextRows]:
+        monkeypatch.undo()
+        for rows in read_rows(file, *args):
+            with pytest.raises(InputError, match=rf"in use by process {os.getpid()} on \S+, since .*; wait") as error:
+                prepare_criteo(source, target, rows=13)
+            refused.append(str(error.value))
+            yield rows
+
+    monkeypatch.setattr(module, "read_rows", beside)
+    prepare_criteo(source, target, rows=13)
+    assert refused
+    assert contents(target) == contents(tmp_path / "alone")
+    assert not list(target.glob(".*")), "the lock, or temporary files"
+
+
+def test_the_lock_and_the_files_of_a_killed_owner_do_not_stay(source: Path, target: Path, tmp_path: Path) -> None:
+    prepare_criteo(source, tmp_path / "alone", rows=13)
+    target.mkdir(parents=True)
+    (target / ".lock").write_text(json.dumps({"host": "gone", "pid": 1, "since": "then"}))
+    (target / ".day_0_dense.npy.gone.1.tmp").write_bytes(b"half")
+    prepare_criteo(source, target, rows=13)
+    assert contents(target) == contents(tmp_path / "alone")
+    assert not list(target.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [["--rows", "13"], ["--min_count", "2"]])
+def test_killed_at_random_and_beside_another_it_ends_with_the_same_bytes(
+    source: Path, target: Path, tmp_path: Path, mode: list[str]
+) -> None:
+    for day in (0, 10):
+        (source / f"day_{day}").write_bytes(text(2000, day))
+    assert run_cli("prepare", "criteo", str(source), str(tmp_path / "alone"), *mode).returncode == 0
+    argv = [sys.executable, "-c", _SLOW_PREPARE, str(source), str(target), *mode]
+    rng = np.random.default_rng(0)
+    started, refusals, done = time.monotonic(), 0, False
+    while not done:
+        assert time.monotonic() - started < 150, "it goes on where it was, so a few rounds must be enough"
+        both = [subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        time.sleep(rng.uniform(0.5, 4.0))
+        both[rng.integers(2)].kill()
+        ends = [process.communicate(timeout=60)[1] for process in both]
+        refusals += sum("is in use by process" in said for said in ends)
+        done = any(process.returncode == 0 for process in both)
+        for process, said in zip(both, ends, strict=True):
+            assert process.returncode in (0, -signal.SIGKILL) or "is in use by process" in said, said
+    assert refusals, "never two at once"
+    assert run_cli("prepare", "criteo", str(source), str(target), *mode).returncode == 0
+    assert contents(target) == contents(tmp_path / "alone")
+    assert not list(target.glob(".*"))
+
+
+# The command, with a pause in every block of text, so that a kill finds it at work.
+_SLOW_PREPARE = """
+import sys, time
+from pathlib import Path
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data import prepare_criteo as module
+parse = module.read_rows
+def pausing(file, block_bytes, on_read, skip):
+    for rows in parse(file, 1 << 15, on_read, skip):
+        time.sleep(0.05)
+        yield rows
+module.read_rows = pausing
+option, value = sys.argv[3].removeprefix("--"), int(sys.argv[4])
+try:
+    module.prepare_criteo(Path(sys.argv[1]), Path(sys.argv[2]), **{option: value})
+except InputError as error:
+    sys.exit(str(error))
+"""
 
 
 def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) -> None:
@@ -264,7 +367,7 @@ def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) 
         ({"rows": 2**31}, "below 2147483648"),
     ],
 )
-def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str, int], rule: str) -> None:
+def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str, Any], rule: str) -> None:
     with pytest.raises(InputError, match=rule):
         prepare_criteo(source, target, **mode)
     assert not target.exists()
@@ -284,7 +387,7 @@ def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str,
 )
 def test_a_target_that_holds_something_else_is_refused(source: Path, target: Path, case: str, rule: str) -> None:
     prepare_criteo(source, target, rows=13)
-    mode = {"rows": 13}
+    mode: dict[str, Any] = {"rows": 13}
     if case == "no text":
         source = target
     elif case == "other rows":

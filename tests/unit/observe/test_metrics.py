@@ -1,12 +1,15 @@
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
-from dlrm_overlap.observe.run_log import MetricsFile
+from dlrm_overlap.observe.result_files import MetricsFile, write_atomically
+from tests.conftest import file_limit
 
 
 def test_auroc_and_ne_against_their_definitions() -> None:
@@ -72,11 +75,46 @@ def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
     assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]
 
 
-def test_a_line_that_a_crash_cut_is_dropped(tmp_path: Path) -> None:
+TORN = [
+    '{"step": 1, "loss": 0.5}\n{"step": 2, "lo',
+    '{"step": 2, "lo{"step": 1, "loss": 0.5}\n{"step": 1, "loss": 0.5}\n',
+    '{"step": 1, "loss": 0.5}\n{"a": {}\n"step"\n[1]\n{}\n\0\0\0',
+]
+
+
+@pytest.mark.parametrize("text", TORN)
+def test_a_line_that_a_crash_cut_is_dropped_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    path.write_text(text)
     MetricsFile(path, 2).close()
     assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
+    (line,) = caplog.messages
+    assert re.search(r"metrics\.jsonl: \d of \d lines are not whole", line)
+
+
+def test_a_full_disk_loses_whole_lines_and_only_those(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    with file_limit(50):
+        for step in (1, 2, 3, 4):
+            file.write({"step": step, "loss": 0.5})
+    file.write({"step": 5, "loss": 0.5})
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5]
+    full, missing = caplog.messages
+    assert "the run goes on without these lines" in full
+    assert "2 lines could not be written" in missing
+
+
+def test_a_full_disk_keeps_the_old_file_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    with file_limit(10), pytest.raises(InputError, match=r"summary\.json cannot be written \(File too large\)"):
+        write_atomically(path, "new" * 10)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_slowed_steps_are_left_out_where_others_are_left() -> None:

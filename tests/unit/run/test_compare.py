@@ -202,6 +202,7 @@ class _Trainer:
         pass
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("broken", ["torchrec", "pgas"])
 def test_a_backend_whose_loss_is_not_finite_does_not_end_the_comparison(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str

@@ -1,6 +1,7 @@
 """A run in a world of one: how it ends, what it saves, and what it refuses to go on with."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.graphs.parts import innermost
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.launching.preflight import check_runs
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.trainer import NotFiniteError, Trainer
-from tests.conftest import read_metrics
+from tests.conftest import file_limit, read_metrics
 from tests.distributed.workers import quickstart
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -105,11 +107,50 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("last", "reason"), [("false", "File exists"), ("true", "Not a directory")])
-def test_a_folder_that_cannot_be_made(tmp_path: Path, last: str, reason: str) -> None:
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(InputError, match=rf"log\.dir: .*run.* cannot be made \({reason}\); give a folder"):
+@pytest.mark.parametrize(
+    ("place", "last", "reason"), [("run", "false", "File exists"), ("run/checkpoints", "true", "File exists")]
+)
+def test_a_folder_that_cannot_be_made(tmp_path: Path, place: str, last: str, reason: str) -> None:
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("a file")
+    with pytest.raises(InputError, match=rf"log\.dir: .*{place} cannot be made \({reason}\); give a folder"):
         _fit(tmp_path, "--checkpoint.last", last)
+
+
+def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (_trainer(quickstart(tmp_path, "run", *SMALL)) for _ in range(2))
+    train, refused = first._train, []
+
+    def beside(*arguments: Any) -> None:
+        in_use = rf"log\.dir: .*run is in use by process {os.getpid()} on \S+, since .*; wait"
+        for replace in (False, True):
+            with pytest.raises(InputError, match=in_use):
+                second.fit(replace)
+        with pytest.raises(InputError, match=in_use):
+            check_runs(first.config, ["run"])
+        refused.append(True)
+        train(*arguments)
+
+    monkeypatch.setattr(first, "_train", beside)
+    first.fit()
+    assert refused
+    check_runs(first.config, ["run"])
+    assert not (tmp_path / "run" / ".lock").exists()
+    second.fit(replace=True)
+
+
+def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fit(tmp_path, *SAVES, "--train.steps", "2")
+    log = tmp_path / "run" / "metrics.jsonl"
+    with file_limit(log.stat().st_size + 300), pytest.raises(InputError, match=r"config\.yaml cannot be written"):
+        _fit(tmp_path, "--train.steps", "6")
+    with log.open("a") as file:
+        file.write('{"step": 3, "train/lo')  # as a write that ended at the end of the disk left it, in earlier versions
+    _fit(tmp_path, *SAVES, "--train.steps", "6")
+    assert list(read_metrics(tmp_path / "run", "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert sum("lines are not whole, and left out" in line for line in caplog.messages) == 1
 
 
 def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,6 +245,37 @@ def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
         table[3, 2] = broken
         with pytest.raises(NotFiniteError, match="step 2: a weight is nan or infinite"):
             trainer.save(2)
+    assert _checkpoints(tmp_path) == ["step_1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "optimizer"),
+    [
+        ("train", "adagrad"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("train", "sgd"), ("embedding", "sgd"))),
+    ],
+)
+def test_a_good_checkpoint_does_not_give_way_to_one_whose_next_loss_is_not_finite(
+    tmp_path: Path, key: str, optimizer: str
+) -> None:
+    options = [*SAVES, "--checkpoint.keep", "1", "--checkpoint.every", "1", f"--{key}.optimizer", optimizer]
+    _fit(tmp_path, *options, "--train.steps", "2")
+    with pytest.raises(NotFiniteError, match=r"step 3: .* and must be finite"):
+        _fit(tmp_path, *options, f"--{key}.lr", "1e30")
+    assert _checkpoints(tmp_path) == ["step_2"], "step 3's weights are finite, and give a loss that is not"
+    assert _fit(tmp_path, *options)["steps"] == 4
+
+
+def test_an_optimizers_state_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    with trainer.loader(trainer.train_data, 0, 1) as loader:
+        trainer.step(iter(loader))
+    trainer.save(1)
+    state = dict(trainer.optimizer.optimizers)[""].state_dict()["state"]
+    part = next(value for values in state.values() for value in values.values() if isinstance(value, ShardedTensor))
+    part.local_shards()[0].tensor.detach()[3] = math.inf
+    with pytest.raises(NotFiniteError, match="step 2: an optimizer's state is nan or infinite"):
+        trainer.save(2)
     assert _checkpoints(tmp_path) == ["step_1"]
 
 
@@ -316,6 +388,21 @@ def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(
     monkeypatch.setattr(getattr(trainer, owner) if isinstance(owner, str) else owner, name, fail)
     with pytest.raises(ValueError, match="id 20 is outside its table"):
         trainer.fit()
+
+
+@pytest.mark.parametrize(
+    "backend", ["torchrec", "pgas", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nccl", "fused"))]
+)
+def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path: Path, backend: str) -> None:
+    options = ["--embedding.backend", backend, "--embedding.plan", "table_wise"]
+    for bad in (10**6, -7, -1):
+        trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *options))
+        batch = trainer.train_data.read(0, 64)
+        batch.sparse.values()[5] = bad
+        with pytest.raises(ValueError, match=r"id.* is outside its table.*; map ids into .* where they are read") as e:
+            trainer.step(iter([batch]))
+        assert type(e.value) is ValueError
+        trainer.close()
 
 
 def test_an_error_of_another_cause_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

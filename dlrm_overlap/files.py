@@ -1,0 +1,164 @@
+"""Files that are whole or not there, and folders that one process at a time writes to."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from dlrm_overlap.config import InputError
+
+log = logging.getLogger("dlrm_overlap")
+
+LOCK_NAME = ".lock"
+_GIVE_UP_S = 0.5  # a look at a lock, by `check_free`, holds it for some microseconds
+# What a file system without locks answers, such as Lustre mounted without `flock`.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def hold_folder(folder: Path, key: str) -> Iterator[bool]:
+    """Hold the lock of `folder`, which must exist, while the block runs.
+
+    The lock is the kernel's (flock) on the file `.lock`, in which the owner's host and process id are written for
+    others to read. It ends with its owner, however that ends, so a dead owner blocks nobody: its file may stay, and is
+    taken over. Forked children do not hold it.
+
+    On NFS, Linux turns it into a lock that the server keeps and all clients see, and that ends when the owner's host
+    closes the file or loses its lease; on a mount with `nolock` or `local_lock` it is seen on this host alone. Where
+    the file system has no locks at all, a warning says so, and the block runs without one.
+
+    Args:
+        folder: the folder.
+        key: the option that names the folder, for the error.
+
+    Yields:
+        Whether the lock is held: False where there are none.
+
+    Raises:
+        InputError: if another process holds it; the error names that process and its host.
+        OSError: if the file cannot be made.
+    """
+    held = _Lock(folder / LOCK_NAME, key)
+    try:
+        yield held.is_locked
+    finally:
+        held.release()
+
+
+def check_free(folder: Path, key: str) -> None:
+    """Check that no process holds the lock of `folder`, which need not exist; any number of processes may look at once.
+
+    Raises:
+        InputError: as `hold_folder` does.
+    """
+    path = folder / LOCK_NAME
+    try:
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(path, key) from None
+    except OSError:
+        return  # there is none, or this file system has none, or it cannot be read: holding it tells
+
+
+class _Lock:
+    """The lock of one folder, held from when it is built until `release`."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.is_locked = True
+        self._path = path
+        self._file: int | None = None
+        deadline = time.monotonic() + _GIVE_UP_S
+        while self._file is None:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(file, path):  # else its owner removed it between the two calls above
+                    self._file, file = file, None
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise _in_use(path, key) from None
+                time.sleep(_GIVE_UP_S / 50)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                log.warning("%s: the file system has no locks, so nothing keeps another process out", path.parent)
+                self.is_locked = False
+                return
+            finally:
+                if file is not None:
+                    os.close(file)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(owner).encode(), 0)
+        # A forked reader would hold the lock as long as it lives, which may be longer than its parent does.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (lock := this()) and lock._close())
+
+    def release(self) -> None:
+        """Remove the file and end the lock, in this order, so that nobody finds a file that is about to go."""
+        if self._file is not None and _is_at(self._file, self._path):
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Return whether the open `file` is the one that lies at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(path: Path, key: str) -> InputError:
+    try:
+        owner = json.loads(path.read_text())
+        who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # its owner is about to write it
+        who = "another process"
+    return InputError(f"{key}: {path.parent} is in use by {who}; wait until it ends, or give another folder")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file, which replaces `file` when the block ends without an error and all is on disk.
+
+    The temporary file's name has this host and process in it, so two processes that write the same file never share
+    one. `remove_temporaries` removes what a killed one has left.
+    """
+    temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or else a power cut could undo this renaming and keep a later one
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what killed processes have left of files that were to be replaced. Hold the folder's lock meanwhile."""
+    for file in folder.glob(".*.tmp"):
+        file.unlink(missing_ok=True)

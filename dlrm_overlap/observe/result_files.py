@@ -1,0 +1,91 @@
+"""The files of a run's results: whole lines of `metrics.jsonl`, files that are written whole or not at all."""
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.files import replacing
+
+log = logging.getLogger("dlrm_overlap")
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, NaN written as null.
+
+    A line is whole or not there. One that cannot be written, as on a full disk, is left out with a warning, and the run
+    goes on: it is the checkpoint that must be written, and where it cannot be, saving it ends the run.
+    """
+
+    def __init__(self, path: Path, keep_up_to_step: int) -> None:
+        """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again.
+
+        A line that is not whole, as a crash or a full disk leaves it, is left out with a warning.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        kept = []
+        if path.exists() and keep_up_to_step:
+            lines = path.read_text(errors="replace").splitlines()
+            steps = [_step_of(line) for line in lines]
+            if torn := steps.count(None):
+                log.warning("%s: %d of %d lines are not whole, and left out", path, torn, len(lines))
+            kept = [line for line, step in zip(lines, steps, strict=True) if step and step <= keep_up_to_step]
+        write_atomically(path, "".join(line + "\n" for line in kept))
+        self._path, self._lost = path, 0
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record`, or leave it out where that fails."""
+        line = (json.dumps(nan_as_none(record)) + "\n").encode()
+        size = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            reason = "no room for the whole line"
+        except OSError as error:
+            written, reason = 0, error.strerror
+        if written < len(line):
+            os.ftruncate(self._file, size)  # or else the next line would be joined to this one's beginning
+            if not self._lost:
+                log.warning("%s: cannot be written (%s); the run goes on without these lines", self._path, reason)
+            self._lost += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._lost:
+            log.warning("%s: %d lines could not be written, and are missing", self._path, self._lost)
+        os.close(self._file)
+
+
+def _step_of(line: str) -> int | None:
+    """Return the step of a line of `metrics.jsonl`, None where it is not whole."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def nan_as_none(value: Any) -> Any:
+    """Return `value` with every NaN and infinity in it replaced by None, which, unlike these, JSON can hold."""
+    if isinstance(value, dict):
+        return {k: nan_as_none(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader finds the old file or the new one, and never half of one.
+
+    Raises:
+        InputError: if it cannot be written, as on a full disk; the old file is still there then.
+    """
+    try:
+        with replacing(path) as stream:
+            stream.write(text.encode())
+    except OSError as error:
+        raise InputError(
+            f"log.dir: {path} cannot be written ({error.strerror}); make room, or give another folder"
+        ) from error

@@ -1,0 +1,89 @@
+"""The folder of a run, as all ranks agree on it: rank 0 holds its lock, and says what there is to go on from.
+
+Ranks may see other folders of the same name, as where `log.dir` is on each host's own disk. What decides the run's
+course is therefore read by rank 0 alone, and broadcast.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from dlrm_overlap.checkpoint import make_folder
+from dlrm_overlap.config import InputError
+from dlrm_overlap.files import hold_folder
+
+T = TypeVar("T")
+
+
+def from_rank_0(find: Callable[[], T]) -> T:
+    """Return what `find` returns on rank 0, on all ranks; a collective.
+
+    Raises:
+        InputError: on all ranks, if `find` raises one on rank 0. Any other error is raised on rank 0 as it is, and as a
+            RuntimeError with its text on the others.
+    """
+    told: list[Any] = [None, None, False]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            told[0] = find()
+        except Exception as raised:
+            error = raised
+            told[1:] = str(raised), isinstance(raised, InputError)
+    dist.broadcast_object_list(told, 0)
+    found, text, is_users = told
+    if error is not None:
+        raise error
+    if text is not None:
+        raise InputError(text) if is_users else RuntimeError(f"rank 0: {text}")
+    return found
+
+
+@contextmanager
+def hold_run_folder(folder: Path) -> Iterator[None]:
+    """Have rank 0 make `folder` and hold its lock while the block runs; a collective at the beginning.
+
+    Raises:
+        InputError: on all ranks, if the folder cannot be made or another process that is alive holds the lock.
+    """
+
+    def hold() -> None:
+        make_folder(folder)
+        stack.enter_context(hold_folder(folder, "log.dir"))
+
+    with ExitStack() as stack:
+        from_rank_0(hold)
+        yield
+
+
+def agree_on_checkpoint(find: Callable[[], Path | None]) -> Path | None:
+    """Return the checkpoint that `find` returns on rank 0, once every rank has seen it; a collective.
+
+    Raises:
+        InputError: on all ranks, as `find` raises it on rank 0, or naming the ranks that do not see this checkpoint, or
+            see another of that name.
+    """
+    found = from_rank_0(lambda: (path := find()) and (path, _about(path)))
+    if found is None:
+        return None
+    path, about = found
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, _about(path) == about)
+    if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
+        raise InputError(
+            f"checkpoint.resume: rank 0 goes on from {path}, which rank {', '.join(blind)} does not see, or not the "
+            f"same; put log.dir on a file system of all hosts"
+        )
+    return path
+
+
+def _about(checkpoint: Path) -> list[tuple[str, int, bytes]]:
+    """Return name and size of what lies in `checkpoint`, and the contents of what says what it is."""
+    try:
+        files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+        return [(f.name, f.stat().st_size, f.read_bytes() if f.suffix == ".json" else b"") for f in files]
+    except OSError:
+        return []

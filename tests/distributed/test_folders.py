@@ -1,0 +1,227 @@
+"""Two ranks and the folder of their run: what one of them sees or has, all of them end by."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.files import LOCK_NAME, hold_folder
+from dlrm_overlap.observe.run_folder import agree_on_checkpoint, from_rank_0, hold_run_folder
+from dlrm_overlap.trainer import NotFiniteError, Trainer
+from tests.conftest import ROOT, read_metrics, run_cli
+from tests.distributed.workers import quickstart, run_ranks, train
+
+SMALL = ["--train.batch_size", "32", "--data.eval_samples", "256", "--train.eval_every", "0", "--data.workers", "0"]
+
+
+def _fail(error: Exception) -> Any:
+    raise error
+
+
+def _check_what_rank_0_finds(folder: Path) -> None:
+    assert from_rank_0(lambda: [dist.get_rank(), None]) == [0, None]
+    with pytest.raises(InputError, match="a user's mistake"):
+        from_rank_0(lambda: _fail(InputError("a user's mistake")))
+    with pytest.raises(RuntimeError, match="a bug") as error:
+        from_rank_0(lambda: _fail(KeyError("a bug")) if dist.get_rank() else _fail(RuntimeError("a bug")))
+    assert str(error.value).startswith("rank 0: ") is (dist.get_rank() == 1)
+
+
+def _check_a_lock_refuses_all(folder: Path) -> None:
+    if dist.get_rank() == 1:  # any process but rank 0 stands for that of another run
+        (folder / "locked").mkdir()
+        held = hold_folder(folder / "locked", "log.dir")
+        held.__enter__()
+    dist.barrier()
+    with pytest.raises(InputError, match="locked is in use by process"), hold_run_folder(folder / "locked"):
+        pass
+    dist.barrier()
+    if dist.get_rank() == 1:
+        held.__exit__(None, None, None)
+    dist.barrier()
+    with hold_run_folder(folder / "locked"):
+        assert (folder / "locked" / LOCK_NAME).exists()
+        dist.barrier()
+    dist.barrier()
+    assert not (folder / "locked" / LOCK_NAME).exists()
+
+
+def _check_a_checkpoint_that_not_all_see(folder: Path) -> None:
+    checkpoint = folder / "step_4"
+    if dist.get_rank() == 0:
+        checkpoint.mkdir()
+        (checkpoint / "checkpoint.json").write_text("{}")
+    dist.barrier()
+    assert agree_on_checkpoint(lambda: checkpoint) == checkpoint
+    assert agree_on_checkpoint(lambda: None) is None
+    os.chdir(checkpoint if dist.get_rank() == 0 else folder)
+    with pytest.raises(InputError, match=r"rank 0 goes on from \., which rank 1 does not see, or not the same; put"):
+        agree_on_checkpoint(lambda: Path("."))
+
+
+def _check_ranks_that_see_other_folders(folder: Path) -> None:
+    """Each rank has a working folder of its own, as on a host of its own, and a `log.dir` in it."""
+    saves = [*SMALL, "--checkpoint.last", "true", "--checkpoint.every", "2", "--train.steps", "4"]
+    whole = train(quickstart(folder, "whole", *saves))
+    here = folder / f"host_{dist.get_rank()}"
+    here.mkdir()
+    os.chdir(here)
+    for seen in ("nothing", "an older one", "another", "the same"):
+        shutil.rmtree("runs", ignore_errors=True)
+        if dist.get_rank() == 0 or seen == "the same":
+            shutil.copytree(whole, "runs/run")
+        elif seen != "nothing":
+            name = "step_2" if seen == "an older one" else "step_4"
+            shutil.copytree(whole / "checkpoints" / "step_2", f"runs/run/checkpoints/{name}")
+        goes_on = quickstart(Path("runs"), "run", *SMALL, "--train.steps", "6")
+        if seen == "the same":
+            train(goes_on)
+            continue
+        with pytest.raises(InputError, match=r"rank 0 goes on from \S+step_4, which rank 1 does not see, or not the"):
+            train(goes_on)
+    if dist.get_rank() == 0:
+        assert list(read_metrics(Path("runs/run"), "train/loss")) == list(range(1, 7))
+    os.chdir(folder)
+
+
+def _check_one_ranks_nan_ends_all(folder: Path) -> None:
+    """A label of rank 1 in step 3 is NaN: the good checkpoint of step 2 stays, and both end alike."""
+    options = [*SMALL, "--train.steps", "8", "--checkpoint.every", "2", "--checkpoint.keep", "1", "--log.every", "8"]
+    take = Trainer.step
+    taken = 0
+
+    def broken(self: Trainer, batches: Iterator[Batch]) -> torch.Tensor:
+        nonlocal taken
+        taken += 1
+        loss = take(self, batches)
+        return loss * math.nan if taken == 3 and dist.get_rank() == 1 else loss
+
+    said: list[Any] = [None, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", broken)
+        with pytest.raises(NotFiniteError) as error:
+            train(quickstart(folder, "nan", *options))
+    dist.all_gather_object(said, str(error.value))
+    assert said[0] == said[1]
+    assert said[0].startswith("step 4: the training loss is nan")
+    assert taken == 4
+    assert [path.name for path in (folder / "nan" / "checkpoints").iterdir()] == ["step_2"]
+
+
+def _check_agreement(folder: Path) -> None:
+    for check in (_check_what_rank_0_finds, _check_a_lock_refuses_all, _check_a_checkpoint_that_not_all_see):
+        check(folder)
+        dist.barrier()
+
+
+def _check_runs(folder: Path) -> None:
+    for check in (_check_ranks_that_see_other_folders, _check_one_ranks_nan_ends_all):
+        check(folder)
+        dist.barrier()
+
+
+@pytest.mark.slow
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    run_ranks(_check_agreement, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_runs_of_two_ranks_end_alike(tmp_path: Path) -> None:
+    run_ranks(_check_runs, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_second_command_is_refused_while_the_first_lives_and_no_longer(tmp_path: Path) -> None:
+    argv = ["--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2"]
+    argv += ["--log.dir", str(tmp_path)]
+    short = [*argv, "--train.steps", "2", "--checkpoint.last", "false", "--data.eval_samples", "256"]
+    command = [
+        sys.executable,
+        "-m",
+        "dlrm_overlap",
+        "train",
+        *argv,
+        "--log.name",
+        "torchrec",
+        "--train.steps",
+        "100000",
+    ]
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    lock, metrics = tmp_path / "torchrec" / LOCK_NAME, tmp_path / "torchrec" / "metrics.jsonl"
+    until = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < until, "the first never trained"
+        time.sleep(0.1)
+    owner = json.loads(lock.read_text())["pid"]
+    try:
+        for other in (["train", *short], ["compare", *short]):
+            result = run_cli(*other)
+            assert result.returncode == 2
+            in_use = f"log.dir: {lock.parent} is in use by process {owner} on"
+            assert in_use in result.stderr.strip().splitlines()[-1]
+    finally:
+        os.kill(owner, signal.SIGKILL)  # rank 0, whose launcher ends the other
+    assert first.wait(30) != 0
+    assert lock.exists()
+    metrics.unlink()
+    result = run_cli("train", *short)
+    assert result.returncode == 0, result.stderr
+    assert not lock.exists()
+
+
+# A disk of 4 MB in a mount namespace of its own: a run is saved there, then the disk fills up as the run goes on.
+FILL = """
+set -e
+mount -t tmpfs -o size=4m tmpfs "$1"
+export OMP_NUM_THREADS=1
+train() { "$2" -m dlrm_overlap train --config configs/quickstart.yaml --train.device cpu --log.dir "$1" \\
+    --log.name run --log.every 1 --data.eval_samples 256 --train.batch_size 16 --data.tables.rows 100 "${@:3}"; }
+train "$@" --train.steps 2
+dd if=/dev/zero of="$1/fill" bs=4k 2>"$1/../dd" || true
+truncate -s -20k "$1/fill"
+code=0
+train "$@" --train.steps 150 --checkpoint.last false 2>"$1/../full" || code=$?
+cp "$1/run/metrics.jsonl" "$1/../metrics.jsonl"
+rm "$1/fill"
+train "$@" --train.steps 150
+cp "$1/run/metrics.jsonl" "$1/../whole.jsonl"
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_while_logging(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    apart = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*apart, "mount", "-t", "tmpfs", "tmpfs", str(disk)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs a mount of its own: {error}")
+    script = ["bash", "-c", FILL, "bash", str(disk), sys.executable]
+    result = subprocess.run([*apart, *script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    full = (tmp_path / "full").read_text() if (tmp_path / "full").exists() else ""
+    assert result.returncode == 2, result.stderr + full
+    assert full.count("the run goes on without these lines") == 1
+    assert "summary.json cannot be written (No space left on device)" in full.splitlines()[-1]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 2 < max(steps) < 150
+    assert list(read_metrics_of(tmp_path / "whole.jsonl")) == list(range(1, 151))
+
+
+def read_metrics_of(file: Path) -> list[int]:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [record["step"] for record in records if "train/loss" in record]

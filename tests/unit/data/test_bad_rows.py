@@ -1,0 +1,162 @@
+"""`data.bad_rows: skip`: what stands in for a bad row, that all others keep their places, and that it is counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
+from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.prepare_criteo import prepare_criteo
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.trainer import Trainer
+from tests.conftest import read_metrics
+from tests.distributed.workers import quickstart
+from tests.unit.data.criteo_lines import random_lines
+
+N, ROWS = 60, 50
+
+
+def _same(one: Batch, other: Batch) -> bool:
+    return all(
+        torch.equal(a, b)
+        for a, b in (
+            (one.labels, other.labels),
+            (one.dense, other.dense),
+            (one.sparse.values(), other.sparse.values()),
+            (one.sparse.lengths(), other.sparse.lengths()),
+        )
+    )
+
+
+def _days(folder: Path, stands_in: dict[int, int]) -> tuple[CriteoNpy, CriteoNpy]:
+    """Write two days of N samples, of which the keys of `stands_in` are bad.
+
+    Returns:
+        The data set that skips them, and one in which the sample at each value is in the key's place.
+    """
+    rng = np.random.default_rng(0)
+    arrays = {
+        "dense": rng.random((2 * N, 13), dtype=np.float32),
+        "sparse": rng.integers(0, ROWS, (2 * N, 26), dtype=np.int32),
+        "labels": rng.integers(0, 2, (2 * N, 1), dtype=np.int32),
+    }
+    clean = {part: array.copy() for part, array in arrays.items()}
+    faults = [("labels", 0, 2), ("dense", 5, np.nan), ("dense", 12, np.inf), ("sparse", 25, ROWS), ("sparse", 0, -1)]
+    for i, (bad, instead) in enumerate(stands_in.items()):
+        part, column, value = faults[i % len(faults)]
+        arrays[part][bad, column] = value
+        for array in clean.values():
+            array[bad] = array[instead]
+    for name, written in (("bad", arrays), ("clean", clean)):
+        (folder / name).mkdir()
+        for part, array in written.items():
+            for day in (0, 1):
+                np.save(folder / name / f"day_{day}_{part}.npy", array[day * N : (day + 1) * N])
+    tables = TablesConfig(rows=ROWS)
+    return CriteoNpy(folder / "bad", tables, "skip"), CriteoNpy(folder / "clean", tables)
+
+
+def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> None:
+    stands_in = {0: 1, 7: 11, 8: 11, 9: 11, 10: 11, N - 1: N, N + 3: N + 4, 2 * N - 2: 2 * N - 3, 2 * N - 1: 2 * N - 3}
+    data, clean = _days(tmp_path, stands_in)
+    for ranks in (1, 2, 5):  # however many share the stream, and wherever one begins to read
+        size = 2 * N // ranks
+        for rank in range(ranks):
+            batch = data.read(rank * size, size)
+            assert _same(batch, clean.read(rank * size, size)), (ranks, rank)
+            assert batch.stand_ins == sum(rank * size <= bad < (rank + 1) * size for bad in stands_in)
+    assert _same(data.read(2 * N - 3, 2 * N), clean.read(2 * N - 3, 2 * N)), "past the end"
+    with pytest.raises(InputError, match=r"bad/day_0: label of sample 0 is 2\.0, not 0 or 1"):
+        CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
+
+
+def test_held_out_samples_and_those_to_train_on_never_stand_in_for_each_other(tmp_path: Path) -> None:
+    _days(tmp_path, {89: 88, 90: 91, 119: 118})
+    options: dict[str, Any] = {"kind": "criteo_npy", "tables": TablesConfig(rows=ROWS), "eval_fraction": 0.25}
+    of_bad = open_datasets(DataConfig(path=str(tmp_path / "bad"), bad_rows="skip", **options))
+    of_clean = open_datasets(DataConfig(path=str(tmp_path / "clean"), **options))
+    for data, clean, stand_ins in zip(of_bad, of_clean, (1, 2), strict=True):
+        assert data.num_samples
+        batch = data.read(0, data.num_samples)
+        assert _same(batch, clean.read(0, data.num_samples))
+        assert batch.stand_ins == stand_ins
+
+
+def test_a_file_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
+    data, _ = _days(tmp_path, {})
+    np.save(tmp_path / "bad" / "day_0_sparse.npy", np.full((N, 26), ROWS, np.int32))
+    np.save(tmp_path / "bad" / "day_1_labels.npy", np.full((N, 1), 7, np.int32))
+    data = CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS), "skip")
+    with pytest.raises(InputError, match="day_0: table 0, id of sample 4, column 0 is 50, not below 50"):
+        data.read(4, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_counts_them(tmp_path: Path, workers: int) -> None:
+    data, clean = _days(tmp_path, {0: 1, 7: 8, 70: 71})
+    loader = make_loader(data, 10, 0, 1, 0, 8, workers, 2, False)
+    with loader:
+        batches = list(loader)
+    assert loader.stand_ins == 3
+    assert all(_same(batch, clean.read(10 * i, 10)) for i, batch in enumerate(batches))
+
+
+BROKEN = [
+    b"",
+    b"0\t1",
+    b"2" + b"\t" * 39,
+    b"x" + b"\t" * 39,
+    b"1" + b"\t" * 40,
+    b"1\tx" + b"\t" * 38,
+    b"1" + b"\t" * 39 + b"123456789",
+    b"\0\xff\r",
+]
+
+
+@pytest.mark.parametrize("block_bytes", [300, 1 << 20])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_broken_lines_are_left_out(tmp_path: Path, block_bytes: int, end: bytes) -> None:
+    good = random_lines(2 * len(BROKEN))
+    mixed = [line for i, each in enumerate(BROKEN) for line in (good[2 * i], each, good[2 * i + 1])] + BROKEN[1:]
+    (tmp_path / "good.tsv").write_bytes(b"\n".join(good))
+    (tmp_path / "mixed.tsv").write_bytes(b"\n".join(mixed) + end)
+    (tmp_path / "none.tsv").write_bytes(b"\n".join(BROKEN))
+    tables = TablesConfig(rows=ROWS)
+    data = CriteoText(tmp_path / "mixed.tsv", tables, "skip", block_bytes)
+    assert (data.num_samples, data.skipped) == (len(good), len(mixed) - len(good))
+    assert _same(data.read(0, len(good)), CriteoText(tmp_path / "good.tsv", tables).read(0, len(good)))
+    with pytest.raises(InputError, match=r"mixed\.tsv, line 2"):
+        CriteoText(tmp_path / "mixed.tsv", tables, block_bytes=block_bytes)
+    with pytest.raises(InputError, match=r"none\.tsv: no line of it is a sample"):
+        CriteoText(tmp_path / "none.tsv", tables, "skip", block_bytes)
+    modes: list[dict[str, Any]] = [{"rows": 13}, {"min_count": 2}]
+    for mode in modes:
+        made = [tmp_path / f"{name}_{'_'.join(mode)}" for name in ("good", "mixed")]
+        prepare_criteo(tmp_path / "good.tsv", made[0], **mode)
+        meta = prepare_criteo(tmp_path / "mixed.tsv", made[1], **mode, skip_bad_rows=True, block_bytes=block_bytes)
+        assert (meta.days[0].samples, meta.days[0].skipped) == (len(good), len(mixed) - len(good))
+        for file in made[0].glob("*.npy"):
+            assert file.read_bytes() == (made[1] / file.name).read_bytes()
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_run_logs_how_many_there_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _days(tmp_path, {3: 4, 12: 13, 55: 56})
+    options = ["--data.kind", "criteo_npy", "--data.path", str(tmp_path / "bad"), "--data.tables.rows", str(ROWS)]
+    options += ["--data.tables.count", "26", "--data.tables.multi_hot", "1", "--train.batch_size", "10"]
+    options += ["--train.steps", "9", "--train.eval_every", "0", "--data.bad_rows", "skip", "--data.workers", "1"]
+    config = quickstart(tmp_path, "run", *options)
+    world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
+    summary = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data)).fit()
+    assert summary["bad_rows"] == json.loads((tmp_path / "run" / "summary.json").read_text())["bad_rows"] == 3
+    counted = read_metrics(tmp_path / "run", "data/bad_rows")
+    assert list(counted) == list(range(1, 10))
+    assert (counted[9], sorted(counted.values())) == (3, list(counted.values()))
+    assert sum("bad rows so far" in line for line in caplog.messages) == 1

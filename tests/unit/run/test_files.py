@@ -1,0 +1,108 @@
+"""The lock of a folder: whom it keeps out, and whom a dead owner does not."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
+from tests.conftest import ROOT
+
+# Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from dlrm_overlap.files import hold_folder
+with hold_folder(Path(sys.argv[1]), "log.dir"):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    try:
+        for check in (check_free, lambda folder, key: hold_folder(folder, key).__enter__()):
+            with pytest.raises(InputError, match=rf"log\.dir: .* is in use by process {owner.pid} on \S+, since 2"):
+                check(tmp_path, "log.dir")
+        owner.kill()
+        owner.wait(timeout=10)
+        assert (tmp_path / LOCK_NAME).exists()
+        check_free(tmp_path, "log.dir")
+        with hold_folder(tmp_path, "log.dir") as is_held:
+            assert is_held
+            assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+def test_looks_at_the_same_time_do_not_see_each_other(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text("")
+    with (tmp_path / LOCK_NAME).open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        check_free(tmp_path, "log.dir")
+    check_free(tmp_path / "not there", "log.dir")
+
+
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with hold_folder(tmp_path, "log.dir") as is_held:
+        assert not is_held
+    assert "the file system has no locks" in caplog.text
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with replacing(file) as stream:
+        stream.write(b"one")
+        assert not file.exists()
+    with pytest.raises(TypeError), replacing(file) as stream:
+        stream.write("two")  # type: ignore[arg-type]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"one"}
+    (tmp_path / ".file.host.7.tmp").touch()
+    remove_temporaries(tmp_path)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def _count_to(counter: Path, more: int) -> None:
+    until = time.monotonic() + 20
+    while more:
+        try:
+            with hold_folder(counter.parent, "log.dir"):
+                count = int(counter.read_text())
+                time.sleep(0.001)
+                counter.write_text(str(count + 1))
+            more -= 1
+        except InputError:
+            assert time.monotonic() < until
+
+
+def test_processes_that_want_one_lock_take_turns(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    other = multiprocessing.get_context("fork").Process(target=_count_to, args=(counter, 40))
+    other.start()
+    _count_to(counter, 40)
+    other.join(20)
+    assert other.exitcode == 0
+    assert counter.read_text() == "80"

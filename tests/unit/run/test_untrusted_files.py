@@ -1,0 +1,136 @@
+"""Nothing in a configuration or a data file is executed: files that would leave a mark if it were."""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy
+from dlrm_overlap.data.prepare_criteo import prepare_criteo
+from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.observe.result_files import MetricsFile
+from tests.unit.data.criteo_lines import random_lines
+
+
+class _Evil:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / "mark"
+
+
+def _tags(mark: Path) -> list[str]:
+    call = f"!!python/object/apply:os.mkdir ['{mark}']"
+    return [
+        f"{call}",
+        f"train: {call}",
+        f"train: {{steps: {call}}}",
+        f"log: {{name: {call}}}",
+        f"data: {{tables: {{rows: [{call}]}}}}",
+        f"log: {{dir: !!python/name:os.mkdir }}\n# {mark}",
+        f"log: {{dir: !!python/object/new:os.mkdir ['{mark}']}}",
+        f"model: {{class_path: os.mkdir, init_args: {{path: '{mark}'}}}}",
+        f"train: {{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{mark}']}}}}",
+    ]
+
+
+@pytest.mark.parametrize("case", range(9))
+def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int) -> None:
+    text = _tags(mark)[case]
+    (tmp_path / "evil.yaml").write_text(text + "\n")
+    with pytest.raises(InputError) as error:
+        parse_config("train", "", ["--config", str(tmp_path / "evil.yaml")], lambda parser: None)
+    assert "\n" not in str(error.value)
+    assert not mark.exists()
+    if case < 7 and "apply" in text:  # the file would, if it were loaded otherwise
+        yaml.unsafe_load(text)
+        assert mark.exists()
+
+
+@pytest.mark.parametrize("key", ["log.name", "data.tables.rows", "train"])
+def test_an_option_executes_nothing(mark: Path, key: str) -> None:
+    for value in (_tags(mark)[0], json.dumps({"class_path": "os.mkdir", "init_args": {"path": str(mark)}})):
+        argv = ["--config", "configs/quickstart.yaml", f"--{key}={value}"]
+        try:
+            config, _ = parse_config("train", "", argv, lambda parser: None)
+            assert str(mark) in json.dumps(config.as_dict()), "a text, as it is"
+        except InputError:
+            pass
+        assert not mark.exists()
+
+
+def _write_days(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "text.tsv").write_bytes(b"\n".join(random_lines(20)))
+    prepare_criteo(folder / "text.tsv", folder, min_count=1)
+    return folder
+
+
+@pytest.mark.parametrize("part", ["dense", "sparse", "labels"])
+def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
+    folder = _write_days(tmp_path / "days")
+    np.save(folder / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
+    for meta in (True, False):
+        if not meta:
+            (folder / "meta.json").unlink()
+        with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
+            CriteoNpy(folder, TablesConfig(rows=50))
+        assert not mark.exists()
+    np.load(folder / f"day_0_{part}.npy", allow_pickle=True)
+    assert mark.exists(), "the file would, if it were loaded otherwise"
+
+
+def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> None:
+    np.save(tmp_path / "day_0_dense.npy", np.zeros((20, 13), np.float32))
+    np.save(tmp_path / "day_0_labels.npy", np.zeros((20, 1), np.int32))
+    members: dict[str, Any] = {f"{t}": np.zeros((20, 1), np.int32) for t in range(26)}
+    members["3"] = np.array([[_Evil(mark)]] * 20)
+    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **members)
+    with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
+        CriteoMultihot(tmp_path, TablesConfig(rows=50))
+    evil = f"{{'descr': __import__('os').mkdir('{mark}'), 'fortran_order': False, 'shape': (20, 1)}}"
+    for header in (evil, evil[:-20]):  # an expression in place of a literal, whole and cut
+        with zipfile.ZipFile(tmp_path / "day_0_sparse_multi_hot.npz", "w") as archive:
+            for t in range(26):
+                size = (len(header) + 1).to_bytes(2, "little")
+                archive.writestr(f"{t}.npy", b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
+        with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
+            CriteoMultihot(tmp_path, TablesConfig(rows=50))
+        (tmp_path / "day_0_dense.npy").write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
+        np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
+        with pytest.raises(InputError, match=r"day_0_dense\.npy: not a whole numpy file"):
+            CriteoNpy(tmp_path, TablesConfig(rows=50))
+    assert not mark.exists()
+
+
+def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
+    folder = _write_days(tmp_path / "days")
+    np.savez(folder / "vocabulary.npz", *[np.array([_Evil(mark)])] * 26)
+    (folder / "day_0_labels.npy").unlink()  # so that the day is made again, from the values that were counted
+    with pytest.raises(InputError, match=r"vocabulary\.npz: not what .* writes .*; remove it and run again"):
+        prepare_criteo(folder / "text.tsv", folder, min_count=1)
+    assert not mark.exists()
+    (folder / "vocabulary.npz").unlink()
+    prepare_criteo(folder / "text.tsv", folder, min_count=1)
+
+
+def test_results_execute_nothing(tmp_path: Path, mark: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'__import__("os").mkdir("{mark}")\n{{"step": 1}}\n')
+    MetricsFile(path, 1).close()
+    assert path.read_text() == '{"step": 1}\n'
+    assert not mark.exists()
