@@ -291,6 +291,29 @@ def check_fits(
         log.info("resume: %s was trained with %s", path, changes)
 
 
+def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> None:
+    """Check that a run of `config` can go on from the checkpoint that it will find, by the manifests alone.
+
+    Needs no process group, so that a model that does not fit is refused before ranks meet. Whether the checkpoint is
+    whole is found later, by all ranks together.
+
+    Args:
+        config: of the run.
+        rows: of each table.
+        global_batch: samples of all ranks.
+
+    Raises:
+        InputError: with every difference, see `check_fits`.
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return
+    path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
+    if path is not None:
+        shape, settings = checkpoint_shape(config, rows), trained_with(config, global_batch)
+        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)
+
+
 def _flat(shape: dict[str, Any]) -> dict[str, Any]:
     """Return `shape` with the model's keys named as in the configuration."""
     model = {f"model.{key}": value for key, value in shape.get("model", {}).items()}

@@ -194,6 +194,7 @@ def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> No
     assert result.returncode == 2
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
     assert "has optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']" in line
+    assert "launch: " not in result.stderr, "no process group was made"
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.run_log import check_folder
@@ -66,6 +66,25 @@ def test_other_samples_are_refused(checkpoint: Path, option: str, change: str) -
     assert f"{checkpoint} was trained with {change}; set what it had" in str(error.value)
     assert "--checkpoint.resume_changed true" in str(error.value)
     assert _find(checkpoint, *option.split(), changed=True) == checkpoint
+
+
+def test_another_model_is_refused_with_all_that_differs(checkpoint: Path) -> None:
+    """By the manifest, with no process group."""
+    other = "--model.dim 8 --model.bottom_mlp [8] --train.optimizer adam --embedding.weight_dtype fp16"
+    config = _config(*other.split(), "--checkpoint.resume", str(checkpoint))
+    with pytest.raises(InputError) as error:
+        check_resume_fits(config, [10, 21], 1024)
+    for difference in (
+        "model.dim 16, this run has 8",
+        "model.bottom_mlp [64, 16], this run has [8]",
+        "rows [10, 20], this run has [10, 21]",
+        "optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']",
+        "weight_dtype fp32, this run has fp16",
+    ):
+        assert difference in str(error.value)
+    with pytest.raises(InputError, match="global_batch_size 1024, now 7"):
+        check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 7)
+    check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 1024)
 
 
 def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.storage import save
+from dlrm_overlap.storage import load, save
 from dlrm_overlap.storage.load import Checkpoint, find_faults, open_checkpoint
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
@@ -58,7 +58,7 @@ def _state(cuts: list[int], weight: torch.Tensor, per_row: torch.Tensor) -> Stat
     return model, {"state": {"t.weight": {"momentum1": state}, "dense.bias": {"step": torch.tensor(7.0)}}}
 
 
-def _table(cuts: list[int]) -> State:
+def make_table(cuts: list[int]) -> State:
     return _state(cuts, torch.arange(float(ROWS * D)).view(ROWS, D), torch.rand(len(cuts), ROWS))
 
 
@@ -66,19 +66,19 @@ def _empty(cuts: list[int]) -> State:
     return _state(cuts, torch.full((ROWS, D), torch.nan), torch.full((len(cuts), ROWS), torch.nan))
 
 
-def _write_new(folder: Path, state: State) -> Path:
+def write_new(folder: Path, state: State) -> Path:
     write_checkpoint(folder / "step_3", local_parts(*state), lambda: Manifest(3, {"rows": [ROWS]}))
     return folder / "step_3"
 
 
-def _write_old(folder: Path, state: State) -> Path:
+def write_old(folder: Path, state: State) -> Path:
     path = folder / "step_3"
     dcp_saver.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
     (path / MANIFEST).write_text(json.dumps({"step": 3, "shape": {}, "settings": {}}))
     return path
 
 
-WRITERS = {"new": _write_new, "old": _write_old}
+WRITERS = {"new": write_new, "old": write_old}
 
 
 def _open(path: Path) -> Stored:
@@ -98,7 +98,7 @@ def _load(path: Path, cuts: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_a_state_of_one_number_a_row_loads_into_other_columns(tmp_path: Path, write: Callable[..., Path]) -> None:
-    state = _table([0, 2, 6])
+    state = make_table([0, 2, 6])
     a, b, c = (shard.tensor for shard in state[1]["state"]["t.weight"]["momentum1"].local_shards())
     path = write(tmp_path, state)
     expected = {
@@ -120,13 +120,13 @@ def test_tables_cut_by_rows_load_whole(tmp_path: Path) -> None:
     weight, per_row = torch.rand(ROWS, D), torch.rand(ROWS)
     table = _sharded([([0, 0], weight[:2]), ([2, 0], weight[2:])], [ROWS, D])
     state = _sharded([([0], per_row[:2]), ([2], per_row[2:])], [ROWS])
-    path = _write_new(tmp_path, ({"t.weight": table}, {"state": {"t.weight": {"momentum1": state}}}))
+    path = write_new(tmp_path, ({"t.weight": table}, {"state": {"t.weight": {"momentum1": state}}}))
     assert torch.equal(whole(NAME, _open(path)), weight)
     assert torch.equal(whole(STATE, _open(path)), per_row)
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
-    path = _write_new(tmp_path, _table([0]))
+    path = write_new(tmp_path, make_table([0]))
     (part,) = local_parts({"bias": torch.zeros(4)}, {"state": {}})
     with pytest.raises(InputError, match=r"has model\.bias of shape \[3\], this run \[4\]"):
         fill(part, _open(path))
@@ -137,7 +137,7 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["no room", "No space left on device"])
 def test_a_save_that_fails_leaves_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    path = _write_new(tmp_path, _table([0, 4]))
+    path = write_new(tmp_path, make_table([0, 4]))
     before = path.stat().st_mtime_ns
 
     def full(*_: Any) -> None:
@@ -149,14 +149,22 @@ def test_a_save_that_fails_leaves_what_there_is(tmp_path: Path, monkeypatch: pyt
     else:
         monkeypatch.setattr(save, "write_tensors", full)
     with pytest.raises(InputError, match=rf"step_3 cannot be written \(rank 0: {fault}\); the checkpoints before it"):
-        _write_new(tmp_path, _table([0]))
+        write_new(tmp_path, make_table([0]))
     assert os.listdir(tmp_path) == ["step_3"]
     assert path.stat().st_mtime_ns == before
     assert find_faults(path, read_manifest(path)) == []
 
 
+def test_a_rank_that_sees_another_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
+    assert load.agree_on(path) == (read_manifest(path), [])
+    monkeypatch.setattr(load, "gather", lambda value: [value, value, "nothing"])
+    with pytest.raises(InputError, match=f"rank 2 does not see the same in {path} as rank 0"):
+        load.agree_on(path)
+
+
 def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
-    path = _write_new(tmp_path, _table([0, 4]))
+    path = write_new(tmp_path, make_table([0, 4]))
     manifest = read_manifest(path)
     assert sorted(os.listdir(path)) == [MANIFEST, "rank_0.safetensors"]
     for file in path.iterdir():
@@ -175,7 +183,7 @@ def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
-    path = _write_new(tmp_path, _table([0, 4]))
+    path = write_new(tmp_path, make_table([0, 4]))
     manifest, file = read_manifest(path), path / "rank_0.safetensors"
     os.truncate(file, 100)
     assert find_faults(path, manifest) == [f"{file} has 100 bytes, not {manifest.files[file.name].bytes}"]
@@ -200,7 +208,7 @@ class _Malice:
 
 @pytest.mark.parametrize("place", ["metadata", "tensor"])
 def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path, place: str) -> None:
-    path = _write_old(tmp_path, _table([0]))
+    path = write_old(tmp_path, make_table([0]))
     assert find_faults(path, read_manifest(path)) == []
     code = pickle.dumps(_Malice(tmp_path / "made"))
     if place == "metadata":
@@ -219,7 +227,7 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path, place: str) -> None
 
 
 def test_flipped_bytes_of_an_old_tensor_are_found(tmp_path: Path) -> None:
-    path = _write_old(tmp_path, _table([0]))
+    path = write_old(tmp_path, make_table([0]))
     manifest, (data,) = read_manifest(path), path.glob("*.distcp")
     content = data.read_bytes()
     place = content.index(torch.arange(float(ROWS * D)).numpy().tobytes()) + 9
@@ -248,7 +256,7 @@ def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_manifest_may_not_name_files_elsewhere(tmp_path: Path) -> None:
-    path = _write_new(tmp_path, _table([0]))
+    path = write_new(tmp_path, make_table([0]))
     manifest = read_manifest(path)
     files = {"../rank_0.safetensors": manifest.files["rank_0.safetensors"]} | manifest.files
     (path / MANIFEST).write_text(dump_manifest(replace(manifest, files=files)))
