@@ -1,33 +1,33 @@
-"""Checkpoints through `torch.distributed.checkpoint`: tables, dense part and optimizer state, whatever the plan.
+"""Checkpoints of a run: tables, dense part and optimizer state, whatever the plan.
 
 A checkpoint is a folder `step_<N>`; it appears under that name once it is whole, so a run that dies while writing
-leaves the one before. Its tensors are stored unsharded by name, so it loads under another plan, number of ranks or
-backend. All ranks must see the same file system.
+leaves the one before. Its tensors are stored by their names in the unsharded model, in files that nothing can be
+executed from, so it loads under another plan, number of ranks or backend. All ranks must see the same file system.
+What is on disk is the business of `storage`.
 """
 
-import json
 import logging
-import os
-import re
-import shutil
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict_loader as dcp_loader
-import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding.plan import data_parallel_tables
+from dlrm_overlap.storage.branches import is_checkpoint, line, lineage, newest_checkpoint, read_manifests, surplus
+from dlrm_overlap.storage.load import agree_on, open_checkpoint
+from dlrm_overlap.storage.manifest import Manifest, read_manifest
+from dlrm_overlap.storage.parts import fill, local_parts
+from dlrm_overlap.storage.save import gather, remove_checkpoint, write_checkpoint
 
 log = logging.getLogger("dlrm_overlap")
 
-_STEP = re.compile(r"step_(\d+)")
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
 _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sample
 
@@ -61,24 +61,9 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     }
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint in `folder`, None without any."""
-    return (_checkpoints(folder) or [None])[-1]
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, oldest first."""
-    found = [(int(m[1]), path) for path in folder.glob("step_*") if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
-
-
 def step_of(checkpoint: Path) -> int:
     """Return the step after which `checkpoint` was written."""
-    return _read(checkpoint)["step"]
-
-
-def _read(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "checkpoint.json").read_text())
+    return read_manifest(checkpoint).step
 
 
 def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:
@@ -108,54 +93,69 @@ def make_folder(folder: Path) -> None:
 class Checkpointer:
     """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
 
-    def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """Keep the newest `keep` checkpoints in `folder`.
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        shape: dict[str, Any],
+        settings: dict[str, Any] | None = None,
+        keep_best: int = 0,
+    ) -> None:
+        """Keep the newest `keep` checkpoints of this run's branch in `folder`, and the `keep_best` of best AUROC.
 
         Args:
             folder: of the checkpoints, each a folder in it.
             keep: number of checkpoints.
             shape: what a checkpoint must have in common with this run to be loaded, `checkpoint_shape`.
             settings: what it should have in common unless a change is allowed, `trained_with`.
+            keep_best: number of checkpoints.
         """
         self.folder = folder
-        self.keep = keep
+        self.keep, self.keep_best = keep, keep_best
         self.shape = shape
         self.settings = settings or {}
+        self.about: dict[str, Any] = {}  # what manifests tell their readers of this run
+        self._branch, self._led = "", ()  # of this run: its name, and the branches that led to it
+        self._parent: str | None = None
 
     def find(self, resume: str, changed: bool = False) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` names: the newest for `auto`, None for `never`.
+        """Return the checkpoint that `checkpoint.resume` names, which is whole; a collective.
+
+        For `auto` it is the one written last, or, where that is damaged, the newest before it that is whole. Without
+        any it is None, as for `never`. Rank 0 finds it, and each rank reads a share of its files.
 
         Raises:
-            InputError: if the path is not a checkpoint, if it is one of another model, or, unless `changed` is set, if
-                it was trained with other settings.
+            InputError: if the path is not a checkpoint, if it is damaged, if ranks see different ones, or if it does
+                not fit this run, see `check_fits`.
         """
-        path = newest_checkpoint(self.folder) if resume == "auto" else Path(resume)
-        if path is None or resume == "never":
+        if resume == "never":
             return None
-        if not (path / "checkpoint.json").is_file():
-            raise InputError(f"checkpoint.resume: {path} is not a checkpoint; give a folder named step_<N>")
-        saved = _read(path)
-        for key, value in self.shape.items():
-            had = saved["shape"].get(key, [])  # older ones had no data-parallel tables
-            if had != value:
-                raise InputError(
-                    f"checkpoint.resume: {path} has {key} {_short(had)}, this run has {_short(value)}; "
-                    f"use the same, or start anew with --checkpoint.resume never and another --log.name"
-                )
-        before = saved.get("settings", {})  # which older checkpoints lack
-        changes = ", ".join(
-            f"{key} {_short(before[key])}, now {_short(value)}"
-            for key, value in self.settings.items()
-            if key in before and before[key] != value
+        faults: list[str] = []
+        if resume == "auto":
+            manifests, broken = read_manifests(self.folder)
+            found = line(manifests)
+            newest = manifests[found[0]].step if found else -1
+            faults = [fault for path, fault in broken.items() if int(path.name.split("_")[1]) > newest]
+            found, faults = gather((found, faults))[0]
+            if not found and not faults:
+                return None
+        elif not is_checkpoint(Path(resume)):
+            raise InputError(f"checkpoint.resume: {resume} is not a checkpoint; give a folder named step_<N>")
+        else:
+            found = [Path(resume)]
+        for path in found:
+            manifest, wrong = agree_on(path)
+            if manifest is not None and not wrong:
+                check_fits(path, manifest, self.shape, self.settings, changed)
+                if faults and not (dist.is_initialized() and dist.get_rank()):
+                    log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
+                return path
+            faults += wrong
+        others = ", and no checkpoint before it is whole" if resume == "auto" else ""
+        raise InputError(
+            f"checkpoint.resume: {faults[0]}{others}; name another checkpoint, or start anew with --checkpoint.resume "
+            f"never and another --log.name"
         )
-        if changes and not changed:
-            raise InputError(
-                f"checkpoint.resume: {path} was trained with {changes}; set what it had, take the change by "
-                f"--checkpoint.resume_changed true, or start anew with another --log.name"
-            )
-        if changes:
-            log.info("resume: %s was trained with %s", path, changes)
-        return path
 
     def make_shared_folder(self) -> None:
         """Make the folder and check that every rank sees it, before anything is trained; a collective.
@@ -169,43 +169,155 @@ class Checkpointer:
         deadline = time.monotonic() + _SEEN_WITHIN_S
         while not (found := self.folder.is_dir()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        seen = torch.tensor(int(found))
-        dist.all_reduce(seen, dist.ReduceOp.MIN)
-        if not seen:
+        if blind := [rank for rank, seen in enumerate(gather(found)) if not seen]:
             raise InputError(
-                f"log.dir: {self.folder} is not seen by all ranks, which write checkpoints together; put it on a file "
-                f"system of all hosts, or save none by --checkpoint.last false --checkpoint.every 0"
+                f"log.dir: {self.folder} is not seen by all ranks (not by rank {blind[0]}), which write checkpoints "
+                f"together; put it on a file system of all hosts, or save none by --checkpoint.last false "
+                f"--checkpoint.every 0"
             )
 
-    def save(self, step: int, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> Path:
-        """Write `step_<step>` from all ranks, remove checkpoints past the newest `keep`, and return the new one."""
+    def save(
+        self,
+        step: int,
+        model: DistributedModelParallel,
+        optimizer: CombinedOptimizer,
+        metrics: dict[str, float] | None = None,
+    ) -> Path:
+        """Write `step_<step>` from all ranks, remove what is not to be kept, and return the new one; a collective.
+
+        Args:
+            step: number of steps taken.
+            model: of this rank.
+            optimizer: its optimizers.
+            metrics: of an evaluation after this step.
+
+        Raises:
+            InputError: on all ranks, if one cannot write; the checkpoints before it stay.
+        """
         final = self.folder / f"step_{step}"
-        temporary = self.folder / f".writing_{step}"
+        manifests, broken = read_manifests(self.folder) if dist.get_rank() == 0 else ({}, {})
+        self._branch = self._branch or uuid.uuid4().hex[:8]
+
+        def manifest() -> Manifest:
+            return Manifest(
+                step,
+                self.shape,
+                self.settings,
+                saved=1 + max((each.saved for each in manifests.values()), default=0),
+                branch=self._branch,
+                lineage=(*self._led, (self._branch, step)),
+                parent=self._parent,
+                metrics=metrics or {},
+                about=self.about,
+            )
+
+        write_checkpoint(final, local_parts(model.state_dict(), optimizer.state_dict()), manifest)
+        self._parent = final.name
         if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        dcp_saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=temporary)
-        if dist.get_rank() == 0:
-            about = {"step": step, "shape": self.shape, "settings": self.settings}
-            (temporary / "checkpoint.json").write_text(json.dumps(about))
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(temporary, final)
-            for old in _checkpoints(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
+            broken.pop(final, None)
+            manifests[final] = read_manifest(final)
+            for old in surplus(manifests, list(broken), self.keep, self.keep_best):
+                remove_checkpoint(old)
         dist.barrier()
         return final
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
-        """Load `path` in place on all ranks and return the step it was written after."""
+        """Load `path` in place on all ranks and return the step it was written after.
+
+        Saves that follow belong to its branch if it was written last of this folder, otherwise to a new one.
+
+        Raises:
+            InputError: if it lacks a tensor of this model or its optimizers.
+        """
+        manifest = read_manifest(path)
         for _, part in optimizer.optimizers:
             if isinstance(part, KeyedOptimizer):
                 part.init_state()  # some optimizers make it at their first step, and loading needs it
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp_loader.load(state, checkpoint_id=path)
-        model.load_state_dict(state["model"])  # type: ignore[arg-type]
-        optimizer.load_state_dict(state["optimizer"])
-        return step_of(path)
+        state = model.state_dict(), optimizer.state_dict()
+        stored = open_checkpoint(path, manifest)
+        for part in local_parts(*state):
+            try:
+                fill(part, stored)
+            except InputError as error:
+                raise InputError(f"checkpoint.resume: {path}: {error}") from None
+        model.load_state_dict(state[0])  # type: ignore[arg-type]
+        optimizer.load_state_dict(state[1])
+        here = path.resolve().parent == self.folder.resolve()
+        self._parent = path.name if here else str(path.absolute())
+        if here:
+            *led, own = lineage(manifest)
+            is_tip = manifest.branch and newest_checkpoint(self.folder) == self.folder / path.name
+            self._branch, self._led = (manifest.branch, tuple(led)) if is_tip else ("", (*led, own))
+        return manifest.step
+
+
+def check_fits(
+    path: Path, manifest: Manifest, shape: dict[str, Any], settings: dict[str, Any], changed: bool = False
+) -> None:
+    """Check that a run can go on from the checkpoint `path`, by what its manifest says.
+
+    Args:
+        path: for the message.
+        manifest: of the checkpoint.
+        shape: of the run, `checkpoint_shape`.
+        settings: of the run, `trained_with`.
+        changed: whether the checkpoint may have been trained with other settings.
+
+    Raises:
+        InputError: with every difference, if it is one of another model, or, unless `changed` is set, if it was trained
+            with other settings.
+    """
+    had, has = (_flat({"data_parallel": []} | each) for each in (manifest.shape, shape))  # old ones had none
+    differences = "; ".join(
+        f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
+    )
+    if differences:
+        raise InputError(
+            f"checkpoint.resume: {path} has {differences}; use the same, or start anew with --checkpoint.resume never "
+            f"and another --log.name"
+        )
+    before = manifest.settings  # which older checkpoints lack
+    changes = ", ".join(
+        f"{key} {_short(before[key])}, now {_short(value)}"
+        for key, value in settings.items()
+        if key in before and before[key] != value
+    )
+    if changes and not changed:
+        raise InputError(
+            f"checkpoint.resume: {path} was trained with {changes}; set what it had, take the change by "
+            f"--checkpoint.resume_changed true, or start anew with another --log.name"
+        )
+    if changes:
+        log.info("resume: %s was trained with %s", path, changes)
+
+
+def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> None:
+    """Check that a run of `config` can go on from the checkpoint that it will find, by the manifests alone.
+
+    Needs no process group, so that a model that does not fit is refused before ranks meet. Whether the checkpoint is
+    whole is found later, by all ranks together.
+
+    Args:
+        config: of the run.
+        rows: of each table.
+        global_batch: samples of all ranks.
+
+    Raises:
+        InputError: with every difference, see `check_fits`.
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return
+    path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
+    if path is not None:
+        shape, settings = checkpoint_shape(config, rows), trained_with(config, global_batch)
+        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)
+
+
+def _flat(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return `shape` with the model's keys named as in the configuration."""
+    model = {f"model.{key}": value for key, value in shape.get("model", {}).items()}
+    return model | {key: value for key, value in shape.items() if key != "model"}
 
 
 def _short(value: Any) -> str:

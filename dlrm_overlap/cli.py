@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | compare | bench | trace | prepare | doctor`.
+"""The command line: `dlrm-overlap train | compare | bench | trace | checkpoint | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -24,7 +24,8 @@ from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
-DISAGREEMENT, USER_ERROR = 1, 2
+DISAGREEMENT = DAMAGED = 1
+USER_ERROR = 2
 
 
 def train(argv: list[str]) -> int:
@@ -34,7 +35,7 @@ def train(argv: list[str]) -> int:
         from dlrm_overlap.observe.run_log import check_folder
 
         check_folder(ranks.config)  # before a process group is made
-        trainer = ranks.trainer()
+        trainer = ranks.trainer(resumes=True)
         summary = trainer.fit()
         trainer.close()
         if ranks.world.rank == 0:
@@ -183,6 +184,37 @@ def trace(argv: list[str]) -> int:
     return 0
 
 
+def checkpoint(argv: list[str]) -> int:
+    """Tell what is in a checkpoint, check that it is whole, or export its tensors for other tools."""
+    parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
+    parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
+    parser.add_argument("path", metavar="PATH", help="folder step_<N>")
+    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors or .pt")
+    parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
+    values = parser.read(argv)
+    path = Path(values.path)
+    if (values.action == "export") != bool(values.output):
+        raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
+    if values.optimizer and values.action != "export":
+        raise InputError(f"--optimizer: true has no effect on checkpoint {values.action}; leave it out")
+    from dlrm_overlap.storage.tools import export, show, verify
+
+    if values.action == "show":
+        text = show(path)
+        with reader_may_leave():
+            print(text)
+    elif values.action == "export":
+        print(f"{values.output}: {export(path, Path(values.output), values.optimizer)} tensors")
+    else:
+        faults = verify(path)
+        for fault in faults:
+            print(f"dlrm-overlap: {fault}", file=sys.stderr)
+        if faults:
+            return DAMAGED
+        print(f"{path}: whole")
+    return 0
+
+
 def doctor(argv: list[str]) -> int:
     """Tell what this machine has, what is missing and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
@@ -195,13 +227,13 @@ def doctor(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, compare, bench, trace, prepare, doctor)
+    command.__name__: command for command in (train, compare, bench, trace, checkpoint, prepare, doctor)
 }
 
 
 def usage() -> str:
     """Return the commands, a line each."""
-    lines = [f"  {name:8} {function.__doc__}" for name, function in COMMANDS.items()]
+    lines = [f"  {name:10} {function.__doc__}" for name, function in COMMANDS.items()]
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.checkpoint import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.result_files import nan_as_none, write_atomically
 from dlrm_overlap.observe.run_folder import hold_run_folder
 from dlrm_overlap.observe.run_log import has_results, read_summary
 from dlrm_overlap.observe.text_table import format_table
+from dlrm_overlap.storage.branches import newest_checkpoint
 from dlrm_overlap.trainer import NotFiniteError, Trainer
 
 log = logging.getLogger("dlrm_overlap")

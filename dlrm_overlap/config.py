@@ -385,14 +385,16 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints, written with torch.distributed.checkpoint."""
+    """Checkpoints."""
 
     every: NonNegativeInt = 0
     """steps between checkpoints; 0 saves none on the way"""
     last: bool = True
     """save after the last step, also that of an early stop"""
     keep: PositiveInt = 2
-    """newest checkpoints to keep"""
+    """newest checkpoints to keep, of those that led to the last one"""
+    keep_best: NonNegativeInt = 0
+    """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False
@@ -439,6 +441,11 @@ class Config:
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
         yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
         yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"
+        yield (
+            "checkpoint.keep_best",
+            train.eval_every > 0 and self.checkpoint.every > 0,
+            "unless train.eval_every and checkpoint.every are set; set both, one a multiple of the other",
+        )
         yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"
 
     @property

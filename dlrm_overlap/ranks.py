@@ -48,15 +48,20 @@ class Ranks:
             log.info("%s", self.world.describe())
             process_group.init_process_group(self.world, self.device)
 
-    def trainer(self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None) -> "Trainer":
+    def trainer(
+        self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None, resumes: bool = False
+    ) -> "Trainer":
         """Check `config`, by default the command's own, then make the process group and build the trainer.
 
         Args:
+            config: of the trainer.
             fused_params: tells TorchRec of the tables what no key says.
+            resumes: whether the trainer will go on from a checkpoint if there is one, which must fit `config`.
 
         Raises:
-            InputError: if the device or the data do not fit `config`; before the process group is made.
+            InputError: if the device, the data or the checkpoint do not fit `config`; before the process group is made.
         """
+        from dlrm_overlap.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
         from dlrm_overlap.trainer import Trainer
 
@@ -64,6 +69,9 @@ class Ranks:
         check_start(config, self.device)
         train_data, held_out = open_datasets(config.data, self.device)
         total_steps(config, train_data, self.world.world_size)
+        if resumes:
+            batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
+            check_resume_fits(config, list(train_data.rows), batch)
         self.connect()
         return Trainer(config, self.world, self.device, train_data, held_out, fused_params)
 

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 
 from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with, weights_are_finite
@@ -37,7 +36,7 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.plan import build_plan, build_topology
+from dlrm_overlap.embedding.plan import build_plan, build_topology, plan_record
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
@@ -50,7 +49,7 @@ from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.observe.finite import state_is_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
-from dlrm_overlap.observe.run_folder import agree_on_checkpoint, from_rank_0, hold_run_folder
+from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
 from dlrm_overlap.overlap import resolve_overlap
 from dlrm_overlap.pipeline import (
@@ -99,6 +98,7 @@ class Trainer:
             config.checkpoint.keep,
             checkpoint_shape(config, rows),
             trained_with(config, self.global_batch),
+            config.checkpoint.keep_best,
         )
         self.start = self.saved = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
@@ -119,6 +119,11 @@ class Trainer:
         self.plan = build_plan(
             task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
         )
+        self.checkpointer.about = {
+            "config": config.as_dict(),
+            "plan": plan_record(self.plan),
+            "world_size": world.world_size,
+        }
         self.model = shard_model(task, self.plan, sharder, group, device)
         graph = takes_graph(config, self.model, device)
         is_flat = graph and config.train.flat_dense
@@ -191,15 +196,15 @@ class Trainer:
                 border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
                 self._train(step, border, batches, loader, run_log)
                 step = border
-                if (every_save and step % every_save == 0) or (save_last and step == self.steps):
-                    self.save(step)
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
-                    if target and values["auroc"] >= target:
-                        log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
-                        if save_last:
-                            self.save(step)
-                        break
+                if (every_save and step % every_save == 0) or (save_last and step == self.steps):
+                    self.save(step, values if evaluated == step else None)
+                if evaluated == step and target and values["auroc"] >= target:
+                    log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
+                    if save_last:
+                        self.save(step, values)
+                    break
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             with self._raising_the_cause():
@@ -276,8 +281,9 @@ class Trainer:
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))
 
-    def save(self, step: int) -> None:
-        """Save a checkpoint after `step`, unless that is done, and only of a state that is whole.
+    def save(self, step: int, metrics: dict[str, float] | None = None) -> None:
+        """Save a checkpoint after `step` with the `metrics` of its evaluation, unless that is done, and only of a state
+        that is whole.
 
         A rank whose kernels have recorded a fault raises it before the collective save, so no checkpoint appears.
 
@@ -298,20 +304,19 @@ class Trainer:
             # Finite weights may be so large that the next loss is not, and a good checkpoint would go for them.
             loss = self._evaluate_on(1)["loss"]
             self._require_finite(math.isfinite(loss), f"the loss of the first held-out batch is {loss}", step)
-            path = self.checkpointer.save(step, self.model, self.optimizer)
+            path = self.checkpointer.save(step, self.model, self.optimizer, metrics)
         self.saved = step
         log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
 
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
         config = self.config
-        resume, changed = config.checkpoint.resume, config.checkpoint.resume_changed
-        checkpoint = agree_on_checkpoint(lambda: self.checkpointer.find(resume, changed))
+        checkpoint = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.resume_changed)
         if checkpoint is None:
             return None
         self.start = self.saved = step_of(checkpoint)
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
-        if summary is not None:
+        if summary is not None and (config.checkpoint.resume == "auto" or self.start >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
                 why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
@@ -369,9 +374,9 @@ class Trainer:
         """
         try:
             yield
-        except (RuntimeError, CheckpointException) as error:
+        except RuntimeError as error:
             self._check_exchanges()
-            if isinstance(error, RuntimeError) and (bad_id := fbgemms_bad_id(error)):
+            if bad_id := fbgemms_bad_id(error):
                 raise bad_id from error
             raise
 

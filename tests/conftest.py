@@ -64,12 +64,17 @@ def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
     )
 
 
-def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path:
-    """Train the quickstart on `nproc` CPU processes, logging every step, and return the run's folder."""
+def run_quickstart(folder: Path, name: str, nproc: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """Train the quickstart on `nproc` CPU processes, logging every step, and return exit code and output."""
     argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
     argv += ["--nproc", str(nproc)] if nproc > 1 else []
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--checkpoint.last", "false", *options]
-    result = run_cli(*argv)
+    return run_cli(*argv)
+
+
+def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path:
+    """Train the quickstart as `run_quickstart` does, check that it ends well, and return the run's folder."""
+    result = run_quickstart(folder, name, nproc, *options)
     assert result.returncode == 0, result.stderr
     return folder / name
 

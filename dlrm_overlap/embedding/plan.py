@@ -177,7 +177,7 @@ def _balanced_plan(
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
     # FBGEMM keeps row-wise Adagrad's state for each shard's rows apart: where cuts depend on the number of ranks, so
-    # would what is trained, and a checkpoint would load on no other number.
+    # would what is trained, and losses would part where a checkpoint is loaded on another number.
     placed = balance(divided, world_size, capacity, config.optimizer != "rowwise_adagrad", everywhere)
     if placed is None:
         held = sum(load.bytes for load in divided)
@@ -237,6 +237,21 @@ def _does_not_fit(kind: str, reason: str) -> InputError:
         f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cap the tables with "
         f"--data.tables.max_rows, or use more ranks"
     )
+
+
+def plan_record(plan: ShardingPlan) -> dict[str, Any]:
+    """Return what a checkpoint tells of the plan: of each table the sharding, and rank, offsets and sizes of shards."""
+    return {
+        table: {"sharding": sharding.sharding_type}
+        | {
+            "shards": [
+                {"rank": s.placement.rank(), "offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes)}
+                for s in (sharding.sharding_spec.shards if sharding.sharding_spec else [])
+            ]
+        }
+        for module in plan.plan.values()
+        for table, sharding in sorted(module.items())  # type: ignore[attr-defined]
+    }
 
 
 def describe_plan(plan: ShardingPlan) -> str:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, Config, InputError, parse_multi_hot
 from dlrm_overlap.files import check_free
+from dlrm_overlap.storage.branches import is_checkpoint
+from dlrm_overlap.storage.manifest import DamagedError, read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -72,17 +74,23 @@ def check_memory(config: Config, world_size: int, local_ranks: int) -> None:
 
 
 def check_resume(config: Config) -> None:
-    """Check that `checkpoint.resume` is auto, never or the folder of a checkpoint.
+    """Check that `checkpoint.resume` is auto, never or the folder of a checkpoint, whose manifest is whole.
 
     Raises:
         InputError: if it is none of these.
     """
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not (Path(resume) / "checkpoint.json").is_file():
+    if resume in ("auto", "never"):
+        return
+    if not is_checkpoint(Path(resume)):
         raise InputError(
             f"checkpoint.resume: {resume!r} is neither auto nor never nor a checkpoint; give one of the two words, or "
             f"a folder named step_<N>"
         )
+    try:
+        read_manifest(Path(resume))
+    except DamagedError as error:
+        raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
 
 
 def check_runs(config: Config, names: Iterable[str]) -> None:

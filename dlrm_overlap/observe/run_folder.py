@@ -57,33 +57,3 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         from_rank_0(hold)
         yield
-
-
-def agree_on_checkpoint(find: Callable[[], Path | None]) -> Path | None:
-    """Return the checkpoint that `find` returns on rank 0, once every rank has seen it; a collective.
-
-    Raises:
-        InputError: on all ranks, as `find` raises it on rank 0, or naming the ranks that do not see this checkpoint, or
-            see another of that name.
-    """
-    found = from_rank_0(lambda: (path := find()) and (path, _about(path)))
-    if found is None:
-        return None
-    path, about = found
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, _about(path) == about)
-    if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
-        raise InputError(
-            f"checkpoint.resume: rank 0 goes on from {path}, which rank {', '.join(blind)} does not see, or not the "
-            f"same; put log.dir on a file system of all hosts"
-        )
-    return path
-
-
-def _about(checkpoint: Path) -> list[tuple[str, int, bytes]]:
-    """Return name and size of what lies in `checkpoint`, and the contents of what says what it is."""
-    try:
-        files = sorted(file for file in checkpoint.iterdir() if file.is_file())
-        return [(f.name, f.stat().st_size, f.read_bytes() if f.suffix == ".json" else b"") for f in files]
-    except OSError:
-        return []

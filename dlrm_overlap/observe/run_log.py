@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.checkpoint import make_folder, newest_checkpoint
+from dlrm_overlap.checkpoint import make_folder
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
@@ -28,6 +28,7 @@ from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
 from dlrm_overlap.observe.tracing import StepTracer
+from dlrm_overlap.storage.branches import newest_checkpoint
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -75,7 +76,7 @@ def check_folder(config: Config) -> None:
     """
     folder, resume = config.folder, config.checkpoint.resume
     if newest := newest_checkpoint(folder / "checkpoints"):
-        if resume != "auto" and Path(resume).resolve() != newest.resolve():
+        if resume != "auto" and Path(resume).resolve().parent != newest.resolve().parent:
             raise InputError(
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
                 f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"
@@ -112,8 +113,8 @@ class RunLog:
         if world.rank:
             return
         make_folder(folder)
+        (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
-            (folder / "summary.json").unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)

@@ -1,13 +1,22 @@
 """A run that stops and goes on is the run that did not stop."""
 
 import json
+import os
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from dlrm_overlap.storage.load import find_faults
+from dlrm_overlap.storage.manifest import read_manifest
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
-from tests.conftest import read_metrics, run_cli, train_quickstart
+from tests.conftest import ROOT, read_metrics, run_cli, run_quickstart, train_quickstart
 
 SAVING = ["--checkpoint.every", "10", "--checkpoint.keep", "2", "--data.eval_samples", "2000"]
 SAVING += ["--train.global_batch_size", "512", "--train.warmup_steps", "20"]
@@ -32,12 +41,30 @@ def test_keeps_the_newest(whole: Path) -> None:
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_20", "step_30"]
 
 
-def test_goes_on_where_the_folder_left_off(whole: Path, tmp_path: Path) -> None:
+def _flip(file: Path) -> None:
+    """Change one bit in the middle of `file`."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_30")
-    run = train_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30")
+    newest = tmp_path / "run" / "checkpoints" / "step_30"
+    _flip(newest / "rank_1.safetensors")
+    (tmp_path / "run" / "summary.json").unlink()
+    result = run_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30")
+    assert result.returncode == 0, result.stderr
+    (warning,) = [line for line in result.stderr.splitlines() if "checksum" in line]
+    assert f"{newest}/rank_1.safetensors is not what was written" in warning
+    assert "step_20, the newest that is whole" in warning
+    run = tmp_path / "run"
     assert list(read_metrics(run, "train/loss")) == list(range(1, 31)), "no step missing, none twice"
     _assert_continues(run, whole, 0.0)
+    manifest = read_manifest(newest)
+    assert find_faults(newest, manifest) == []
+    assert (manifest.parent, manifest.lineage[0][1]) == ("step_20", 20)
+    assert (run / "checkpoints" / "step_20").exists(), "what it came from, since keep is 2"
 
 
 @pytest.mark.slow
@@ -48,10 +75,112 @@ def test_goes_on_with_another_number_of_ranks(whole: Path, tmp_path: Path, nproc
     _assert_continues(run, whole, LOSS_TOLERANCE["adagrad"])
 
 
+CUTS = {  # optimizer, plan that writes, plan, backend and number of ranks that read, tolerance of the losses
+    "rowwise_adagrad column_wise 2 auto torchrec 1": 2e-3,
+    "rowwise_adagrad column_wise 2 column_wise pgas 4": 1e-2,
+    "rowwise_adagrad table_wise 1 column_wise fused 2": 2e-3,
+    "rowwise_adagrad column_wise 2 column_wise nccl 2": LOSS_TOLERANCE["rowwise_adagrad"],
+    "adagrad column_wise 2 table_wise pgas 4": LOSS_TOLERANCE["adagrad"],
+    "sgd column_wise 2 table_wise torchrec 2": LOSS_TOLERANCE["sgd"],
+    "sgd table_wise 2 auto pgas 4": LOSS_TOLERANCE["sgd"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUTS)
+def test_goes_on_with_tables_cut_otherwise(tmp_path: Path, case: str) -> None:
+    """Row-wise Adagrad keeps a number a row and shard: a shard made of others has their mean, so losses part a bit."""
+    optimizer, plan, nproc, other_plan, backend, other_nproc = case.split()
+    options = [*SAVING, "--embedding.optimizer", optimizer, "--train.steps", "30"]
+    whole = train_quickstart(tmp_path, "whole", int(nproc), *options, "--embedding.plan", plan)
+    start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_20")]
+    there = ["--embedding.plan", other_plan, "--embedding.backend", backend]
+    run = train_quickstart(tmp_path, "run", int(other_nproc), *options, *start, *there)
+    losses, expected = read_metrics(run, "train/loss"), read_metrics(whole, "train/loss")
+    for step in range(21, 31):
+        assert losses[step] == pytest.approx(expected[step], rel=CUTS[case], abs=0), step
+
+
+@pytest.mark.slow
+def test_a_branch_leaves_the_other_behind(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    options = ["--checkpoint.every", "2", "--checkpoint.keep", "1", "--train.steps", "24"]
+    train_quickstart(tmp_path, "run", 1, *SAVING, "--checkpoint.resume", str(folder / "step_20"), *options)
+    assert [path.name for path in folder.iterdir()] == ["step_24"]
+    shutil.rmtree(folder)
+    shutil.copytree(whole / "checkpoints", folder)
+    options = ["--checkpoint.every", "4", "--checkpoint.keep", "3", "--train.steps", "24"]
+    train_quickstart(tmp_path, "run", 1, *SAVING, "--checkpoint.resume", str(folder / "step_20"), *options)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_20", "step_24", "step_30"], "24 has a source"
+    result = run_quickstart(tmp_path, "run", 1, *SAVING, "--train.steps", "26")
+    assert "step_24, after step 24" in result.stderr, "not the abandoned step 30"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["flipped", "cut", "gone", "manifest"])
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(whole: Path, tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "step_20"
+    shutil.copytree(whole / "checkpoints" / "step_20", path)
+    file = path / ("checkpoint.json" if fault == "manifest" else "rank_0.safetensors")
+    {"flipped": _flip, "cut": lambda f: os.truncate(f, 999), "gone": Path.unlink, "manifest": _flip}[fault](file)
+    result = run_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30", "--checkpoint.resume", str(path))
+    assert result.returncode == 2
+    (line,) = [line for line in result.stderr.splitlines() if "dlrm-overlap:" in line]
+    assert str(file) in line
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_what_there_is(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    before = {path.name for path in (whole / "checkpoints").iterdir()}
+    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2", *SAVING]
+    argv += ["--train.steps", "40", "--log.dir", str(tmp_path), "--log.name", "run", "--log.tensorboard", "false"]
+    command = shlex.join([sys.executable, "-m", "dlrm_overlap", *argv])
+    result = subprocess.run(  # no file may grow beyond 100 kB, and those of the ranks have 290
+        ["bash", "-c", f"ulimit -f 100; {command}"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "dlrm-overlap:" in line]
+    assert "step_40 cannot be written (rank 0: File too large; rank 1: File too large)" in line
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == before
+    run = train_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "40")
+    assert list(read_metrics(run, "train/loss")) == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
+    """Killed at random moments of a run that does little but save: what has a name is whole, and the run goes on."""
+    options = [*SAVING, "--checkpoint.every", "1", "--checkpoint.keep", "3", "--train.steps", "60"]
+    whole = train_quickstart(tmp_path, "whole", 2, *options)
+    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2", "--log.every", "1"]
+    argv += ["--checkpoint.last", "false", "--log.dir", str(tmp_path), "--log.name", "run", *options]
+    folder, random = tmp_path / "run" / "checkpoints", Random(0)
+    for _ in range(4):
+        before = set(folder.glob("step_*"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dlrm_overlap", *argv],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        while set(folder.glob("step_*")) == before and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, 0.15))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for path in folder.glob("step_*"):
+            assert find_faults(path, read_manifest(path)) == []
+    run = train_quickstart(tmp_path, "run", 2, *options)
+    assert read_metrics(run, "train/loss") == read_metrics(whole, "train/loss")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_58", "step_59", "step_60"]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_half_written_is_not_found(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step_30").rename(tmp_path / "run" / "checkpoints" / ".writing_30")
+    (tmp_path / "run" / "checkpoints" / "step_30").rename(tmp_path / "run" / "checkpoints" / ".partial_step_30")
     run = train_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30")
     _assert_continues(run, whole, 0.0)
 
@@ -65,6 +194,7 @@ def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> No
     assert result.returncode == 2
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
     assert "has optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']" in line
+    assert "launch: " not in result.stderr, "no process group was made"
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ it is measured under one optimizer after the other. Every contender takes the sa
 time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
 contender under an optimizer.
 
-Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, `dma`, and `atomic` where it can run.
+Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, `dma`, and `atomic` where it
+can run.
 Extra columns: the optimizer, the packing, the bytes and the time of a cache without bounds, ids and touched rows,
 whether a contender repeats its bits, and the times of the parts.
 """

@@ -1,14 +1,16 @@
 """What a run goes on with, and what it refuses to, by the files of its folder alone."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.run_log import check_folder
+from dlrm_overlap.storage.branches import line, newest_checkpoint, read_manifests, surplus
+from dlrm_overlap.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
 
 ROWS = [10, 20]
 
@@ -33,9 +35,13 @@ def checkpoint(tmp_path: Path) -> Path:
     checkpointer = _checkpointer(tmp_path, _config(), 2)
     path = tmp_path / "step_2"
     path.mkdir()
-    about = {"step": 2, "shape": checkpointer.shape, "settings": checkpointer.settings}
-    (path / "checkpoint.json").write_text(json.dumps(about))
+    _describe(path, Manifest(2, checkpointer.shape, checkpointer.settings))
     return path
+
+
+def _describe(checkpoint: Path, manifest: Manifest) -> None:
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / MANIFEST).write_text(dump_manifest(manifest))
 
 
 def _find(checkpoint: Path, *options: str, world_size: int = 2, changed: bool = False) -> Path | None:
@@ -60,6 +66,25 @@ def test_other_samples_are_refused(checkpoint: Path, option: str, change: str) -
     assert f"{checkpoint} was trained with {change}; set what it had" in str(error.value)
     assert "--checkpoint.resume_changed true" in str(error.value)
     assert _find(checkpoint, *option.split(), changed=True) == checkpoint
+
+
+def test_another_model_is_refused_with_all_that_differs(checkpoint: Path) -> None:
+    """By the manifest, with no process group."""
+    other = "--model.dim 8 --model.bottom_mlp [8] --train.optimizer adam --embedding.weight_dtype fp16"
+    config = _config(*other.split(), "--checkpoint.resume", str(checkpoint))
+    with pytest.raises(InputError) as error:
+        check_resume_fits(config, [10, 21], 1024)
+    for difference in (
+        "model.dim 16, this run has 8",
+        "model.bottom_mlp [64, 16], this run has [8]",
+        "rows [10, 20], this run has [10, 21]",
+        "optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']",
+        "weight_dtype fp32, this run has fp16",
+    ):
+        assert difference in str(error.value)
+    with pytest.raises(InputError, match="global_batch_size 1024, now 7"):
+        check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 7)
+    check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 1024)
 
 
 def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,9 +124,7 @@ def test_a_path_is_the_same_however_it_is_written(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_checkpoint_that_does_not_tell_what_it_was_trained_with(checkpoint: Path) -> None:
-    about = json.loads((checkpoint / "checkpoint.json").read_text())
-    del about["settings"]
-    (checkpoint / "checkpoint.json").write_text(json.dumps(about))
+    _describe(checkpoint, replace(read_manifest(checkpoint), settings={}))
     assert _find(checkpoint, "--train.seed", "1") == checkpoint
 
 
@@ -121,17 +144,82 @@ def test_a_run_that_logged_nothing_may_be_started_again(tmp_path: Path) -> None:
     check_folder(_run(tmp_path))
 
 
-def test_only_the_newest_of_a_runs_own_checkpoints_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
     older, newest = (tmp_path / "run" / "checkpoints" / name for name in ("step_9", "step_10"))
     for path in (older, newest):
         path.mkdir(parents=True)
     (tmp_path / "run" / "summary.json").write_text("{}")
-    for resume in ("never", str(older), "elsewhere/step_2"):
+    for resume in ("never", "elsewhere/step_2"):
         with pytest.raises(InputError, match=rf"resume: {resume}, but {newest} is an earlier run's"):
             check_folder(_run(tmp_path, "--checkpoint.resume", resume))
-    for resume in ("auto", str(newest), f"{older}/../step_10"):
+    for resume in ("auto", str(newest), str(older), f"{older}/../step_10"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
     check_folder(_run(tmp_path, "--checkpoint.resume", str(older), "--log.name", "another"))
+
+
+def _save(folder: Path, saved: int, step: int, *lineage: tuple[str, int], **metrics: float) -> None:
+    branch = (*lineage[-1:], ("", 0))[0][0]
+    _describe(folder / f"step_{step}", Manifest(step, {}, {}, saved, branch, lineage, metrics=metrics))
+
+
+def _names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_an_abandoned_branch_is_not_gone_on_from(tmp_path: Path) -> None:
+    for saved, step in enumerate((10, 20, 30), 1):
+        _save(tmp_path, saved, step, ("a", step))
+    assert _names(line(read_manifests(tmp_path)[0])) == ["step_30", "step_20", "step_10"]
+    _save(tmp_path, 4, 25, ("a", 20), ("b", 25))
+    assert _names(line(read_manifests(tmp_path)[0])) == ["step_25", "step_20", "step_10"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_25"
+    _save(tmp_path, 5, 22, ("a", 20), ("c", 22))
+    assert _names(line(read_manifests(tmp_path)[0])) == ["step_22", "step_20", "step_10"]
+
+
+def test_what_a_branch_came_from_is_kept_until_it_has_enough(tmp_path: Path) -> None:
+    for saved, step in enumerate((10, 20, 30), 1):
+        _save(tmp_path, saved, step, ("a", step))
+    (tmp_path / "step_40").mkdir()  # its manifest is gone
+
+    def removed(keep: int) -> list[str]:
+        manifests, faults = read_manifests(tmp_path)
+        return _names(surplus(manifests, list(faults), keep, 0))
+
+    _save(tmp_path, 4, 25, ("a", 20), ("b", 25))
+    assert removed(1) == ["step_20", "step_10", "step_30", "step_40"]
+    assert removed(2) == ["step_10"]
+    _save(tmp_path, 5, 30, ("a", 20), ("b", 30))  # in the place of the abandoned one
+    assert removed(2) == ["step_20", "step_10", "step_40"]
+    assert removed(3) == ["step_10"]
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    for saved, (step, auroc) in enumerate({10: 0.7, 20: 0.9, 30: 0.8, 40: 0.9, 50: 0.6, 60: 0.5}.items(), 1):
+        _save(tmp_path, saved, step, ("a", step), auroc=auroc)
+    manifests = read_manifests(tmp_path)[0]
+    assert _names(surplus(manifests, [], 1, 1)) == ["step_50", "step_30", "step_20", "step_10"], "of equals the newer"
+    assert _names(surplus(manifests, [], 2, 3)) == ["step_10"]
+
+
+def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest, newer = read_manifest(checkpoint), checkpoint.with_name("step_4")
+    files = {"rank_0.safetensors": StoredFile(7, "")}
+    _describe(newer, replace(manifest, step=4, saved=1, files=files))
+    _describe(checkpoint.with_name("step_6"), manifest)
+    (checkpoint.with_name("step_6") / MANIFEST).write_text("{")
+    with caplog.at_level("WARNING", "dlrm_overlap"):
+        assert _find(checkpoint) == checkpoint
+    (text,) = caplog.messages
+    assert f"{checkpoint.with_name('step_6') / MANIFEST} is not what was written" in text
+    assert text.endswith(f"going on from {checkpoint}, the newest that is whole")
+    with pytest.raises(InputError, match=rf"resume: {newer}/rank_0.safetensors cannot be read \(No such file"):
+        _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
+    _describe(checkpoint, replace(manifest, files=files))
+    with pytest.raises(
+        InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
+    ):
+        _find(checkpoint)
 
 
 def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:
@@ -140,7 +228,7 @@ def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:
 
 
 def test_checkpoints_from_before_data_parallel_tables_have_none(checkpoint: Path) -> None:
-    about = json.loads((checkpoint / "checkpoint.json").read_text())
-    del about["shape"]["data_parallel"]
-    (checkpoint / "checkpoint.json").write_text(json.dumps(about))
+    manifest = read_manifest(checkpoint)
+    del manifest.shape["data_parallel"]
+    _describe(checkpoint, manifest)
     assert _find(checkpoint) == checkpoint

@@ -1,0 +1,94 @@
+"""Reading a checkpoint: whether it is whole, and its tensors."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, Piece, check_file, read_manifest
+from dlrm_overlap.storage.old_format import OldCheckpoint
+from dlrm_overlap.storage.parts import Stored
+from dlrm_overlap.storage.save import gather
+from dlrm_overlap.storage.tensor_file import read_tensors
+
+
+class Checkpoint:
+    """The tensors of a checkpoint of format 1."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.tensors = path, manifest.tensors
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """Return the elements of `piece`, a view of the mapped file.
+
+        Raises:
+            DamagedError: if the file has no such tensor.
+        """
+        if piece.file not in self._files:
+            self._files[piece.file] = read_tensors(self.path / piece.file)
+        tensor = self._files[piece.file].get(piece.name)
+        if tensor is None or tuple(tensor.shape) not in (piece.sizes, piece.sizes[:1]):
+            raise DamagedError(f"{self.path / piece.file} holds no {piece.name} of sizes {list(piece.sizes)}")
+        return tensor
+
+
+def open_checkpoint(path: Path, manifest: Manifest) -> Stored:
+    """Return the tensors of the checkpoint `path`, of whatever format.
+
+    Raises:
+        DamagedError: if what describes them is damaged.
+    """
+    return Checkpoint(path, manifest) if manifest.format else OldCheckpoint(path)
+
+
+def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Return what is wrong with the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
+
+    Of format 0 all tensors are read, since the checksums that they have are within.
+    """
+    faults = []
+    if manifest.format:
+        for file in sorted(manifest.files)[rank::world_size]:
+            try:
+                check_file(path / file, manifest.files[file])
+            except DamagedError as error:
+                faults.append(str(error))
+        return faults
+    try:
+        stored = OldCheckpoint(path)
+        pieces = [piece for tensor in stored.tensors.values() for piece in tensor.pieces]
+        for piece in pieces[rank::world_size]:
+            stored.read(piece)
+    except DamagedError as error:
+        faults.append(str(error))
+    return faults
+
+
+def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest of the checkpoint `path`, None if that is damaged, and all faults; a collective.
+
+    Every rank looks at its share of the files, so that a large checkpoint is read once.
+
+    Raises:
+        InputError: if ranks see different checkpoints there, naming one that sees another than rank 0.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    seen, faults, manifest = "nothing", [], None
+    try:
+        manifest = read_manifest(path)
+        seen = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+    except (DamagedError, OSError) as error:
+        faults = [str(error)]
+    everywhere = gather(seen)
+    for other, text in enumerate(everywhere):
+        if text != everywhere[0]:
+            raise InputError(
+                f"checkpoint: rank {other} does not see the same in {path} as rank 0; put it on a file system that all "
+                f"hosts see"
+            )
+    if manifest is None:
+        return None, faults
+    return manifest, [fault for each in gather(find_faults(path, manifest, rank, world_size)) for fault in each]

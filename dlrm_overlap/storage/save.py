@@ -1,0 +1,134 @@
+"""Writing a checkpoint from all ranks: beside its final place, synced, with the manifest last, then renamed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    check_coverage,
+    dump_manifest,
+    sync_folder,
+    write_synced,
+)
+from dlrm_overlap.storage.parts import Part, deal
+from dlrm_overlap.storage.tensor_file import dtype_code, write_tensors
+
+_SPARE_BYTES = 1 << 20  # about what the manifest and the files' headers take
+_PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
+_T = TypeVar("_T")
+
+
+def write_checkpoint(final: Path, parts: list[Part], manifest: Callable[[], Manifest]) -> None:
+    """Write the parts of all ranks and a manifest to `final`, all of it or nothing; a collective.
+
+    Args:
+        final: the folder to make. One that is there is replaced.
+        parts: what this rank holds, `local_parts`.
+        manifest: called on rank 0; gives all that the files do not tell.
+
+    Raises:
+        InputError: on all ranks, if one of them cannot write. No checkpoint appears, those that are there stay.
+    """
+    rank, temporary = dist.get_rank(), final.with_name(f"{_PARTIAL}{final.name}")
+    mine = deal(parts, rank, dist.get_world_size())
+    needed = sum(gather(sum(part.tensor.nbytes for part in mine))) + _SPARE_BYTES
+    try:
+        _agree(final, "" if rank else _fault_of(lambda: _make(temporary, needed)))
+        written: list[StoredFile] = []
+        tensors = {part.key: part.tensor for part in mine}
+        _agree(final, _fault_of(lambda: written.append(write_tensors(temporary / _file(rank), tensors))))
+        gathered = gather((written[0], _describe(mine, _file(rank))))
+        _agree(final, "" if rank else _fault_of(lambda: _commit(temporary, final, manifest(), gathered)))
+    except InputError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the checkpoint `path`, which is not found any more from the first moment on."""
+    removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
+    os.replace(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)  # or at the next save
+
+
+def gather(value: _T) -> list[_T]:
+    """Return the `value` of every rank, by rank; a collective. Where there is no process group, of this process."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _file(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def _fault_of(act: Callable[[], object]) -> str:
+    """Do `act` and return what the operating system had against it, empty if nothing."""
+    try:
+        act()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _agree(final: Path, fault: str) -> None:
+    """Raise an InputError on all ranks if one has a fault; a collective."""
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(gather(fault)) if each]
+    if faults:
+        raise InputError(
+            f"checkpoint: {final} cannot be written ({'; '.join(faults)}); the checkpoints before it are as they were; "
+            f"make room or mend the folder, and start again to go on from there"
+        )
+
+
+def _make(temporary: Path, needed_bytes: int) -> None:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    for left in temporary.parent.glob(f"{_PARTIAL}*"):  # by a run that died
+        shutil.rmtree(left)
+    free = shutil.disk_usage(temporary.parent).free
+    if needed_bytes > free:
+        raise OSError(f"it takes {needed_bytes} bytes, and {free} are left on the disk")
+    temporary.mkdir()
+
+
+def _describe(parts: list[Part], file: str) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for part in parts:
+        before = tensors[part.name].pieces if part.name in tensors else ()
+        piece = Piece(file, part.key, part.offsets, part.sizes)
+        tensors[part.name] = StoredTensor(dtype_code(part.tensor.dtype), part.shape, (*before, piece), part.per_row)
+    return tensors
+
+
+def _commit(
+    temporary: Path, final: Path, manifest: Manifest, gathered: list[tuple[StoredFile, dict[str, StoredTensor]]]
+) -> None:
+    """Write the manifest of what the ranks have written and give the folder its name."""
+    tensors: dict[str, StoredTensor] = {}
+    for _, described in gathered:
+        for name, tensor in described.items():
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = replace(tensor, pieces=(*before, *tensor.pieces))
+    check_coverage(tensors)  # on whatever plan: what a rank has kept back would be lost
+    files = {_file(rank): written for rank, (written, _) in enumerate(gathered)}
+    text = dump_manifest(replace(manifest, tensors=dict(sorted(tensors.items())), files=files))
+    write_synced(temporary / MANIFEST, text)
+    sync_folder(temporary)
+    if final.exists():  # abandoned or damaged, since it has this very step
+        remove_checkpoint(final)
+    os.replace(temporary, final)
+    sync_folder(final.parent)

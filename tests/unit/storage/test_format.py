@@ -1,0 +1,264 @@
+"""What is on disk: damage is found and named, nothing is executed, and other cuts of a table get the right parts."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_saver as dcp_saver
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.storage import load, save
+from dlrm_overlap.storage.load import Checkpoint, find_faults, open_checkpoint
+from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
+from dlrm_overlap.storage.old_format import OldCheckpoint
+from dlrm_overlap.storage.parts import Stored, fill, local_parts, whole
+from dlrm_overlap.storage.save import write_checkpoint
+from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
+
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+ROWS, D = 5, 8
+NAME, STATE = "model.t.weight", "optimizer.state.t.weight.momentum1"
+State = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _sharded(shards: list[tuple[list[int], torch.Tensor]], size: list[int]) -> ShardedTensor:
+    """A tensor of `size` in shards (offsets, elements), all on this rank."""
+    local = [
+        Shard(tensor.clone(), ShardMetadata(offsets, list(tensor.shape), "rank:0/cpu")) for offsets, tensor in shards
+    ]
+    about = ShardedTensorMetadata([s.metadata for s in local], torch.Size(size), TensorProperties(dtype=torch.float32))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, about, process_group=dist.group.WORLD)
+
+
+def _state(cuts: list[int], weight: torch.Tensor, per_row: torch.Tensor) -> State:
+    """The state of a table cut before the columns `cuts`, as TorchRec lays it out, and of a dense parameter.
+
+    Args:
+        cuts: columns, the first 0.
+        weight: [rows, D].
+        per_row: [shards, rows] row-wise Adagrad's state.
+    """
+    ends = [*cuts[1:], D]
+    table = _sharded([([0, a], weight[:, a:b]) for a, b in zip(cuts, ends, strict=True)], [ROWS, D])
+    state = _sharded([([i * ROWS], each) for i, each in enumerate(per_row)], [ROWS * len(cuts)])
+    model = {"t.weight": table, "bias": torch.arange(3.0)}
+    return model, {"state": {"t.weight": {"momentum1": state}, "dense.bias": {"step": torch.tensor(7.0)}}}
+
+
+def make_table(cuts: list[int]) -> State:
+    return _state(cuts, torch.arange(float(ROWS * D)).view(ROWS, D), torch.rand(len(cuts), ROWS))
+
+
+def _empty(cuts: list[int]) -> State:
+    return _state(cuts, torch.full((ROWS, D), torch.nan), torch.full((len(cuts), ROWS), torch.nan))
+
+
+def write_new(folder: Path, state: State) -> Path:
+    write_checkpoint(folder / "step_3", local_parts(*state), lambda: Manifest(3, {"rows": [ROWS]}))
+    return folder / "step_3"
+
+
+def write_old(folder: Path, state: State) -> Path:
+    path = folder / "step_3"
+    dcp_saver.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
+    (path / MANIFEST).write_text(json.dumps({"step": 3, "shape": {}, "settings": {}}))
+    return path
+
+
+WRITERS = {"new": write_new, "old": write_old}
+
+
+def _open(path: Path) -> Stored:
+    return open_checkpoint(path, read_manifest(path))
+
+
+def _load(path: Path, cuts: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the table's rows and its state a shard, in a state that is cut before the columns `cuts`."""
+    state = _empty(cuts)
+    for part in local_parts(*state):
+        fill(part, _open(path))
+    table, per_row = state[0]["t.weight"], state[1]["state"]["t.weight"]["momentum1"]
+    assert state[0]["bias"].tolist() == [0, 1, 2]
+    assert state[1]["state"]["dense.bias"]["step"] == 7
+    return torch.cat([s.tensor for s in table.local_shards()], 1), [s.tensor for s in per_row.local_shards()]
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_state_of_one_number_a_row_loads_into_other_columns(tmp_path: Path, write: Callable[..., Path]) -> None:
+    state = make_table([0, 2, 6])
+    a, b, c = (shard.tensor for shard in state[1]["state"]["t.weight"]["momentum1"].local_shards())
+    path = write(tmp_path, state)
+    expected = {
+        (0, 2, 6): [a, b, c],  # as it was, bit for bit
+        (0,): [(2 * a + 4 * b + 2 * c) / 8],
+        (0, 4): [(2 * a + 2 * b) / 4, (2 * b + 2 * c) / 4],
+        (0, 1, 2, 6): [a, a, b, c],
+    }
+    for cuts, states in expected.items():
+        rows, loaded = _load(path, list(cuts))
+        assert torch.equal(rows, torch.arange(float(ROWS * D)).view(ROWS, D))
+        for actual, wanted in zip(loaded, states, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0 if len(cuts) > 2 else 1e-6, atol=0)
+    assert torch.equal(whole(NAME, _open(path)), rows)
+    assert whole(STATE, _open(path)).shape == (ROWS,)
+
+
+def test_tables_cut_by_rows_load_whole(tmp_path: Path) -> None:
+    weight, per_row = torch.rand(ROWS, D), torch.rand(ROWS)
+    table = _sharded([([0, 0], weight[:2]), ([2, 0], weight[2:])], [ROWS, D])
+    state = _sharded([([0], per_row[:2]), ([2], per_row[2:])], [ROWS])
+    path = write_new(tmp_path, ({"t.weight": table}, {"state": {"t.weight": {"momentum1": state}}}))
+    assert torch.equal(whole(NAME, _open(path)), weight)
+    assert torch.equal(whole(STATE, _open(path)), per_row)
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    path = write_new(tmp_path, make_table([0]))
+    (part,) = local_parts({"bias": torch.zeros(4)}, {"state": {}})
+    with pytest.raises(InputError, match=r"has model\.bias of shape \[3\], this run \[4\]"):
+        fill(part, _open(path))
+    (part,) = local_parts({"other": torch.zeros(4)}, {"state": {}})
+    with pytest.raises(InputError, match=r"has no model\.other"):
+        fill(part, _open(path))
+
+
+@pytest.mark.parametrize("fault", ["no room", "No space left on device"])
+def test_a_save_that_fails_leaves_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
+    before = path.stat().st_mtime_ns
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if fault == "no room":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 9, 9))  # type: ignore[attr-defined]
+        fault = r"it takes \d+ bytes, and 9 are left on the disk"
+    else:
+        monkeypatch.setattr(save, "write_tensors", full)
+    with pytest.raises(InputError, match=rf"step_3 cannot be written \(rank 0: {fault}\); the checkpoints before it"):
+        write_new(tmp_path, make_table([0]))
+    assert os.listdir(tmp_path) == ["step_3"]
+    assert path.stat().st_mtime_ns == before
+    assert find_faults(path, read_manifest(path)) == []
+
+
+def test_a_rank_that_sees_another_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
+    assert load.agree_on(path) == (read_manifest(path), [])
+    monkeypatch.setattr(load, "gather", lambda value: [value, value, "nothing"])
+    with pytest.raises(InputError, match=f"rank 2 does not see the same in {path} as rank 0"):
+        load.agree_on(path)
+
+
+def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
+    manifest = read_manifest(path)
+    assert sorted(os.listdir(path)) == [MANIFEST, "rank_0.safetensors"]
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for place in range(0, len(content), 7):
+            changed = bytearray(content)
+            changed[place] ^= 1 << place % 8
+            file.write_bytes(changed)
+            if file.name == MANIFEST:
+                with pytest.raises(DamagedError, match=str(file)):
+                    read_manifest(path)
+            else:
+                assert find_faults(path, manifest) == [f"{file} is not what was written (its checksum is another)"]
+        file.write_bytes(content)
+    assert find_faults(path, read_manifest(path)) == []
+
+
+def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
+    manifest, file = read_manifest(path), path / "rank_0.safetensors"
+    os.truncate(file, 100)
+    assert find_faults(path, manifest) == [f"{file} has 100 bytes, not {manifest.files[file.name].bytes}"]
+    with pytest.raises(DamagedError, match="is not a file of tensors"):
+        Checkpoint(path, manifest).read(manifest.tensors[NAME].pieces[0])
+    file.unlink()
+    assert find_faults(path, manifest) == [f"{file} cannot be read (No such file or directory)"]
+    os.truncate(path / MANIFEST, 100)
+    with pytest.raises(DamagedError, match=str(path / MANIFEST)):
+        read_manifest(path)
+
+
+class _Malice:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("place", ["metadata", "tensor"])
+def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path, place: str) -> None:
+    path = write_old(tmp_path, make_table([0]))
+    assert find_faults(path, read_manifest(path)) == []
+    code = pickle.dumps(_Malice(tmp_path / "made"))
+    if place == "metadata":
+        (path / ".metadata").write_bytes(code)
+        with pytest.raises(DamagedError, match=r"\.metadata cannot be read \(it names (posix|nt)\.mkdir"):
+            OldCheckpoint(path)
+    else:
+        (data,) = path.glob("*.distcp")
+        size = data.stat().st_size
+        torch.save(_Malice(tmp_path / "made"), data)
+        data.write_bytes(data.read_bytes().ljust(size, b"\0"))
+    assert find_faults(path, read_manifest(path)) != []
+    assert not (tmp_path / "made").exists()
+    pickle.loads(code)
+    assert (tmp_path / "made").exists(), "the code does something"
+
+
+def test_flipped_bytes_of_an_old_tensor_are_found(tmp_path: Path) -> None:
+    path = write_old(tmp_path, make_table([0]))
+    manifest, (data,) = read_manifest(path), path.glob("*.distcp")
+    content = data.read_bytes()
+    place = content.index(torch.arange(float(ROWS * D)).numpy().tobytes()) + 9
+    data.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+    (fault,) = find_faults(path, manifest)
+    assert fault.startswith(f"{data} is not what was written (the checksum of ")
+
+
+def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "columns": torch.rand(4, 6)[:, 1:3]}
+    about = write_tensors(tmp_path / "file", tensors)
+    content = (tmp_path / "file").read_bytes()
+    assert len(content) == about.bytes
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    begin, end = header["torch.int64"]["data_offsets"]
+    assert header["torch.int64"] == {"dtype": "I64", "shape": [2, 3], "data_offsets": [begin, end]}
+    assert content[8 + length + begin : 8 + length + end] == torch.arange(6).numpy().tobytes()
+    read = read_tensors(tmp_path / "file")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+
+
+def test_a_manifest_may_not_name_files_elsewhere(tmp_path: Path) -> None:
+    path = write_new(tmp_path, make_table([0]))
+    manifest = read_manifest(path)
+    files = {"../rank_0.safetensors": manifest.files["rank_0.safetensors"]} | manifest.files
+    (path / MANIFEST).write_text(dump_manifest(replace(manifest, files=files)))
+    with pytest.raises(DamagedError, match="not the name of a file"):
+        read_manifest(path)
