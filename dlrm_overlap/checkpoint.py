@@ -7,6 +7,7 @@ What is on disk is the business of `storage`.
 """
 
 import logging
+import math
 import time
 import uuid
 from pathlib import Path
@@ -207,7 +208,7 @@ class Checkpointer:
                 branch=self._branch,
                 lineage=(*self._led, (self._branch, step)),
                 parent=self._parent,
-                metrics=metrics or {},
+                metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
                 about=self.about,
             )
 
