@@ -12,6 +12,7 @@ from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching import launcher, process_group
+from dlrm_overlap.launching.lifetime import end_with_launcher
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume, check_start, total_steps
 from dlrm_overlap.launching.spawn import spawn
@@ -98,6 +99,7 @@ def run_on_ranks(
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
+    end_with_launcher()
     with _one_rank_reports():
         config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
         check(config, values)

@@ -315,6 +315,8 @@ class Trainer:
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
             distinct_steps=distinct_steps,
+            # Before a peer's wait for this rank expires, so that what is reported is the cause.
+            timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 
     def close(self) -> None:
