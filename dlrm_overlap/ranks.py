@@ -5,17 +5,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching import launcher, process_group
-from dlrm_overlap.launching.lifetime import end_with_launcher
+from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume, check_start, total_steps
 from dlrm_overlap.launching.spawn import spawn
+from dlrm_overlap.launching.watch import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,8 @@ class Ranks:
     """all parsed options, the command's own among them"""
     world: launcher.World
     device: "torch.device"
+    progress: Progress = field(default_factory=Progress)
+    end: EndRequest = field(default_factory=EndRequest)
 
     def connect(self) -> None:
         """Start the log and make the process group, unless that is done."""
@@ -47,7 +50,9 @@ class Ranks:
         if not dist.is_initialized():
             start_logging(self.world.rank, Console(stderr=True))
             log.info("%s", self.world.describe())
-            process_group.init_process_group(self.world, self.device)
+            wait_s = self.config.embedding.wait_timeout_s
+            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
+            process_group.watch_ranks(self.world, wait_s, self.progress)
 
     def trainer(self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None) -> "Trainer":
         """Check `config`, by default the command's own, then make the process group and build the trainer.
@@ -66,7 +71,7 @@ class Ranks:
         train_data, held_out = open_datasets(config.data, self.device)
         total_steps(config, train_data, self.world.world_size)
         self.connect()
-        return Trainer(config, self.world, self.device, train_data, held_out, fused_params)
+        return Trainer(config, self.world, self.device, train_data, held_out, fused_params, self.progress, self.end)
 
 
 def run_on_ranks(

@@ -105,6 +105,7 @@ class RunLog:
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
+        self.asked_to_end = False
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
         self._metrics = self._board = self._progress = None
@@ -154,9 +155,15 @@ class RunLog:
             self._progress.advance(self._task)
 
     def training(
-        self, step: int, loss_sum: torch.Tensor, step_ms: list[float], wait_s: float, lr_factor: float
+        self,
+        step: int,
+        loss_sum: torch.Tensor,
+        step_ms: list[float],
+        wait_s: float,
+        lr_factor: float,
+        asked_to_end: bool = False,
     ) -> None:
-        """Log the steps since the last call; a collective.
+        """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
 
         Args:
             step: the last of these steps.
@@ -164,15 +171,18 @@ class RunLog:
             step_ms: the times of these steps on this rank, in ms.
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
+            asked_to_end: whether this rank was asked to end; `self.asked_to_end` then tells whether any was.
         """
         count = len(step_ms)
         loss = loss_sum.double()
-        waited_s = torch.tensor(wait_s, dtype=torch.float64, device=self.device)
+        greatest = torch.tensor([wait_s, asked_to_end], dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
-        dist.all_reduce(waited_s, dist.ReduceOp.MAX)  # one rank's wait holds up all
+        dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
+        waited_s, asked = greatest.tolist()
+        self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
-        mean_ms, wait_ms = sum(step_ms) / count, (waited_s.item() - self.waited_s) * 1e3 / count
-        self.waited_s = waited_s.item()
+        mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
+        self.waited_s = waited_s
         self.step_ms += step_ms
         self._write(
             step,
