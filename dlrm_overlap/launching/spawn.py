@@ -106,6 +106,9 @@ def _report(rank: int, pid: int, code: int, logs: Path) -> None:
             if line.startswith("dlrm-overlap: "):
                 print(line, file=sys.stderr)
         return
+    if rank == 0 and code > 0 and not any(b"Traceback" in path.read_bytes() for path in logs.iterdir()):
+        shutil.rmtree(logs, ignore_errors=True)  # rank 0 has said all there is, such as backends that disagree
+        return
     if code < 0:
         reason = _REASONS.get(signal.Signals(-code))
         how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")

@@ -151,6 +151,11 @@ class TestSpawn:
         logs = Path(err.splitlines()[-1].rpartition(" ")[2])
         assert "err 1" in (logs / "rank_1.log").read_text()
 
+    def test_nothing_is_added_to_what_rank_0_says(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        assert spawn(["train", "1:say", "1:hang", "0:say", "0:exit:1"], 2) == 1
+        assert capfd.readouterr().err == "err 0\n"
+        assert not list(tmp_path.glob("dlrm_overlap_ranks_*"))
+
     def test_a_mistake_that_one_rank_finds_is_one_line(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert spawn(["train", "1:say", "1:refuse", "0:hang"], 2) == 2
         assert capfd.readouterr().err == "dlrm-overlap: no\n"
