@@ -136,6 +136,7 @@ def make_loader(
     prefetch: int,
     pin_memory: bool,
     distinct_steps: int = 0,
+    timeout_s: float = math.inf,
 ) -> Loader:
     """Return a loader of the batches of rank `rank` in the steps [first_step, last_step).
 
@@ -149,13 +150,15 @@ def make_loader(
         world_size: number of ranks, W.
         first_step: first step to read.
         last_step: the step behind the last one to read.
-        workers: processes that read in turn. They are forked, so data sets must not touch CUDA. With 0, a thread of
-            this process reads instead, which shares the interpreter's lock with the training loop.
+        workers: processes that read in turn. They are forked, so data sets must not touch CUDA, and they end with the
+            thread that asks for the first batch. With 0, a thread of this process reads instead, which shares the
+            interpreter's lock with the training loop.
         prefetch: batches that each worker, or the thread, reads ahead.
         pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is then
             lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used again. Keeping
             such batches stops the reading: keep a `clone`.
         distinct_steps: number of steps after which the first batches come again, from memory; 0 is never.
+        timeout_s: seconds after which a batch that a worker has not read ends the reading.
     """
 
     def read(step: int, /) -> Batch:
@@ -170,7 +173,8 @@ def make_loader(
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
     shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
     slots_per_worker = prefetch + math.ceil(HELD_BATCHES / workers)
-    batches = _read_by_processes(read, steps, shape, workers, slots_per_worker, pin_memory)
+    ring = functools.partial(Ring, read, steps, shape, workers, slots_per_worker, pin_memory, timeout_s)
+    batches = _read_by_processes(ring)
     return Loader(batches, workers * slots_per_worker)
 
 
@@ -201,10 +205,8 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
         yield Batch.from_tensors(batch.dense, sparse.lengths(), sparse.values(), batch.labels)
 
 
-def _read_by_processes(
-    read: Callable[[int], Batch], steps: range, shape: SlotShape, workers: int, slots_per_worker: int, pin_memory: bool
-) -> Generator[Batch, None, None]:
-    ring = Ring(read, steps, shape, workers, slots_per_worker, pin_memory)
+def _read_by_processes(make_ring: Callable[[], Ring]) -> Generator[Batch, None, None]:
+    ring = make_ring()
     try:
         yield from ring
     finally:

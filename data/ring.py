@@ -1,34 +1,48 @@
 """Batches from reader processes, through a ring of slots in shared memory from which a GPU copies directly.
 
-The training process does next to nothing for a batch: it waits on a semaphore and wraps the slot's memory in tensors.
+The training process does next to nothing for a batch: it waits for a token and wraps the slot's memory in tensors.
 Anything else (unpickling, mapping, copying to page-locked memory in a thread) would keep its interpreter from launching
 kernels, and the step is bound by that.
 
-A reader waits until a slot is free, fills it and raises its semaphore in `_filled`. The training process lends the slot
-out as a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot
-is free again.
+A reader waits until a slot is free, fills it and puts a token in `_filled`. The training process lends the slot out as
+a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is
+free again.
+
+A reader may be killed at any instruction, so there is no lock between the processes: tokens are counted by the kernel,
+and the flag that ends the readers is a byte that is written once. Nothing of the ring has a name that could be left.
 """
 
+import contextlib
+import math
 import mmap
 import multiprocessing
 import os
+import select
 import signal
+import stat
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
+from dlrm_overlap.launching.lifetime import end_with_parent
 
 _INPUT_ERROR, _FAILURE = -1, -2  # stored in place of a batch's number of ids
 _MESSAGE_BYTES = 4096
 _POLL_S = 0.05
 _CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed
 _PAGE = mmap.PAGESIZE
+# For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
+_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,28 @@ class _Slot:
         raise InputError(text) if ids == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")
 
 
+class _Tokens:
+    """A number of tokens that one process puts and another takes: a counter in the kernel, which is never locked."""
+
+    def __init__(self, count: int) -> None:
+        self._descriptor = os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+
+    def put(self) -> None:
+        os.eventfd_write(self._descriptor, 1)
+
+    def take(self, timeout_s: float) -> bool:
+        """Take a token and return True, or False if none has come in `timeout_s`. One process alone may take."""
+        if not self._poll.poll(timeout_s * 1e3):
+            return False
+        os.eventfd_read(self._descriptor)
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class Ring:
     """An iterator over the batches `read(step)` of `steps`, in order, which `workers` processes read.
 
@@ -111,6 +147,9 @@ class Ring:
 
     With `pin`, the slots are page-locked for the current GPU, and a batch is in its slot until it is dropped. Without
     it, a batch is a copy.
+
+    A batch that does not come in `timeout_s` seconds ends the reading. The readers end with the thread that has made
+    the ring, however that ends.
     """
 
     def __init__(
@@ -121,23 +160,30 @@ class Ring:
         workers: int,
         slots_per_worker: int,
         pin: bool,
+        timeout_s: float = math.inf,
     ) -> None:
         size, slots = _Slot.size_bytes(shape), workers * slots_per_worker
         # Anonymous memory, which forked readers share: it needs no file, and none of a container's small /dev/shm.
         self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
         self._slots = [_Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
         context = multiprocessing.get_context("fork")
-        self._free = [context.Semaphore(1) for _ in range(slots)]
-        self._filled = [context.Semaphore(0) for _ in range(slots)]
-        self._stop = context.Event()
-        self._steps, self._next, self._pin = steps, 0, pin
+        self._free = [_Tokens(1) for _ in range(slots)]
+        self._filled = [_Tokens(0) for _ in range(slots)]
+        self._stop = mmap.mmap(-1, 1)
+        self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
         self._workers = [
             context.Process(target=self._fill, args=(read, worker, workers, os.getpid()), daemon=True)
             for worker in range(min(workers, len(steps)))
         ]
-        for process in self._workers:
-            process.start()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
+        try:
+            for process in self._workers:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
+        self._end = Finalize(self, _kill, args=(list(self._workers),), exitpriority=0)
         if pin:
             code = _cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             torch.cuda.check_error(code)
@@ -149,59 +195,85 @@ class Ring:
         """Return the next batch.
 
         Raises:
-            InputError: as the data set raised it.
-            RuntimeError: if a reader process failed or died.
+            InputError: as the data set raised it, or if a reader process died or stalls.
+            RuntimeError: if a reader process failed.
         """
         if self._next == len(self._steps):
             raise StopIteration
         index = self._next % len(self._slots)
         self._reclaim()
-        while not self._filled[index].acquire(timeout=_POLL_S):
+        deadline = 0.0
+        while not self._filled[index].take(_POLL_S):
+            deadline = deadline or time.monotonic() + self._timeout_s
             self._reclaim()
-            self._check_alive()
+            self._check_readers(deadline)
         self._next += 1
         batch = self._slots[index].read()
         if self._pin:
             batch.lease = Lease(index, self._returned)
         else:
             batch = batch.clone()
-            self._free[index].release()
+            self._free[index].put()
         return batch
 
     def close(self) -> None:
         """End the reader processes, once they have read their current batches, or after 30 s."""
-        self._stop.set()
-        for semaphore in self._free:
-            semaphore.release()
+        if not self._workers:
+            return
+        self._stop[0] = 1
+        for tokens in self._free:
+            tokens.put()
+        deadline = time.monotonic() + _CLOSE_S
         for process in self._workers:
-            process.join(_CLOSE_S)
-            process.kill()  # does nothing to one that has ended
-            process.join()
-        if self._pin and self._workers:
+            if _state(process) != "T":
+                process.join(max(0.0, deadline - time.monotonic()))
+        self._end()
+        if self._pin:
             torch.cuda.synchronize()  # a copy from a slot may still run
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
+        for tokens in (*self._free, *self._filled):
+            tokens.close()
         self._workers = []
 
     def _reclaim(self) -> None:
         """Free the slots whose batches have been dropped and whose copies are done."""
         while self._returned and self._returned[0].is_copied():
-            self._free[self._returned.popleft().slot].release()
+            self._free[self._returned.popleft().slot].put()
 
-    def _check_alive(self) -> None:
-        for process in self._workers:
-            if process.exitcode:  # negative for a signal, such as that of the out-of-memory killer
-                raise RuntimeError(f"a loader process ended with exit code {process.exitcode}, its batch unread")
+    def _check_readers(self, deadline: float) -> None:
+        """Raise an InputError that names the reader that has ended by itself or, behind `deadline`, does not read."""
+        step, count = self._steps[self._next], len(self._workers)
+        for number, process in enumerate(self._workers):
+            if code := process.exitcode:
+                how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+                raise InputError(
+                    f"loader process {number} of {count} (pid {process.pid}) ended by {how}, and step {step} has no "
+                    f"batch; SIGKILL is most often the kernel's out-of-memory killer: lower data.workers or "
+                    f"data.prefetch"
+                )
+        if time.monotonic() > deadline:
+            number = self._next % count
+            process = self._workers[number]
+            doing = {"T": "it is stopped", "D": "it waits for a disk"}.get(_state(process), "it still reads")
+            raise InputError(
+                f"loader process {number} of {count} (pid {process.pid}) has not read the batch of step {step} in "
+                f"{self._timeout_s:g} s, {doing}; look at the disk of data.path, or raise embedding.wait_timeout_s if "
+                f"it is only slow"
+            )
 
     def _fill(self, read: Callable[[int], Batch], worker: int, workers: int, parent: int) -> None:
         """Read every `workers`-th step into its slot, as that becomes free; runs in a reader process."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
+        end_with_parent(parent)
+        for number in _DEAF_TO:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
+        _close_sockets()
         torch.set_num_threads(1)
         for position in range(worker, len(self._steps), workers):
             index = position % len(self._slots)
-            while not self._free[index].acquire(timeout=1.0):
-                if os.getppid() != parent:
-                    return
-            if self._stop.is_set():
+            while not self._free[index].take(1.0):
+                pass
+            if self._stop[0]:
                 return
             failed = True
             try:
@@ -211,9 +283,30 @@ class Ring:
                 self._slots[index].write_error(_INPUT_ERROR, str(error))
             except Exception:
                 self._slots[index].write_error(_FAILURE, traceback.format_exc()[-_MESSAGE_BYTES // 2 :])
-            self._filled[index].release()
+            self._filled[index].put()
             if failed:
                 return
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()  # does nothing to one that has ended
+        process.join()
+
+
+def _state(process: BaseProcess) -> str:
+    """Return the letter by which Linux tells what the process does, T if it is stopped; empty where nothing is told."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def _close_sockets() -> None:
+    """Close the forked process's copies of sockets: they would keep up the connections and ports of a dead rank."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them is gone
+            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
 
 
 def _cudart() -> Any:

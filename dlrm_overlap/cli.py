@@ -20,6 +20,8 @@ import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
+from dlrm_overlap.launching import process_group
+from dlrm_overlap.launching.lifetime import SAVED
 from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -33,10 +35,17 @@ def train(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.run_log import check_folder
+        from dlrm_overlap.trainer import AskedToEndError
 
         check_folder(ranks.config)  # before a process group is made
+        ranks.end.listen()
         trainer = ranks.trainer(resumes=True)
-        summary = trainer.fit()
+        try:
+            summary = trainer.fit()
+        except AskedToEndError as error:
+            if ranks.world.rank == 0:
+                print(f"dlrm-overlap: {error}", file=sys.stderr)
+            return SAVED
         trainer.close()
         if ranks.world.rank == 0:
             print(
@@ -276,4 +285,6 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader is gone
             stream.flush()
+    if code:
+        process_group.abandon(code)
     os._exit(code)

@@ -215,7 +215,8 @@ class EmbeddingConfig:
     """push: the most parts in which a rank's gradients travel, each some of its tables: rows of one part are updated
     while the next part travels. null takes as many as pay, up to six"""
     wait_timeout_s: PositiveFloat = 600.0
-    """pgas, fused: a wait for a peer that lasts longer stops the run"""
+    """every backend: a step, an evaluation or a save that waits longer for another rank ends the run, and tells for
+    which one; so does a wait for a loader process"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
     """auto balances rows read and columns over the ranks; where that takes it, it cuts the tables of most ids by
     columns, but not under rowwise_adagrad. The others leave the plan to TorchRec's planner, with shards of that type

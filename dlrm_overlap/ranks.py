@@ -5,16 +5,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching import launcher, process_group
+from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume, check_start, total_steps
 from dlrm_overlap.launching.spawn import spawn
+from dlrm_overlap.launching.watch import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,8 @@ class Ranks:
     """all parsed options, the command's own among them"""
     world: launcher.World
     device: "torch.device"
+    progress: Progress = field(default_factory=Progress)
+    end: EndRequest = field(default_factory=EndRequest)
 
     def connect(self) -> None:
         """Start the log and make the process group, unless that is done."""
@@ -46,7 +50,9 @@ class Ranks:
         if not dist.is_initialized():
             start_logging(self.world.rank, Console(stderr=True))
             log.info("%s", self.world.describe())
-            process_group.init_process_group(self.world, self.device)
+            wait_s = self.config.embedding.wait_timeout_s
+            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
+            process_group.watch_ranks(self.world, wait_s, self.progress)
 
     def trainer(
         self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None, resumes: bool = False
@@ -73,7 +79,7 @@ class Ranks:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
             check_resume_fits(config, list(train_data.rows), batch)
         self.connect()
-        return Trainer(config, self.world, self.device, train_data, held_out, fused_params)
+        return Trainer(config, self.world, self.device, train_data, held_out, fused_params, self.progress, self.end)
 
 
 def run_on_ranks(
@@ -106,6 +112,7 @@ def run_on_ranks(
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
+    end_with_launcher()
     with _one_rank_reports():
         config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
         check(config, values)

@@ -17,14 +17,13 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | the dense optimizer takes its step | `dense.optimizer`; `pipeline.build_dense_optimizer` |
 """
 
-import itertools
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,9 @@ from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.preflight import total_steps
+from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.observe.finite import state_is_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
@@ -71,6 +72,26 @@ class NotFiniteError(InputError):
     """A loss or a weight is NaN or infinite, so what the run has learnt is lost. All ranks raise it at one step."""
 
 
+class AskedToEndError(Exception):
+    """The run was asked to end before its last step, and has. All ranks raise it behind the same step."""
+
+
+class _Segment(Iterator[Batch]):
+    """The batches of some steps, which can be cut off behind those that a pipeline has read ahead."""
+
+    def __init__(self, batches: Iterator[Batch], steps: int) -> None:
+        self._batches, self.steps, self._taken = batches, steps, 0
+
+    def __next__(self) -> Batch:
+        if self._taken == self.steps:
+            raise StopIteration
+        self._taken += 1
+        return next(self._batches)
+
+    def cut(self) -> None:
+        self.steps = self._taken
+
+
 class Trainer:
     """One rank's part of a run. The process group must exist; every rank builds its trainer alike, and all of them call
     the same methods in the same order.
@@ -84,8 +105,22 @@ class Trainer:
         train: Dataset,
         held_out: Dataset,
         fused_params: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+        end: EndRequest | None = None,
     ) -> None:
-        """Build the model on this rank's device; `fused_params` tells TorchRec of the tables what no key says."""
+        """Build the model on this rank's device.
+
+        Args:
+            config: of the run.
+            world: this rank's place among all.
+            device: of this rank.
+            train: the samples to train on.
+            held_out: those to evaluate on.
+            fused_params: tells TorchRec of the tables what no key says.
+            progress: where `fit` writes what it is at, for a `Watch`.
+            end: asks `fit` to end early.
+        """
+        self.progress, self._end = progress or Progress(), end or EndRequest()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
         self.samples_per_rank = config.train.samples_per_rank(world.world_size)
@@ -172,6 +207,7 @@ class Trainer:
         Raises:
             InputError: if this run cannot go on from what the folder holds, or another run holds its lock.
             NotFiniteError: if a loss or a weight is not finite.
+            AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
         """
         with hold_run_folder(self.folder):
             return self._fit(replace)
@@ -194,8 +230,9 @@ class Trainer:
             while step < self.steps:
                 # The next step behind which the run evaluates, saves or ends.
                 border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
-                self._train(step, border, batches, loader, run_log)
-                step = border
+                step = self._train(step, border, batches, loader, run_log)
+                if run_log.asked_to_end and step < self.steps:
+                    self._end_early(step, saves=bool(every_save or save_last))
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
@@ -210,26 +247,42 @@ class Trainer:
             with self._raising_the_cause():
                 return run_log.summary(step, values)
 
-    def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> None:
-        """Take the steps [first, last). The pipeline runs empty at the end: no later batch is in flight then."""
-        segment = itertools.islice(batches, last - first)
+    def _end_early(self, step: int, saves: bool) -> NoReturn:
+        if saves:
+            self.save(step)
+            raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
+        raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
+
+    def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
+        """Take the steps [first, last) and return `last`, or an earlier step where the run is to end.
+
+        The pipeline runs empty at the end: no later batch is in flight then.
+        """
+        segment = _Segment(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
         timer.mark()
         loss_sum = torch.zeros((), device=self.device)
-        for step in range(first + 1, last + 1):
+        step = first
+        while step < first + segment.steps:
+            step += 1
+            self.progress.step = step
             self.learning_rate.set(step - 1)
             loss_sum += self.step(segment)
             timer.mark()
             run_log.advance()
-            if step % self.config.log.every == 0 or step == last:
+            if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
                 with self._raising_the_cause():
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
-                    run_log.training(step, loss_sum, timer.take_ms(), loader.wait_s, factor, bad_rows)
+                    times, asked = timer.take_ms(), self._end.asked
+                    run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
                 self._check_exchanges()  # the loss was read, so what kernels had to record is there
                 self._require_finite(math.isfinite(run_log.loss), f"the training loss is {run_log.loss}", step)
                 loss_sum.zero_()
+                if run_log.asked_to_end:
+                    segment.cut()
+        return step
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Take one training step on the next of `batches`, as the table at the head of this file has it.
@@ -270,6 +323,7 @@ class Trainer:
         with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
             batches = iter(loader)
             for _ in range(steps):
+                self.progress.batch += 1
                 _, batch_logits, batch_labels = self.pipeline.progress(batches)
                 logits.append(batch_logits)
                 labels.append(batch_labels)
@@ -349,6 +403,8 @@ class Trainer:
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
             distinct_steps=distinct_steps,
+            # Before a peer's wait for this rank expires, so that what is reported is the cause.
+            timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Memory of one rank that its peers read and write: the only file that touches symmetric memory.
 
 An arena is made of regions, alike on every rank, each a tensor that every peer can address. On GPUs it is one
-allocation of PyTorch's symmetric memory; between processes of one host, a file in shared memory that all map.
+allocation of PyTorch's symmetric memory; between processes of one host, a nameless file in shared memory that all map.
 
 Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
 step's epoch; the consumer waits until the flag has reached it. Flags are never reset. On GPUs kernels raise and await
@@ -178,50 +178,63 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """A file in shared memory for each process of one host. Its name is gone once all have mapped it."""
+    """Memory that each process of one host makes without a name, so that no kill at any moment leaves it behind."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        paths: list[str] = []
+        files: list[int] = []
         try:
-            on_every_rank(lambda: paths.append(self._make_file()), group)
-            places: list[tuple[str, str]] = [("", "")] * self.world_size
-            dist.all_gather_object(places, (socket.gethostname(), paths[0]), group)
-            if (hosts := len({host for host, _ in places})) > 1:
+            on_every_rank(lambda: files.append(self._make_file()), group)
+            found = os.fstat(files[0])
+            # The peers find the file in the table of this process's open files.
+            place = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
+            places = [place] * self.world_size
+            dist.all_gather_object(places, place, group)
+            if (hosts := len({host for host, _, _ in places})) > 1:
                 raise InputError(
                     f"embedding.backend: CPU ranks on {hosts} hosts share no memory; use --embedding.backend torchrec, "
                     f"or ranks of one host"
                 )
-            # No rank goes on, or removes its file, before all have mapped it.
-            return on_every_rank(lambda: [self._open(path) for _, path in places], group)
+            # No rank goes on, or closes its file, before all have mapped it.
+            return on_every_rank(lambda: [self._open(path, file) for _, path, file in places], group)
         finally:
-            for path in paths:
-                os.unlink(path)
+            for file in files:
+                os.close(file)
 
-    def _make_file(self) -> str:
-        """Return the path of a new file of zeros."""
+    def _make_file(self) -> int:
+        """Return the descriptor of a new file of zeros: in /dev/shm, whose size bounds it, or else where it can be."""
         if (machine := platform.machine()) not in _ORDERED_STORES:
             raise InputError(
                 f"embedding.backend: ranks on CPUs lean on the order in which x86-64 stores, and this is {machine}; "
                 f"use --embedding.backend torchrec"
             )
-        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        descriptor, path = tempfile.mkstemp(prefix="dlrm_overlap_", dir=shared)
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+        try:
+            descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:  # a file system that makes no files without a name
+            folder, descriptor = "memory", os.memfd_create("dlrm_overlap_arena")
         try:
             os.posix_fallocate(descriptor, 0, max(1, self.size_bytes))
         except OSError as error:
-            os.unlink(path)
+            os.close(descriptor)
             raise InputError(
-                f"embedding.backend: no room for {self.size_bytes} bytes of shared memory a rank in "
-                f"{os.path.dirname(path)} ({error.strerror}); enlarge it (docker run --shm-size), or take a smaller "
-                f"train.batch_size"
+                f"embedding.backend: no room for {self.size_bytes} bytes of shared memory a rank in {folder} "
+                f"({error.strerror}); enlarge it (docker run --shm-size), or take a smaller train.batch_size"
             ) from None
+        return descriptor
+
+    def _open(self, path: str, expected: tuple[int, int]) -> torch.Tensor:
+        """Map the file that `path` leads to; `expected` is its device and its inode."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _out_of_reach(path, str(error.strerror)) from None
+        try:
+            found = os.fstat(descriptor)
+            if (found.st_dev, found.st_ino) != expected:
+                raise _out_of_reach(path, "another process has that id here")
+            return torch.frombuffer(mmap.mmap(descriptor, max(1, self.size_bytes)), dtype=torch.uint8)
         finally:
             os.close(descriptor)
-        return path
-
-    def _open(self, path: str) -> torch.Tensor:
-        with open(path, "r+b") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), max(1, self.size_bytes)), dtype=torch.uint8)
 
     def raise_flag(self, name: str, peer: int, slot: int, epoch: int) -> None:
         """Raise this rank's flag `slot` at `peer` to `epoch`; region `name` is [W, slots] int64."""
@@ -241,6 +254,13 @@ class HostArena(Arena):
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)
             time.sleep(20e-6)
+
+
+def _out_of_reach(path: str, why: str) -> InputError:
+    return InputError(
+        f"embedding.backend: {path}, a peer's memory, cannot be opened ({why}); start all ranks as one user in one "
+        f"container, or use --embedding.backend torchrec"
+    )
 
 
 def open_arena(regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> Arena:

@@ -1,19 +1,24 @@
 """This rank's device, and its process group: made from the `World` that a launcher has given, destroyed at the end."""
 
+import ipaddress
 import os
 import socket
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
+_LAST_RESORT, _LAST_RESORT_S = 1.25, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
+_LOOPBACK_INTERFACE = "lo"
 
 
 def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
@@ -53,12 +58,21 @@ def visible_gpus(kind: str) -> int:
     return torch.cuda.device_count() if kind != "cpu" else 0
 
 
-def init_process_group(world: World, device: "torch.device", timeout_s: float = 600.0) -> None:
+def init_process_group(
+    world: World, device: "torch.device", timeout_s: float = 600.0, wait_timeout_s: float = 600.0
+) -> None:
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
     Sets the current CUDA device, and makes a stream of priority -1 the current one: the default stream has the lowest
-    priority there is, so no kernel could give way to it. A world of one needs no address. `timeout_s` bounds the
-    rendezvous and every collective.
+    priority there is, so no kernel could give way to it. A world of one needs no address. Where the ranks meet at a
+    loopback address, all that listens does so there.
+
+    Args:
+        world: the rank's place, and where all ranks meet.
+        device: of this rank.
+        timeout_s: bounds the rendezvous: ranks may start at very different times.
+        wait_timeout_s: embedding.wait_timeout_s. It bounds every collective, with a margin in which the `Watch`, which
+            knows the rank and the step, or an exchange's own wait speaks first.
 
     Raises:
         InputError: if the ranks do not meet.
@@ -72,33 +86,76 @@ def init_process_group(world: World, device: "torch.device", timeout_s: float = 
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
         backend, device_id = "cpu:gloo,cuda:nccl", device
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=_LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     if world.world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     _resolve(world, min(_RESOLVE_S, timeout_s))
-    host = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
+    if _is_loopback(world) and any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+        for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    place = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     try:
+        store = _open_store(world, timeout_s)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{host}:{world.master_port}",
+            store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
             device_id=device_id,
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "address already in use" in str(error):
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        if "address already in use" in str(error).lower():
             raise InputError(
-                f"{world.source} launch: port {world.master_port} of {host} is in use by another program; set "
+                f"{world.source} launch: port {world.master_port} of {place} is in use by another program; set "
                 f"MASTER_PORT to a free one on all ranks"
             ) from None
         raise InputError(
-            f"{world.source} launch: no rendezvous of {world.world_size} ranks at {host}:{world.master_port} within "
+            f"{world.source} launch: no rendezvous of {world.world_size} ranks at {place}:{world.master_port} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
             f"a host and a free port that all reach"
         ) from None
+
+
+def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
+    """Watch this thread's progress together with the other ranks; None in a world of one. The process group exists."""
+    if world.world_size == 1:
+        return None
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    store = TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
+    return Watch(store, world.rank, world.world_size, timeout_s, progress)
+
+
+def _open_store(world: World, timeout_s: float) -> "Store":
+    """Return the store of all ranks, which rank 0 serves unless torchrun's agent does already."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    timeout = timedelta(seconds=timeout_s)
+    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not (serves and _is_loopback(world)):
+        return TCPStore(world.master_addr, world.master_port, world.world_size, serves, timeout)
+    family, _, _, _, address = _addresses(world)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    # The store takes the descriptor over.
+    return TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _addresses(world: World) -> list[tuple[Any, ...]]:
+    return socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)
+
+
+def _is_loopback(world: World) -> bool:
+    return all(ipaddress.ip_address(found[4][0]).is_loopback for found in _addresses(world))
 
 
 def _resolve(world: World, patience_s: float) -> None:
@@ -132,3 +189,13 @@ def shutdown() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def abandon(code: int) -> None:
+    """Let MPI end the other ranks, where this one ends with exit code `code` and has not been shut down; or do nothing.
+
+    A rank that ends without MPI_Finalize ends the others as well under most mpirun, but not under all.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)

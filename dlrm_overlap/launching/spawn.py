@@ -1,28 +1,46 @@
-"""The launcher behind `--nproc`: starts the ranks on this host, and leaves none behind."""
+"""The launcher behind `--nproc`: starts the ranks on this host, says which one failed, and leaves none behind."""
 
-import logging
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
+from dlrm_overlap.launching.lifetime import LAUNCHER_PID, SAVED
 
-log = logging.getLogger(__name__)
-
-_GRACE_S = 10.0  # between SIGTERM and SIGKILL
+_ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # passed on to the ranks, which may save before they end
+_ENDS = (signal.SIGINT, signal.SIGQUIT)
+_POLL_S = 0.05
+_USER_ERROR = 2
+_TAIL_LINES, _TAIL_BYTES = 15, 1 << 16
+_REASONS = {
+    signal.SIGKILL: "most often by the kernel's out-of-memory killer, which `dmesg` tells",
+    signal.SIGBUS: "most often since /dev/shm or a disk is full, or a mapped file was cut off",
+}
 
 
 def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
 
-    Rank 0's output passes through untouched, so a terminal stays a terminal; of the other ranks, only standard error
-    does. When a rank fails, the others get SIGTERM, and SIGKILL 10 s later; so do all ranks on SIGINT, SIGTERM or
-    SIGHUP, after which 128 + signal is returned, as a shell does. Each rank leads a process group of its own, so its
-    loader processes end with it. When this function returns, none is alive. Call it from the main thread.
+    Rank 0's output passes through untouched, so a terminal stays a terminal. What the other ranks write goes to a file
+    for each in a temporary folder. When a rank fails, the others are killed: what they know is lost without it. Then
+    standard error says which rank that was, and the last lines that it wrote, and names the folder, which is kept.
+    When all goes well the folder is removed.
+
+    SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are passed on to the ranks, which may save before they end; a second one,
+    SIGINT and SIGQUIT end all at once. Then the exit code is theirs if all have saved (`lifetime.SAVED`), else 128 +
+    signal, as a shell has it.
+
+    Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
+    alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
+    processes. Call it from the main thread.
 
     Since one rank's failure ends the others at once, an error that all of them find is reported once, provided that
     ranks above 0 wait a moment before they report it.
@@ -32,29 +50,81 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.getsignal(number) for number in (*_ASKS, *_ENDS)}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
             signal.signal(number, lambda number, frame: caught.append(number))
-    port = free_port()
+    port, logs = free_port(), Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
     workers: list[subprocess.Popen[bytes]] = []
+    code = 0
     try:
         for rank in range(nproc):
-            workers.append(_start(argv, rank, nproc, port))
-        while not caught:
-            codes = [worker.poll() for worker in workers]
-            if failed := [code for code in codes if code]:
-                return failed[0] if failed[0] > 0 else 128 - failed[0]
-            if None not in codes:
-                return 0
-            time.sleep(0.05)
-        return 128 + caught[0]
+            workers.append(_start(argv, rank, nproc, port, logs))
+        code = _wait(workers, caught, logs)
+        return code
     finally:
-        _end(workers)
+        for worker in workers:
+            _kill_group(worker)
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")  # a progress bar that was cut off has left the cursor hidden
+        if code in (0, _USER_ERROR, SAVED) or caught:
+            shutil.rmtree(logs, ignore_errors=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], logs: Path) -> int:
+    """Wait until all workers have ended well, one has failed, or a signal ends them; return the exit code."""
+    passed_on = 0
+    while True:
+        codes = [worker.poll() for worker in workers]
+        failed = [(code, rank) for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
+        if failed and caught:
+            return 128 + caught[0]
+        if failed:
+            code, rank = min(failed)  # a signal's is below 0, and a cause rather than what follows from one
+            _report(rank, workers[rank].pid, code, logs)
+            return code if code > 0 else 128 - code
+        if None not in codes:
+            return SAVED if SAVED in codes else 0
+        if len(caught) > 1 or (caught and caught[0] in _ENDS):
+            return 128 + caught[0]
+        if len(caught) > passed_on:
+            passed_on = len(caught)
+            number = signal.SIGTERM if caught[0] == signal.SIGHUP else caught[0]
+            print(f"dlrm-overlap: {signal.Signals(caught[0]).name}: asking the ranks to end", file=sys.stderr)
+            for worker in workers:
+                worker.send_signal(number)  # to the rank alone: it still needs its loader processes
+        time.sleep(_POLL_S)
+
+
+def _report(rank: int, pid: int, code: int, logs: Path) -> None:
+    """Say on standard error which rank has failed and how, and show the last lines that it wrote."""
+    wrote = _tail(logs / f"rank_{rank}.log") if rank else []  # rank 0's are there already
+    if code == _USER_ERROR:
+        for line in wrote:
+            if line.startswith("dlrm-overlap: "):
+                print(line, file=sys.stderr)
+        return
+    if rank == 0 and code > 0 and not any(b"Traceback" in path.read_bytes() for path in logs.iterdir()):
+        shutil.rmtree(logs, ignore_errors=True)  # rank 0 has said all there is, such as backends that disagree
+        return
+    if code < 0:
+        reason = _REASONS.get(signal.Signals(-code))
+        how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")
+    else:
+        how = f"ended with exit code {code}"
+    lines = [f"dlrm-overlap: rank {rank} (pid {pid}) {how}"] if rank or code < 0 else []
+    lines += [f"  rank {rank}: {line}" for line in wrote]
+    lines.append(f"dlrm-overlap: what the ranks above 0 wrote is in {logs}")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _tail(path: Path) -> list[str]:
+    """Return the last lines of the file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
 def _refuse_nesting(environ: Mapping[str, str]) -> None:
@@ -70,36 +140,27 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
             raise InputError(f"--nproc inside {launcher}: both would start the ranks; drop one of the two")
 
 
-def _start(argv: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], rank: int, nproc: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
     environ = os.environ | {name: str(value) for name, value in place.items()}
-    environ |= {"MASTER_ADDR": LOOPBACK, NPROC_MARKER: str(nproc)}
+    environ |= {"MASTER_ADDR": LOOPBACK, NPROC_MARKER: str(nproc), LAUNCHER_PID: str(os.getpid())}
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    return subprocess.Popen(
-        [sys.executable, "-m", "dlrm_overlap", *argv],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=None if rank == 0 else subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-m", "dlrm_overlap", *argv]
+    if rank == 0:
+        return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+    with (logs / f"rank_{rank}.log").open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
-def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the workers and whatever they started; return at once where all have ended by themselves."""
-    for worker in workers:
-        _kill_group(worker, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    for worker in workers:
-        try:
-            worker.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("rank process %d did not end within %g s of SIGTERM: killed", worker.pid, _GRACE_S)
-            _kill_group(worker, signal.SIGKILL)
-            worker.wait()
-
-
-def _kill_group(worker: subprocess.Popen[bytes], number: int) -> None:
-    try:
-        os.killpg(worker.pid, number)
-    except ProcessLookupError:
-        return  # the leader and all it started are gone
+def _kill_group(worker: subprocess.Popen[bytes]) -> None:
+    """Kill the worker and whatever it started, be they stopped or deaf to signals."""
+    with contextlib.suppress(ProcessLookupError):  # the leader and all it started are gone
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()

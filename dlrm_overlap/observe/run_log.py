@@ -107,6 +107,7 @@ class RunLog:
         self.loss = math.nan
         self.waited_s = 0.0
         self.bad_rows = 0
+        self.asked_to_end = False
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
         self._metrics = self._board = self._progress = None
@@ -163,8 +164,9 @@ class RunLog:
         wait_s: float,
         lr_factor: float,
         bad_rows: int = 0,
+        asked_to_end: bool = False,
     ) -> None:
-        """Log the steps since the last call; a collective.
+        """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
 
         Args:
             step: the last of these steps.
@@ -174,20 +176,23 @@ class RunLog:
             lr_factor: the factor by which the learning rates are multiplied.
             bad_rows: those that this rank has left out, or found another sample for, since the start; those of all
                 ranks are added up.
+            asked_to_end: whether this rank was asked to end; `self.asked_to_end` then tells whether any was.
         """
         count = len(step_ms)
         sums = torch.stack((loss_sum.double(), loss_sum.new_tensor(bad_rows, dtype=torch.float64)))
-        waited_s = torch.tensor(wait_s, dtype=torch.float64, device=self.device)
+        greatest = torch.tensor([wait_s, asked_to_end], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
-        dist.all_reduce(waited_s, dist.ReduceOp.MAX)  # one rank's wait holds up all
+        dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
         loss, bad = sums.tolist()
+        waited_s, asked = greatest.tolist()
+        self.asked_to_end = bool(asked)
         self.loss = loss / self.world.world_size / count
         if int(bad) and not self.bad_rows:
             log.warning("step %d: %d bad rows so far, left out or replaced (data.bad_rows: skip)", step, int(bad))
         self.bad_rows = int(bad)
         counted = {} if self.config.data.bad_rows == "error" else {"data/bad_rows": bad}
-        mean_ms, wait_ms = sum(step_ms) / count, (waited_s.item() - self.waited_s) * 1e3 / count
-        self.waited_s = waited_s.item()
+        mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
+        self.waited_s = waited_s
         self.step_ms += step_ms
         self._write(
             step,

@@ -22,6 +22,7 @@ world = launcher.detect(os.environ)
 process_group.init_process_group(world, torch.device("cpu"), timeout_s=60)
 if "fail" in sys.argv:
     if world.rank == 1:
+        process_group.abandon(2)
         sys.exit(2)
     time.sleep(60)
 total = torch.tensor([world.rank + 1.0])

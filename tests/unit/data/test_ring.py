@@ -1,14 +1,19 @@
 """The ring lends memory: a batch is never overwritten while it is held, and a dead reader is reported."""
 
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
 from contextlib import AbstractContextManager, closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.ring import Ring, SlotShape
 
@@ -73,7 +78,7 @@ def test_readers_wait_for_what_is_held() -> None:
     with ring_of(10, 2, 1, pin=True) as ring:
         first, second = next(ring), next(ring)
         time.sleep(0.2)
-        assert not ring._filled[0].acquire(block=False)
+        assert not ring._filled[0].take(0)
         assert_is(first, 0)
         assert_is(second, 1)
         del first
@@ -87,8 +92,64 @@ def test_a_killed_reader_is_reported() -> None:
         return batch_of(step)
 
     ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False)
-    with closing(ring), pytest.raises(RuntimeError, match="ended with exit code -9"):
+    with (
+        closing(ring),
+        pytest.raises(InputError, match=r"loader process 1 of 2 \(pid \d+\) ended by SIGKILL, and step 3"),
+    ):
         list(ring)
+
+
+def test_a_stopped_reader_is_reported_and_ended() -> None:
+    def read(step: int) -> Batch:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return batch_of(step)
+
+    ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False, timeout_s=0.5)
+    readers = list(ring._workers)
+    begin = time.monotonic()
+    with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 0.5 s, it is stopped"):
+        list(ring)
+    ring.close()
+    assert time.monotonic() - begin < 5
+    assert not any(reader.is_alive() for reader in readers)
+
+
+def test_readers_are_deaf_to_what_asks_the_training_process_to_end() -> None:
+    with ring_of(20, 2, 1, pin=False) as ring:
+        next(ring)
+        for reader in ring._workers:
+            assert reader.pid is not None
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(reader.pid, number)
+        assert len(list(ring)) == 19
+
+
+def test_readers_killed_at_any_moment_never_hold_up_the_end() -> None:
+    for _ in range(40):
+        ring = Ring(batch_of, range(1000), SHAPE, workers=1, slots_per_worker=1, pin=False)
+        next(ring)
+        time.sleep(random.random() * 2e-3)
+        ring._workers[0].kill()
+        begin = time.monotonic()
+        ring.close()
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.slow
+def test_readers_end_with_a_process_that_never_closes_its_ring(tmp_path: Path) -> None:
+    program = (
+        "from tests.unit.data.test_ring import *; ring = Ring(batch_of, range(9), SHAPE, 2, 1, False); next(ring); "
+    )
+    program += "print(*(reader.pid for reader in ring._workers), flush=True); "
+    for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
+        done = subprocess.run([sys.executable, "-c", program + end], capture_output=True, text=True, timeout=30)
+        deadline = time.monotonic() + 5
+        pids = [Path(f"/proc/{pid}") for pid in done.stdout.split()]
+        assert len(pids) == 2, done.stderr
+        while any(pid.exists() for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not [pid for pid in pids if pid.exists()]
 
 
 @pytest.mark.gpu

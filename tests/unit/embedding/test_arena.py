@@ -4,6 +4,8 @@ import errno
 import gc
 import os
 import platform
+import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,7 @@ def arena(world_of_one: dist.ProcessGroup) -> Iterator[HostArena]:
 def _mapped() -> set[str]:
     """Return the files in shared memory that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if "dlrm_overlap_" in line}
+    return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
 
 
 def test_regions_are_zeros_aligned_and_apart(arena: HostArena) -> None:
@@ -65,10 +67,24 @@ def test_no_file_stays_behind(world_of_one: dist.ProcessGroup) -> None:
     before = _mapped()
     arena = open_arena(REGIONS, world_of_one, CPU)
     (path,) = _mapped() - before
-    assert not Path(path).exists()
+    assert path.endswith("(deleted)"), "the file has a name"
     arena.close()
     gc.collect()
     assert path not in _mapped()
+
+
+def test_a_kill_at_any_moment_leaves_no_file(arena: HostArena) -> None:
+    before = set(os.listdir("/dev/shm"))
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            while True:
+                os.close(arena._make_file())
+        time.sleep(random.random() * 5e-3)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("dlrm_overlap")}
+    assert not left
 
 
 def test_too_little_shared_memory_is_told(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""The launch scripts start the Python of the environment beside them, or the active one."""
+"""The launch scripts: which Python they start, and what Slurm's does when it is asked to end."""
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,26 @@ def test_which_python_starts(tmp_path: Path, script: str, beside: bool, active: 
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.startswith(f"{used} -m ")
     assert done.stdout.endswith("-m dlrm_overlap train --config some.yaml --train.steps 3\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "rank_code", "code", "requeued"),
+    [(signal.SIGUSR1, 75, 75, True), (signal.SIGUSR1, 1, 1, False), (signal.SIGTERM, 75, 75, False)],
+)
+def test_slurm_job_that_saved_before_its_limit_is_requeued(
+    tmp_path: Path, number: signal.Signals, rank_code: int, code: int, requeued: bool
+) -> None:
+    # An srun that passes signals on, as Slurm's does, to a rank that takes a moment to save.
+    _stub(tmp_path / "srun", f"trap 'sleep 0.2; exit {rank_code}' USR1 TERM; touch up; while true; do sleep 0.05; done")
+    _stub(tmp_path / "scontrol", 'echo "$@" > requeued')
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "77"}
+    job = subprocess.Popen(["bash", Path("launch/slurm.sbatch").resolve(), "some.yaml"], cwd=tmp_path, env=environ)
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.send_signal(number)
+    assert job.wait(10) == code
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 77\n"

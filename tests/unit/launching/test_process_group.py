@@ -3,6 +3,8 @@
 import contextlib
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,24 @@ def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
             process_group.find_device(kind, 0, source, local_ranks=3)
 
 
+@pytest.mark.parametrize("host", [HERE, "localhost"])
+def test_ranks_of_one_host_meet_on_loopback_alone(host: str) -> None:
+    port = free_port()
+    ranks = [World(rank, rank, 2, 2, host, port, "environment") for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        stores = list(pool.map(lambda world: process_group._open_store(world, timeout_s=10), ranks))
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == b"value"
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, at = line.split()[1].split(":")
+            if int(at, 16) == port and line.split()[3] == "0A":
+                listening.append(address)
+    assert len(listening) == 1
+    assert listening[0] in ("0100007F", f"{0:024X}01000000"), "listens elsewhere too"
+
+
 def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
@@ -71,12 +91,17 @@ def test_a_host_without_an_address_is_reported_in_one_line() -> None:
 def test_shutdown_leaves_mpi_alone_on_the_way_out_of_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     mpi = install_mpi4py(monkeypatch, FakeWorld(0, 1, local=1))
-    mpi.Is_finalized, mpi.Finalize = lambda: False, lambda: calls.append("finalize")
+    mpi.Is_initialized, mpi.Is_finalized = lambda: True, lambda: "finalize" in calls
+    mpi.Finalize = lambda: calls.append("finalize")
+    vars(mpi.COMM_WORLD)["Abort"] = calls.append
     with contextlib.suppress(RuntimeError):
         try:
             raise RuntimeError
         finally:
             process_group.shutdown()
     assert calls == []
+    process_group.abandon(3)
+    assert calls == [3], "the other ranks are not ended"
     process_group.shutdown()
-    assert calls == ["finalize"]
+    process_group.abandon(4)
+    assert calls == [3, "finalize"]

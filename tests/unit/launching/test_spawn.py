@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import dlrm_overlap
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.lifetime import SAVED
 from dlrm_overlap.launching.spawn import spawn
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 
@@ -34,19 +37,34 @@ for argument in sys.argv[4:]:
         print("out", rank), os.write(2, f"err {rank}\\n".encode())  # a line at a time: print would write it in pieces
     if command == "environ":
         print(json.dumps(dict(os.environ)), flush=True)
+    if command == "refuse":
+        os.write(2, b"dlrm-overlap: no\\n")
+        os._exit(2)
     if command == "exit":
         sys.exit(int(rest[0]))
     if command == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if command == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if command == "lifeline":
+        from dlrm_overlap.launching import lifetime
+        lifetime.end_with_launcher()
+    if command == "saves":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
     if command == "wait_for":
         while not os.path.exists(rest[0]):
             time.sleep(0.01)
     if command == "pids":  # its own, and that of a process it started, as a loader would be
-        child = subprocess.Popen(["sleep", "60"])
+        child = os.fork()
+        if child == 0:
+            if "lifeline" in " ".join(sys.argv):  # as a loader is, and stopped
+                lifetime.end_with_parent(os.getppid())
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+            os._exit(0)
         with open(f"{rest[0]}.{rank}.part", "w") as file:
-            file.write(f"{os.getpid()} {child.pid}")
+            file.write(f"{os.getpid()} {child}")
         os.rename(file.name, f"{rest[0]}.{rank}")
     if command == "hang":
         time.sleep(60)
@@ -59,6 +77,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(f"#!{sys.executable}\n{WORKER}")
     path.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     return path
@@ -92,8 +112,7 @@ class TestSpawn:
     def test_all_well(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert spawn(["train", "all:say"], 2) == 0
         out, err = capfd.readouterr()
-        assert out == "out 0\n"
-        assert sorted(err.splitlines()) == ["err 0", "err 1"]
+        assert (out, err) == ("out 0\n", "err 0\n")
 
     def test_workers_detect_an_nproc_launch(
         self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -119,11 +138,27 @@ class TestSpawn:
         assert spawn(["train", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", f"1:{failure}"], 2) == code
         assert_gone(wait_for_pids(pids, 1))
 
-    def test_a_rank_that_ignores_sigterm_is_killed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dlrm_overlap.launching.spawn._GRACE_S", 0.2)
+    def test_a_rank_that_ignores_sigterm_is_killed(self, tmp_path: Path) -> None:
         pids = tmp_path / "pids"
         assert spawn(["train", "0:stubborn", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", "1:exit:3"], 2) == 3
         assert_gone(wait_for_pids(pids, 1))
+
+    def test_a_killed_rank_is_named_with_its_last_lines(self, capfd: pytest.CaptureFixture[str]) -> None:
+        assert spawn(["train", "1:say", "1:kill", "0:hang"], 2) == 128 + signal.SIGKILL
+        err = capfd.readouterr().err
+        assert re.match(r"dlrm-overlap: rank 1 \(pid \d+\) was killed by SIGKILL, .* out-of-memory killer", err)
+        assert err.count("err 1") == 1
+        logs = Path(err.splitlines()[-1].rpartition(" ")[2])
+        assert "err 1" in (logs / "rank_1.log").read_text()
+
+    def test_nothing_is_added_to_what_rank_0_says(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        assert spawn(["train", "1:say", "1:hang", "0:say", "0:exit:1"], 2) == 1
+        assert capfd.readouterr().err == "err 0\n"
+        assert not list(tmp_path.glob("dlrm_overlap_ranks_*"))
+
+    def test_a_mistake_that_one_rank_finds_is_one_line(self, capfd: pytest.CaptureFixture[str]) -> None:
+        assert spawn(["train", "1:say", "1:refuse", "0:hang"], 2) == 2
+        assert capfd.readouterr().err == "dlrm-overlap: no\n"
 
     def test_signal_handlers_are_put_back(self) -> None:
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -153,19 +188,50 @@ class TestSpawn:
             monkeypatch.setenv(name, value)
         assert spawn(["train"], 2) == 0
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_signals_end_all_without_orphans(self, worker: Path, tmp_path: Path, number: signal.Signals) -> None:
+    @pytest.mark.parametrize(
+        ("number", "options", "code"),
+        [
+            (signal.SIGINT, [], 128 + signal.SIGINT),
+            (signal.SIGTERM, [], 128 + signal.SIGTERM),
+            (signal.SIGHUP, [], 128 + signal.SIGHUP),
+            (signal.SIGQUIT, ["all:saves"], 128 + signal.SIGQUIT),
+            (signal.SIGTERM, ["all:saves"], SAVED),
+            (signal.SIGUSR1, ["all:saves"], SAVED),
+            (signal.SIGKILL, ["all:lifeline"], -signal.SIGKILL),
+        ],
+        ids=lambda value: getattr(value, "name", None) or str(value),
+    )
+    def test_signals_end_all_without_orphans(
+        self, worker: Path, tmp_path: Path, number: signal.Signals, options: list[str], code: int
+    ) -> None:
         pids = tmp_path / "pids"
-        program = (  # a background job of a script ignores some signals, and all it starts does
-            f"import signal, sys; signal.signal({int(number)}, signal.SIG_DFL); "
-            f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
-            f"sys.exit(spawn(['train', 'all:pids:{pids}', 'all:hang'], 2))"
-        )
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        # Python's own path: the fixture has replaced sys.executable
-        parent = subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ)
+        parent = launcher_of(worker, number, *options, f"all:pids:{pids}", "all:hang")
         started = wait_for_pids(pids, 2)
         assert all(map(is_alive, started))
         parent.send_signal(number)
-        assert parent.wait(20) == 128 + number
+        assert parent.wait(20) == code
         assert_gone(started)
+
+    def test_a_second_sigterm_ends_at_once(self, worker: Path, tmp_path: Path) -> None:
+        pids = tmp_path / "pids"
+        parent = launcher_of(worker, signal.SIGTERM, "all:stubborn", f"all:pids:{pids}", "all:hang")
+        started = wait_for_pids(pids, 2)
+        parent.terminate()
+        time.sleep(0.3)
+        assert parent.poll() is None
+        parent.terminate()
+        assert parent.wait(20) == 128 + signal.SIGTERM
+        assert_gone(started)
+
+
+def launcher_of(worker: Path, number: signal.Signals, *options: str) -> subprocess.Popen[bytes]:
+    """Return a process that runs `spawn`, which heeds signal `number`."""
+    heed = "" if number == signal.SIGKILL else f"signal.signal({int(number)}, signal.SIG_DFL); "
+    program = (  # a background job of a script ignores some signals, and all it starts does
+        f"import signal, sys; {heed}"
+        f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
+        f"sys.exit(spawn(['train', *{options!r}], 2))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Python's own path: the fixture has replaced sys.executable
+    return subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ)

@@ -1,0 +1,70 @@
+"""How long a process lives: it ends with its parent, and it saves first where it is asked to end."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
+SAVED = 75
+"""exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process as soon as the thread that has started it is gone, however that ended.
+
+    A pipe whose end of file tells the child would need a thread in it that runs: one that is stopped, or is in a call
+    that never returns, would live on. The kernel's SIGKILL ends these as well.
+
+    Args:
+        parent: process id of the parent. Where that is gone already, the kernel has nothing left to tell; then this
+            process ends here.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """End with the launcher behind `--nproc`, if that has started this process."""
+    if LAUNCHER_PID in environ:
+        end_with_parent(int(environ[LAUNCHER_PID]))
+
+
+class EndRequest:
+    """Whether this process was asked to end: SIGTERM and SIGUSR1 only ask, and a second SIGTERM ends it at once.
+
+    A SIGTERM within two seconds of the first is taken for the same, as where a batch system sends one to all processes
+    and the launcher passes its own on.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        """Take the two signals from now on. Call it from the main thread."""
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(theirs, False)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: None)
+        # A handler runs in the main thread, which may be in a call that does not return; this thread hears of it still.
+        signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()
+
+    def _hear(self, pipe: int) -> None:
+        first = 0.0
+        while True:
+            number = os.read(pipe, 1)[0]
+            if number not in (signal.SIGTERM, signal.SIGUSR1):
+                continue
+            self.asked = True
+            if number == signal.SIGTERM:
+                first = first or time.monotonic()
+                if time.monotonic() - first > _SAME_S:
+                    os._exit(128 + number)

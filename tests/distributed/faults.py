@@ -1,0 +1,169 @@
+"""Faults for tests: a command whose rank fails at a step, and what must be left behind afterwards, which is nothing.
+
+`start` runs the command line in a process of its own, with `rank_main` in place of `python -m dlrm_overlap` for the
+ranks: it puts the fault into `Trainer.step` and goes on as the command line does.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+_FAULT, _MARK = "TEST_FAULT", "TEST_FAULT_RUN"
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
+
+
+def fail_at(rank: int, step: int, how: str) -> dict[str, str]:
+    """Return the variables that let `rank` fail as it begins its `step`-th call of `Trainer.step`.
+
+    `how` is kill, stop, term or usr1 (a signal to itself), exception, nan (its loss), stop_reader or kill_reader.
+    """
+    return {_FAULT: f"{rank}:{step}:{how}"}
+
+
+def rank_main() -> None:
+    """Run the command line of a rank, with the fault that the environment asks for."""
+    from dlrm_overlap import cli
+
+    sys.argv = ["dlrm-overlap", *sys.argv[3:]]  # behind -m dlrm_overlap
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if (fault := os.environ.get(_FAULT)) and not again:
+        rank, step, how = fault.split(":")
+        if rank == os.environ.get("RANK", "0"):
+            _install(int(step), how)
+    cli.run()
+
+
+def _install(at: int, how: str) -> None:
+    from dlrm_overlap.trainer import Trainer
+
+    step, calls = Trainer.step, 0
+
+    def failing(self: Trainer, batches: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != at:
+            return step(self, batches)
+        if how == "exception":
+            raise RuntimeError("injected")
+        if how.endswith("_reader"):
+            os.kill(children_of(os.getpid())[0], _SIGNALS[how.removesuffix("_reader")])
+        elif how != "nan":
+            os.kill(os.getpid(), _SIGNALS[how])
+        loss = step(self, batches)
+        return loss * float("nan") if how == "nan" else loss
+
+    Trainer.step = failing
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the ids of the processes that `pid` has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for task in tasks for child in task.read_text().split())
+
+
+def sockets_of(pid: int) -> list[str]:
+    """Return the sockets that `pid` has open, beyond its standard streams."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if int(link.name) > 2]
+    return [name for link in links if (name := os.readlink(link)).startswith("socket:")]
+
+
+class Run:
+    """A command under way, all of whose processes carry a mark."""
+
+    def __init__(
+        self, folder: Path, *argv: str, fault: Mapping[str, str] | None = None, torchrun: bool = False
+    ) -> None:
+        wrapper = folder / "rank"
+        wrapper.write_text(f"#!{sys.executable}\nfrom tests.distributed.faults import rank_main\nrank_main()\n")
+        wrapper.chmod(0o755)
+        self._mark = uuid.uuid4().hex
+        ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
+        environ = {name: value for name, value in os.environ.items() if name not in ours}
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), _MARK: self._mark}
+        heed = "; ".join(f"signal.signal(signal.SIG{name}, signal.SIG_DFL)" for name in ("INT", "QUIT", "HUP"))
+        program = (
+            f"import signal, sys; {heed}; sys.executable = {str(wrapper)!r}; from dlrm_overlap import cli; cli.run()"
+        )
+        command = [sys.executable, "-c", program, *argv]
+        if torchrun:
+            agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+            command = [sys.executable, *agent, "--no-python", str(wrapper), "-m", "dlrm_overlap", *argv]
+            environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/torchrun.sh sets it
+        self.errors = folder / "stderr"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environ | dict(fault or {}),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    def processes(self) -> list[int]:
+        """Return the ids of the run's processes that are alive, the launcher's among them."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if self._mark.encode() in environ and state not in "ZX":
+                found.append(int(entry.name))
+        return found
+
+    def listening(self) -> dict[int, list[str]]:
+        """Return process -> the addresses, in hexadecimal as Linux tells them, at which it listens."""
+        addresses = {}
+        for table in ("tcp", "tcp6"):
+            rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+            addresses |= {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
+        found = {pid: sockets_of(pid) for pid in self.processes()}
+        return {pid: [addresses[name] for name in names if name in addresses] for pid, names in found.items()}
+
+    def wait_for(self, text: str, timeout_s: float = 90) -> None:
+        """Wait until standard error has `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.errors.read_text():
+            assert self.process.poll() is None, self.errors.read_text()
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s:g} s: {self.errors.read_text()}"
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        """Return exit code and standard error, once the command has ended and nothing of it is left."""
+        try:
+            code = self.process.wait(timeout_s)
+            self.assert_nothing_left()
+        finally:
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+        return code, self.errors.read_text()
+
+    def assert_nothing_left(self) -> None:
+        """Check that no process of the run lives, and that neither memory nor a semaphore of it has a name."""
+        deadline = time.monotonic() + 5  # the kernel takes a moment
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        names = [name for name in os.listdir("/dev/shm") if name.startswith(("dlrm_overlap", "sem."))]
+        deadline = time.monotonic() + 5  # other programs on this machine may make semaphores, for a moment
+        while any(Path("/dev/shm", name).exists() for name in names):
+            assert time.monotonic() < deadline, names
+            time.sleep(0.05)
+
+
+def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, torchrun: bool = False) -> Run:
+    """Start the quickstart on two CPU ranks, with a loader process each, which saves every 10 steps."""
+    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
+    argv += [] if torchrun else ["--nproc", "2"]
+    argv += ["--log.dir", str(folder), "--log.name", "run", "--log.every", "5", "--log.tensorboard", "false"]
+    argv += ["--data.workers", "1", "--checkpoint.every", "10"]
+    return Run(folder, *argv, *options, fault=fault, torchrun=torchrun)

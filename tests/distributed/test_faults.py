@@ -1,0 +1,135 @@
+"""Real training runs whose processes are killed, stopped and asked to end: how they end, and that nothing is left."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.launching.lifetime import SAVED
+from tests.conftest import read_metrics
+from tests.distributed.faults import children_of, fail_at, sockets_of, train
+
+FOREVER = ["--train.steps", "1000000"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path, backend: str, rank: int) -> None:
+    options = ["--embedding.backend", backend, "--embedding.wait_timeout_s", "10"]
+    run = train(tmp_path, *FOREVER, *options, fault=fail_at(rank, 12, "stop"))
+    run.wait_for("step 10:")
+    begin = time.monotonic()
+    code, errors = run.end(60)
+    assert time.monotonic() - begin < 35
+    assert code == 1
+    waited = re.findall(rf"rank {1 - rank} waited 10 s for .* of rank {rank}: expected epoch 12, seen 11", errors)
+    stood = re.findall(
+        rf"rank {1 - rank} has stood still in step 12 for 1\d s:\n.*rank {rank}.*(?:silent|answer)", errors
+    )
+    assert len(set(waited)) + len(stood) == 1, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torchrec", "pgas"])
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_path: Path, backend: str) -> None:
+    steps = ["--train.steps", "60", "--log.every", "1", "--embedding.backend", backend]
+    for folder in ("whole", "asked"):
+        (tmp_path / folder).mkdir()
+    run = train(tmp_path / "asked", *steps, fault=fail_at(1, 23, "term"))  # one rank alone: all ranks end with it
+    code, errors = run.end(120)
+    assert code == SAVED, errors
+    (saved,) = re.findall(r"dlrm-overlap: asked to end: step (\d+) is saved", errors)
+    assert 23 <= int(saved) < 40
+    for folder in ("asked", "whole"):
+        code, errors = train(tmp_path / folder, *steps).end(120)
+        assert code == 0, errors
+    asked, whole = (read_metrics(tmp_path / folder / "run", "train/loss") for folder in ("asked", "whole"))
+    assert list(asked) == list(range(1, 61))
+    assert asked == whole
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_nothing_even_if_a_loader_process_is_stopped(tmp_path: Path) -> None:
+    run = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "stop_reader"))
+    run.wait_for("step 10:")
+    assert len(run.processes()) == 5  # the launcher, two ranks, a loader process each
+    run.process.kill()
+    code, _ = run.end(10)
+    assert code == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_ranks_listen_on_loopback_alone_and_loader_processes_hold_no_socket(tmp_path: Path) -> None:
+    run = train(tmp_path, *FOREVER)
+    run.wait_for("step 10:")
+    listening, ranks = run.listening(), children_of(run.process.pid)
+    readers = [child for rank in ranks for child in children_of(rank)]
+    sockets = [sockets_of(reader) for reader in readers]
+    run.process.send_signal(signal.SIGINT)
+    code, _ = run.end(10)
+    assert code == 128 + signal.SIGINT
+    addresses = {address for rank in ranks for address in listening[rank]}
+    assert addresses <= {"0100007F", f"{0:024X}01000000"}, addresses
+    assert addresses
+    assert sockets == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_at_once(tmp_path: Path, rank: int) -> None:
+    run = train(tmp_path, *FOREVER, fault=fail_at(rank, 12, "kill"))
+    run.wait_for("step 10:")
+    code, errors = run.end(10)
+    assert code == 128 + signal.SIGKILL
+    (line,) = re.findall(r"dlrm-overlap: rank .*", errors)
+    assert re.match(rf"dlrm-overlap: rank {rank} \(pid \d+\) was killed by SIGKILL, .*out-of-memory", line)
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("kill_reader", r"ended by SIGKILL, and step \d+ has no batch"), ("stop_reader", r"in 8 s, it is stopped")],
+)
+def test_a_loader_process_that_died_or_stopped_ends_the_run_in_one_line(
+    tmp_path: Path, rank: int, how: str, told: str
+) -> None:
+    options = ["--embedding.backend", "pgas", "--embedding.wait_timeout_s", "10"]
+    code, errors = train(tmp_path, *FOREVER, *options, fault=fail_at(rank, 12, how)).end(90)
+    assert code == 2
+    (line,) = [line for line in errors.splitlines() if not re.match(r"[\d:]+ rank 0: ", line)]
+    assert re.match(rf"dlrm-overlap: loader process 0 of 1 \(pid \d+\) .*{told}", line)
+
+
+@pytest.mark.slow
+def test_sigusr1_to_the_launcher_lets_the_ranks_save(tmp_path: Path) -> None:
+    run = train(tmp_path, *FOREVER)
+    run.wait_for("step 10:")
+    run.process.send_signal(signal.SIGUSR1)
+    code, errors = run.end(30)
+    assert code == SAVED, errors
+    (step,) = re.findall(r"asked to end: step (\d+) is saved", errors)
+    assert (tmp_path / "run" / "checkpoints" / f"step_{step}").is_dir()
+
+
+@pytest.mark.slow
+def test_an_exception_of_one_rank_is_shown_once(tmp_path: Path) -> None:
+    code, errors = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "exception")).end(90)
+    assert code == 1
+    assert errors.count("RuntimeError: injected") == 1
+    assert "dlrm-overlap: rank 1 " in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "usr1"])
+def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str) -> None:
+    run = train(tmp_path, "--train.steps", "40", fault=fail_at(1, 12, how), torchrun=True)
+    code, errors = run.end(150)
+    assert code == 0, errors
+    (resumed,) = re.findall(r"resume: .*step_(\d+), after step", errors)
+    assert int(resumed) == 10 if how == "kill" else 12 <= int(resumed) < 20
+    assert max(read_metrics(tmp_path / "run", "train/loss")) == 40
