@@ -76,7 +76,7 @@ def compare(argv: list[str]) -> int:
         folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        faults = report(folders, ranks.values.rtol, output, noise_runs)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard)
         _print_places(output, folder)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)

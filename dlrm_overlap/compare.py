@@ -19,7 +19,9 @@ import torch
 from dlrm_overlap.checkpoint import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
-from dlrm_overlap.observe.run_log import has_results, nan_as_none, read_summary, write_atomically
+from dlrm_overlap.observe.bootstrap import speedup_interval
+from dlrm_overlap.observe.comparison_board import write_board
+from dlrm_overlap.observe.run_log import has_results, nan_as_none, read_step_ms, read_summary, write_atomically
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.trainer import NotFiniteError, Trainer
 
@@ -109,6 +111,7 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     shared = next((summary for summary in summaries.values() if summary), {})
     losses = {name: _read_losses(folder) for name, folder in folders.items()}
     reference_losses = [losses[name] for name in (reference, *again)]
+    reference_ms = read_step_ms(folders[reference])
     results = {}
     for backend in backends:
         summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
@@ -116,6 +119,9 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
+            "speedup_interval": _interval(reference_ms, folders[backend])
+            if backend != reference and verdict.fault is None
+            else None,
             "max_relative_difference": verdict.max_difference,
             "max_relative_difference_step": verdict.max_difference_step,
             "closest_to_bound": closest and nan_as_none(dataclasses.asdict(closest) | {"share": closest.share}),
@@ -130,6 +136,11 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
         **{key: shared.get(key) for key in _SHARED},
         "backends": results,
     }
+
+
+def _interval(reference_ms: Sequence[float], folder: Path) -> list[float] | None:
+    interval = speedup_interval(reference_ms, read_step_ms(folder))
+    return list(interval) if interval else None
 
 
 def _noise(
@@ -154,7 +165,7 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return a table with one line for each backend, at most 100 columns wide."""
+    """Return a table with one line for each backend, at most 100 columns wide, and the intervals of the speedups."""
     header = ["backend", "train loss", "AUROC", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
     rows = [header]
     for backend, result in comparison["backends"].items():
@@ -170,7 +181,9 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
                 _verdict(result, comparison["noise"], backend == comparison["reference"]),
             ]
         )
-    return format_table(rows)
+    found = [(name, each["speedup_interval"]) for name, each in comparison["backends"].items()]
+    intervals = ", ".join(f"{name} {each[0]:.3g} to {each[1]:.3g}" for name, each in found if each)
+    return format_table(rows) + (f"\nspeedup, 95% of the noise within runs: {intervals}" if intervals else "")
 
 
 def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_reference: bool) -> str:
@@ -198,10 +211,21 @@ def _show(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def report(folders: Mapping[str, Path], rtol: float, output: Path, noise_runs: int = 0) -> list[str]:
-    """Write the comparison to `output`, print its table, and return a line for each backend that disagrees."""
+def report(
+    folders: Mapping[str, Path], rtol: float, output: Path, noise_runs: int = 0, tensorboard: bool = False
+) -> list[str]:
+    """Write the comparison to `output`, print its table, and return a line for each backend that disagrees.
+
+    Args:
+        folders: see `compare_runs`, as for `rtol` and `noise_runs`.
+        output: JSON file; TensorBoard's part comes into the folder `comparison` beside it, and into the runs' folders.
+        tensorboard: whether that is written.
+    """
     comparison = compare_runs(folders, rtol, noise_runs)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
+    if tensorboard:
+        losses = {name: _read_losses(folder) for name, folder in folders.items()}
+        write_board(output.parent / "comparison", folders, losses, comparison)
     print(format_comparison(comparison))
     if comparison["device"] == "cpu":
         print(_CPU_NOTE)

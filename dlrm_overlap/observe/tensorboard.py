@@ -1,7 +1,7 @@
 """TensorBoard: a run's curves, and, as text, its configuration, plan and environment."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch.utils.tensorboard.writer import SummaryWriter
 class TensorBoard:
     """Writes the events of one run. All runs use the same tags, so the curves of runs side by side overlay."""
 
-    def __init__(self, folder: Path, start_step: int) -> None:
+    def __init__(self, folder: Path, start_step: int | None) -> None:
+        """Begin behind `start_step`, with 0 in place of what lies in `folder`; with None, add to the run there."""
         if start_step == 0:
             for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
                 old.unlink()
@@ -28,6 +29,13 @@ class TensorBoard:
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
         self._writer.add_text(tag, markdown)
+
+    def layout(self, charts: Mapping[str, Sequence[str | list[str]]]) -> None:
+        """Write the layout of the Custom Scalars page: a chart's title -> its kind, Multiline or Margin, and tags.
+
+        A Multiline draws a curve for each run and tag. A Margin has three tags: a value, its lower and its upper bound.
+        """
+        self._writer.add_custom_scalars({"comparison": dict(charts)})
 
     def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Write the flat configuration beside the final results, for the HParams page."""

@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm_overlap.compare import (
     compare_runs,
@@ -59,6 +61,28 @@ def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFix
     assert reference.split()[-2:] == ["1.00", "reference"]
     assert faster.split()[-4:] == ["2.50", "agree", "to", "5.0e-05"]
     assert note.startswith("On CPUs")
+
+
+def test_tensorboard_has_the_comparisons_table_layout_and_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {
+        "torchrec": _run(tmp_path / "torchrec", {**REFERENCE}, 10.0),
+        "pgas": _run(tmp_path / "pgas", {**REFERENCE, 60: 0.2 * (1 + 5e-5)}, 4.0),
+    }
+    for folder, median in zip(folders.values(), (10.0, 4.0), strict=True):
+        np.save(folder / "step_ms.npy", np.array([median - 1, median, median + 1] * 40, np.float32))
+    report(folders, 1e-4, tmp_path / "comparison.json", tensorboard=True)
+    low, high = json.loads((tmp_path / "comparison.json").read_text())["backends"]["pgas"]["speedup_interval"]
+    assert 2.0 <= low <= 2.5 <= high <= 3.0
+    assert f"pgas {low:.3g} to {high:.3g}" in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "pgas")).Reload()
+    assert [event.step for event in events.Scalars("compare/loss_difference")] == [20, 40, 60]
+    assert events.Scalars("compare/loss_difference")[-1].value == pytest.approx(5e-5, rel=1e-3)
+    own = EventAccumulator(str(tmp_path / "comparison")).Reload()
+    assert "custom_scalars__config__" in own.Tags()["tensors"]
+    text = own.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert f"| pgas | 4 | 8 | 2.5 | {low:.3g} to {high:.3g} | 1e+06 | agree |" in text
 
 
 def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
