@@ -20,6 +20,7 @@ from dlrm_overlap.checkpoint import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
+from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison_board import write_board
 from dlrm_overlap.observe.run_log import has_results, nan_as_none, read_step_ms, read_summary, write_atomically
 from dlrm_overlap.observe.text_table import format_table
@@ -118,6 +119,7 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
         closest = verdict.closest
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
+            "breakdown_ms": summary.get("breakdown_ms"),
             "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
             "speedup_interval": _interval(reference_ms, folders[backend])
             if backend != reference and verdict.fault is None
@@ -165,7 +167,10 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return a table with one line for each backend, at most 100 columns wide, and the intervals of the speedups."""
+    """Return a table with one line for each backend, at most 100 columns wide, and below it what more is known.
+
+    That is the intervals of the speedups, and what a traced step is made of.
+    """
     header = ["backend", "train loss", "AUROC", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
     rows = [header]
     for backend, result in comparison["backends"].items():
@@ -183,7 +188,12 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
         )
     found = [(name, each["speedup_interval"]) for name, each in comparison["backends"].items()]
     intervals = ", ".join(f"{name} {each[0]:.3g} to {each[1]:.3g}" for name, each in found if each)
-    return format_table(rows) + (f"\nspeedup, 95% of the noise within runs: {intervals}" if intervals else "")
+    text = format_table(rows) + (f"\nspeedup, 95% of the noise within runs: {intervals}" if intervals else "")
+    parts = {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
+    if not parts:
+        return text
+    lines = [[name, *(f"{found[part]:.3g}" for part in PARTS)] for name, found in parts.items()]
+    return f"{text}\n{format_table([['ms a traced step', *PARTS], *lines])}"
 
 
 def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_reference: bool) -> str:

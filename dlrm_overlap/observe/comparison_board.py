@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.observe.agreement import Losses
+from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown
 from dlrm_overlap.observe.tensorboard import TensorBoard
 
 DIFFERENCE = "compare/loss_difference"
@@ -50,6 +51,9 @@ def write_board(
     board = TensorBoard(place, start_step=0)
     board.layout(LAYOUT)
     board.text("comparison", f"{comparison_markdown(comparison)}\n\n{_ORDER}")
+    if parts := {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}:
+        board.text("breakdown", breakdown_markdown(parts))
+        board.image("breakdown", draw_breakdown(parts))
     board.close()
 
 

@@ -26,6 +26,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, read_breakdown
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
 from dlrm_overlap.observe.tracing import StepTracer
@@ -236,6 +237,9 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
+            if (path := self._tracer.path) and path.exists():
+                parts = write_breakdown(path, self.config.log.traced[-1], self._board)
+                summary |= {"breakdown_ms": parts} if parts else {}
             np.save(self.folder / _STEP_TIMES, np.array(times, dtype=np.float32))
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
@@ -248,6 +252,26 @@ class RunLog:
             self._metrics.write({"step": step, **values})
         if self._board:
             self._board.scalars(values, step)
+
+
+def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:
+    """Return what the steps in `trace` are made of, in ms, and write it to `board`; None where no GPU was traced.
+
+    Args:
+        trace: a file of this rank's.
+        step: the last step in it.
+        board: may be None.
+    """
+    try:
+        parts = read_breakdown(trace)
+    except InputError as error:  # all else of the run is whole
+        log.warning("%s", error)
+        return None
+    if parts and board:
+        board.scalars({"speed/exposed_ms": exposed_ms(parts)}, step)
+        board.text("breakdown", breakdown_markdown({"this run": parts}))
+        board.image("breakdown", draw_breakdown({"this run": parts}), step)
+    return parts
 
 
 class MetricsFile:

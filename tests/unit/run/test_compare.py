@@ -21,6 +21,7 @@ from dlrm_overlap.compare import (
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.preflight import check_start
+from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.trainer import NotFiniteError
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
@@ -71,17 +72,24 @@ def test_tensorboard_has_the_comparisons_table_layout_and_differences(
         "pgas": _run(tmp_path / "pgas", {**REFERENCE, 60: 0.2 * (1 + 5e-5)}, 4.0),
     }
     for folder, median in zip(folders.values(), (10.0, 4.0), strict=True):
+        summary = json.loads((folder / "summary.json").read_text())
+        parts = dict.fromkeys(PARTS, median / 10) | {"idle": 0.25}
+        (folder / "summary.json").write_text(json.dumps(summary | {"breakdown_ms": parts}))
         np.save(folder / "step_ms.npy", np.array([median - 1, median, median + 1] * 40, np.float32))
     report(folders, 1e-4, tmp_path / "comparison.json", tensorboard=True)
     low, high = json.loads((tmp_path / "comparison.json").read_text())["backends"]["pgas"]["speedup_interval"]
     assert 2.0 <= low <= 2.5 <= high <= 3.0
-    assert f"pgas {low:.3g} to {high:.3g}" in capsys.readouterr().out
+    *_, interval, head, reference, pgas, _ = capsys.readouterr().out.splitlines()
+    assert f"pgas {low:.3g} to {high:.3g}" in interval
+    assert head.split()[-3:] == ["all-reduce", "copies", "idle"]
+    assert [reference.split()[-2:], pgas.split()[-2:]] == [["1", "0.25"], ["0.4", "0.25"]]
     events = EventAccumulator(str(tmp_path / "pgas")).Reload()
     assert [event.step for event in events.Scalars("compare/loss_difference")] == [20, 40, 60]
     assert events.Scalars("compare/loss_difference")[-1].value == pytest.approx(5e-5, rel=1e-3)
     own = EventAccumulator(str(tmp_path / "comparison")).Reload()
     assert "custom_scalars__config__" in own.Tags()["tensors"]
     text = own.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert {"breakdown"} == set(own.Tags()["images"])
     assert f"| pgas | 4 | 8 | 2.5 | {low:.3g} to {high:.3g} | 1e+06 | agree |" in text
 
 
