@@ -18,10 +18,12 @@ from dlrm_overlap.bench.report.measured import (
 )
 from dlrm_overlap.bench.report.stage_plots import (
     draw_backward,
+    draw_programs,
     draw_scaling,
     draw_schedule,
     draw_stage,
     draw_sweep,
+    programs_table,
     scaling_table,
     schedule_table,
     stage_table,
@@ -129,6 +131,13 @@ PLOTS = {
         _STAGE.format("occupancy"),
         draw_sweep(*_OCCUPANCY),
         sweep_table(*_OCCUPANCY),
+    ),
+    "programs": Plot(
+        "Programs of the persistent kernel",
+        "A lane a program of fused on rank 0, from its first task to the end of its wait for the peers' flags.",
+        "dlrm-overlap bench programs --config configs/bench/small_batch.yaml --tables_per_rank 16 --nproc 4",
+        draw_programs,
+        programs_table,
     ),
     "schedule": Plot(
         "Order of the tasks, and the skew between ranks",

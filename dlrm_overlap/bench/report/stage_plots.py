@@ -116,6 +116,12 @@ def scaling_table(measured: Measured) -> Table:
     return cells(lines)
 
 
+_PHASES = {
+    "pools for a peer": ("#1f6f8b", ""),
+    "pools for this rank": ("#d4d9df", ""),
+    "counts, puts, raises a flag": ("#000000", ""),
+    "waits for peers": ("#ffffff", "////"),
+}
 _DASHES = {"baseline": "--", "pgas": ":"}
 
 
@@ -154,6 +160,39 @@ def sweep_table(column: str, label: str) -> Callable[[Measured], Table]:
         return cells(lines)
 
     return table
+
+
+def draw_programs(measured: Measured) -> Picture:
+    """Draw a lane a program: its tasks, by whether they are for another rank, what ends them, and its wait."""
+    picture = Picture(measured.name, 5.0)
+    (axes,) = picture.panels()
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in _PHASES}
+    for row in measured.rows:
+        lane, begin, end = need(row, "program"), need(row, "begin_us"), need(row, "end_us")
+        put_from = end - need(row, "put_us")
+        found["pools for this rank" if row["local"] == "True" else "pools for a peer"].append((lane, begin, put_from))
+        found["counts, puts, raises a flag"].append((lane, put_from, end))
+        found["waits for peers"].append((lane, end, end + need(row, "wait_us")))
+    for name, (colour, hatch) in _PHASES.items():
+        lanes, lefts, ends = zip(*found[name], strict=True) if found[name] else ((), (), ())
+        widths = [end - begin for begin, end in zip(lefts, ends, strict=True)]
+        axes.barh(lanes, widths, 0.8, left=lefts, color=colour, hatch=hatch, label=name, edgecolor="black", lw=0.2)
+    axes.invert_yaxis()
+    axes.set_xlabel("us since the first task began")
+    axes.set_ylabel("programs shown, by their begin")
+    picture.legend(axes)
+    return picture
+
+
+def programs_table(measured: Measured) -> Table:
+    """Return what each program did in all: tasks, pooling, the ends of its tasks, its wait."""
+    lines: list[list[Any]] = [["program", "tasks", "for peers", "pools, us", "counts and puts, us", "waits, us"]]
+    for program in dict.fromkeys(row["program"] for row in measured.rows):
+        own = [row for row in measured.rows if row["program"] == program]
+        put, wait = (sum(need(row, column) for row in own) for column in ("put_us", "wait_us"))
+        pooled = sum(need(row, "end_us") - need(row, "begin_us") for row in own) - put
+        lines.append([program, len(own), sum(row["local"] == "False" for row in own), pooled, put, wait])
+    return cells(lines)
 
 
 def draw_schedule(measured: Measured) -> Picture:
