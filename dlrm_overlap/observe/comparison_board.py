@@ -58,7 +58,10 @@ def write_board(
 
 
 def comparison_markdown(comparison: Mapping[str, Any]) -> str:
-    """Return the backends as a Markdown table: step times, speedup with its 95% interval, whether losses agree."""
+    """Return the backends as a Markdown table: step times, speedup with its 95% interval, whether losses agree.
+
+    Further runs of the reference come last: their ratios show how far two runs of the same thing are apart.
+    """
     head = ["backend", "step p50, ms", "p95, ms", "speedup", "95% interval", "samples/s", "losses"]
     lines = [head, ["---"] * len(head)]
     for name, result in comparison["backends"].items():
@@ -72,6 +75,10 @@ def comparison_markdown(comparison: Mapping[str, Any]) -> str:
                 ("reference" if name == comparison["reference"] else "agree") if result["agree"] else "DISAGREE",
             ]
         )
+    reference_ms = comparison["backends"][comparison["reference"]]["step_ms_p50"]
+    for name, run in comparison["noise"]["runs"].items() if comparison["noise"] else ():
+        ratio = reference_ms / run["step_ms_p50"] if reference_ms and run["step_ms_p50"] else None
+        lines.append([name, _digits(run["step_ms_p50"]), "-", _digits(ratio), "-", "-", "the reference again"])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

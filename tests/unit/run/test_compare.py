@@ -22,6 +22,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.preflight import check_start
 from dlrm_overlap.observe.breakdown import PARTS
+from dlrm_overlap.observe.comparison_board import comparison_markdown
 from dlrm_overlap.trainer import NotFiniteError
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
@@ -177,6 +178,7 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     closest = comparison["backends"]["pgas"]["closest_to_bound"]
     assert 0 < closest["share"] == pytest.approx(closest["difference"] / closest["bound"])
     assert comparison["noise"]["bound"]["400"] == pytest.approx(15 * (4 / 3) ** 0.5 * 1e-3)
+    assert "| torchrec_again_2 | 10 | - | 1 | - | - | the reference again |" in comparison_markdown(comparison)
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 100
     assert table[1].endswith("1.00  reference (noise 1.0e-3)")
