@@ -25,7 +25,10 @@ from dlrm_overlap.observe.run_log import write_atomically
 PAGE, MARKDOWN = "index.html", "report.md"
 _MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table
 _ENVIRONMENT = ("gpu", "cpu", "python", "torch", "cuda", "nccl", "fbgemm", "torchrec", "triton", "numpy", "commit")
-_COMMANDS = "A command measures one shape; other shapes have files of their own under configs/bench."
+_COMMANDS = (
+    "A figure's command measures one of its shapes on four GPUs, and not always that of these rows: other shapes have "
+    "files of their own under configs/bench, and rows of your own were measured by yours."
+)
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #111 }
 img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
@@ -78,7 +81,7 @@ def _section(measured: Measured, output: Path) -> Section:
         raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
     except InputError as error:
         raise InputError(f"{measured.name}.csv: {error}") from None
-    picture.caption(hardware(measured.rows), plot.command)
+    picture.caption(hardware(measured.rows), f"the figure's command: {plot.command}")
     svg = picture.svg()
     (output / f"{measured.name}.svg").write_bytes(svg)
     picture.save_png(output / f"{measured.name}.png")
@@ -116,7 +119,7 @@ def html_page(sections: Sequence[Section]) -> str:
             f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">',
             _html_table(section.table),
             f'<p class="from">{measured.name}.csv: {escape(hardware(measured.rows))}</p>',
-            f"<p><code>{escape(plot.command)}</code></p>",
+            f"<p>The figure's command: <code>{escape(plot.command)}</code></p>",
         ]
         if len(measured.rows) <= _MOST_ROWS:
             table = _html_table(_varying(measured.rows))
@@ -143,7 +146,7 @@ def markdown_page(sections: Sequence[Section]) -> str:
             plot.reading,
             f"![{plot.title}]({measured.name}.svg)",
             _markdown_table(section.table),
-            f"{hardware(measured.rows)}; `{plot.command}`",
+            f"{hardware(measured.rows)}. The figure's command: `{plot.command}`",
         ]
     return "\n\n".join(parts) + "\n"
 
