@@ -87,7 +87,7 @@ def compare(argv: list[str]) -> int:
         folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        faults = report(folders, ranks.values.rtol, output, noise_runs)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard)
         _print_places(output, folder)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
@@ -129,12 +129,15 @@ def bench(argv: list[str]) -> int:
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         lines = [f"  {name:10} {figure.summary}" for name, figure in FIGURES.items()]
+        lines.append(f"  {'report':10} the rows of a folder on one page, with plots and tables: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
         raise InputError(f"bench: no benchmark is named; known: {', '.join(FIGURES)}")
+    if kind == "report":
+        return _bench_report(argv[1:])
     if kind not in FIGURES:
-        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, list(FIGURES))}")
+        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, [*FIGURES, 'report'])}")
     figure = FIGURES[kind]
 
     def add_options(parser: Parser) -> None:
@@ -150,6 +153,22 @@ def bench(argv: list[str]) -> int:
         return figure.load()(request, ranks)
 
     return run_on_ranks(["bench", kind], bench.__doc__ or "", argv[1:], work, add_options, check)
+
+
+def _bench_report(argv: list[str]) -> int:
+    """Show all rows of a folder on one page, with plots and tables; takes no ranks and no GPU."""
+    parser = Parser("dlrm-overlap bench report", "Write plots, an HTML page and Markdown of the rows in a folder.")
+    parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
+    parser.add_argument("--output", help="folder to write to (default DIR/report)")
+    values = parser.read(argv)
+    folder = Path(values.folder)
+    output = Path(values.output or folder / "report")
+    from dlrm_overlap.bench.report.page import PAGE, write_report
+
+    for name in write_report(folder, output):
+        print(f"no plot for {name}.csv")
+    print(f"page: {output / PAGE}")
+    return 0
 
 
 def prepare(argv: list[str]) -> int:

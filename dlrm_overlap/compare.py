@@ -19,9 +19,12 @@ import torch
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
+from dlrm_overlap.observe.bootstrap import speedup_interval
+from dlrm_overlap.observe.breakdown import PARTS
+from dlrm_overlap.observe.comparison_board import write_board
 from dlrm_overlap.observe.result_files import nan_as_none, write_atomically
 from dlrm_overlap.observe.run_folder import hold_run_folder
-from dlrm_overlap.observe.run_log import has_results, read_summary
+from dlrm_overlap.observe.run_log import has_results, read_step_ms, read_summary
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.storage.branches import newest_checkpoint
 from dlrm_overlap.trainer import NotFiniteError, Trainer
@@ -120,13 +123,18 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     shared = next((summary for summary in summaries.values() if summary), {})
     losses = {name: _read_losses(folder) for name, folder in folders.items()}
     reference_losses = [losses[name] for name in (reference, *again)]
+    reference_ms = read_step_ms(folders[reference])
     results = {}
     for backend in backends:
         summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
         closest = verdict.closest
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
+            "breakdown_ms": summary.get("breakdown_ms"),
             "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
+            "speedup_interval": _interval(reference_ms, folders[backend])
+            if backend != reference and verdict.fault is None
+            else None,
             "max_relative_difference": verdict.max_difference,
             "max_relative_difference_step": verdict.max_difference_step,
             "closest_to_bound": closest and nan_as_none(dataclasses.asdict(closest) | {"share": closest.share}),
@@ -141,6 +149,11 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
         **{key: shared.get(key) for key in _SHARED},
         "backends": results,
     }
+
+
+def _interval(reference_ms: Sequence[float], folder: Path) -> list[float] | None:
+    interval = speedup_interval(reference_ms, read_step_ms(folder))
+    return list(interval) if interval else None
 
 
 def _noise(
@@ -165,7 +178,10 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return a table with one line for each backend, at most 100 columns wide."""
+    """Return a table with one line for each backend, at most 100 columns wide, and below it what more is known.
+
+    That is the intervals of the speedups, and what a traced step is made of.
+    """
     header = ["backend", "train loss", "AUROC", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
     rows = [header]
     for backend, result in comparison["backends"].items():
@@ -181,7 +197,14 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
                 _verdict(result, comparison["noise"], backend == comparison["reference"]),
             ]
         )
-    return format_table(rows)
+    found = [(name, each["speedup_interval"]) for name, each in comparison["backends"].items()]
+    intervals = ", ".join(f"{name} {each[0]:.3g} to {each[1]:.3g}" for name, each in found if each)
+    text = format_table(rows) + (f"\nspeedup, 95% of the noise within runs: {intervals}" if intervals else "")
+    parts = {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
+    if not parts:
+        return text
+    lines = [[name, *(f"{found[part]:.3g}" for part in PARTS)] for name, found in parts.items()]
+    return f"{text}\n{format_table([['ms a traced step', *PARTS], *lines])}"
 
 
 def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_reference: bool) -> str:
@@ -209,10 +232,21 @@ def _show(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def report(folders: Mapping[str, Path], rtol: float, output: Path, noise_runs: int = 0) -> list[str]:
-    """Write the comparison to `output`, print its table, and return a line for each backend that disagrees."""
+def report(
+    folders: Mapping[str, Path], rtol: float, output: Path, noise_runs: int = 0, tensorboard: bool = False
+) -> list[str]:
+    """Write the comparison to `output`, print its table, and return a line for each backend that disagrees.
+
+    Args:
+        folders: see `compare_runs`, as for `rtol` and `noise_runs`.
+        output: JSON file; TensorBoard's part comes into the folder `comparison` beside it, and into the runs' folders.
+        tensorboard: whether that is written.
+    """
     comparison = compare_runs(folders, rtol, noise_runs)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
+    if tensorboard:
+        losses = {name: _read_losses(folder) for name, folder in folders.items()}
+        write_board(output.parent / "comparison", folders, losses, comparison)
     print(format_comparison(comparison))
     if comparison["device"] == "cpu":
         print(_CPU_NOTE)

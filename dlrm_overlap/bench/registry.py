@@ -17,6 +17,7 @@ from dlrm_overlap.bench.request import (
     ForwardRequest,
     InputRequest,
     OccupancyRequest,
+    ProgramsRequest,
     Request,
     StepRequest,
     StrongRequest,
@@ -52,6 +53,9 @@ FIGURES = {
     "strong": Figure("the same on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"),
     "slice": Figure("fused by slice size, beside pgas", ForwardRequest, "slice"),
     "occupancy": Figure("fused by programs a multiprocessor (GPU)", OccupancyRequest, "occupancy"),
+    "programs": Figure(
+        "when the persistent kernel's programs pool, put and wait, task by task (GPU)", ProgramsRequest, "programs"
+    ),
     "schedule": Figure("pgas and fused by order of the tasks, with the skew between ranks", ForwardRequest, "schedule"),
     "backward": Figure(
         "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",

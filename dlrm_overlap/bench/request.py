@@ -316,6 +316,24 @@ class OccupancyRequest(ForwardRequest):
 
 
 @dataclass(frozen=True)
+class ProgramsRequest(StageRequest):
+    """What is asked of the figure of the persistent kernel's programs, which needs GPUs."""
+
+    iterations: int = _option(10, "steps before the one that is traced", type=PositiveInt)
+    programs: int = _option(32, "of the kernel, whose tasks are told", type=PositiveInt)
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that the ranks are on GPUs.
+
+        Raises:
+            InputError: naming the key, or because the ranks are on a CPU.
+        """
+        if device_type == "cpu":
+            raise InputError(f"bench {self.kind}: a CPU's kernels have no clock; run it on GPUs")
+        super().check_ranks(config, world_size, device_type)
+
+
+@dataclass(frozen=True)
 class BackwardRequest(StageRequest):
     """What is asked of the figure of the backward. Its ids have been checked by the forward."""
 

@@ -1,5 +1,5 @@
 """What a run writes. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
-configuration and `summary.json`; every rank writes its own trace.
+configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
 """
 
 import json
@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
@@ -24,6 +25,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, read_breakdown
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
@@ -31,6 +33,8 @@ from dlrm_overlap.observe.tracing import StepTracer
 from dlrm_overlap.storage.branches import newest_checkpoint
 
 log = logging.getLogger("dlrm_overlap")
+
+_STEP_TIMES = "step_ms.npy"
 
 
 def start_logging(rank: int, console: Console) -> None:
@@ -66,6 +70,12 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     return {key: math.nan if value is None else value for key, value in json.loads(path.read_text()).items()}
+
+
+def read_step_ms(folder: Path) -> list[float]:
+    """Return the times of the steady steps of the finished run in `folder`, in ms; none where there is no such run."""
+    path = folder / _STEP_TIMES
+    return np.load(path).tolist() if path.exists() else []
 
 
 def check_folder(config: Config) -> None:
@@ -116,6 +126,7 @@ class RunLog:
         make_folder(folder)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
+            (folder / _STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
@@ -201,6 +212,7 @@ class RunLog:
                 "train/lr_factor": lr_factor,
                 "speed/samples_per_s": self.global_batch * 1e3 / mean_ms,
                 "speed/step_ms": mean_ms,
+                **{f"speed/step_ms_p{percent}": quantile(step_ms, percent / 100) for percent in (10, 50, 90)},
                 "speed/input_wait_ms": wait_ms,
                 "memory/peak_bytes": float(memory_bytes(self.device)),
                 **counted,
@@ -219,9 +231,10 @@ class RunLog:
         )
 
     def summary(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary; a collective.
+        """Write `summary.json`, `step_ms.npy` and TensorBoard's hyperparameters, and return the summary; a collective.
 
-        Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
+        Times are those of this rank's `steady_ms`, which `step_ms.npy` holds as [steps] float32, in ms; memory is the
+        greatest of all ranks.
 
         Args:
             step: the run's last step.
@@ -235,8 +248,7 @@ class RunLog:
             "train_loss": self.loss,
             **{f"eval_{key}": value for key, value in values.items()},
             "samples_per_s": self.global_batch * 1e3 * len(times) / sum(times) if times else math.nan,
-            "step_ms_p50": quantile(times, 0.5),
-            "step_ms_p95": quantile(times, 0.95),
+            **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
             **({} if self.config.data.bad_rows == "error" else {"bad_rows": self.bad_rows}),
@@ -247,6 +259,10 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
+            if (path := self._tracer.path) and path.exists():
+                parts = write_breakdown(path, self.config.log.traced[-1], self._board)
+                summary |= {"breakdown_ms": parts} if parts else {}
+            np.save(self.folder / _STEP_TIMES, np.array(times, dtype=np.float32))
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}
@@ -258,6 +274,26 @@ class RunLog:
             self._metrics.write({"step": step, **values})
         if self._board:
             self._board.scalars(values, step)
+
+
+def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:
+    """Return what the steps in `trace` are made of, in ms, and write it to `board`; None where no GPU was traced.
+
+    Args:
+        trace: a file of this rank's.
+        step: the last step in it.
+        board: may be None.
+    """
+    try:
+        parts = read_breakdown(trace)
+    except InputError as error:  # all else of the run is whole
+        log.warning("%s", error)
+        return None
+    if parts and board:
+        board.scalars({"speed/exposed_ms": exposed_ms(parts)}, step)
+        board.text("breakdown", breakdown_markdown({"this run": parts}))
+        board.image("breakdown", draw_breakdown({"this run": parts}), step)
+    return parts
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

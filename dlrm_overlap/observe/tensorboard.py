@@ -2,10 +2,11 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.tensorboard.writer import SummaryWriter
 
 log = logging.getLogger("dlrm_overlap")
@@ -17,7 +18,8 @@ class TensorBoard:
     Where they cannot be written, as on a full disk, a warning says so, and the run goes on without them.
     """
 
-    def __init__(self, folder: Path, start_step: int) -> None:
+    def __init__(self, folder: Path, start_step: int | None) -> None:
+        """Begin behind `start_step`, with 0 in place of what lies in `folder`; with None, add to the run there."""
         if start_step == 0:
             for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
                 old.unlink()
@@ -34,6 +36,17 @@ class TensorBoard:
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
         self._write(lambda writer: writer.add_text(tag, markdown))
+
+    def image(self, tag: str, picture: np.ndarray, step: int = 0) -> None:
+        """Write a picture, [height, width, 3] uint8."""
+        self._write(lambda writer: writer.add_image(tag, picture, step, dataformats="HWC"))
+
+    def layout(self, charts: Mapping[str, Sequence[str | list[str]]]) -> None:
+        """Write the layout of the Custom Scalars page: a chart's title -> its kind, Multiline or Margin, and tags.
+
+        A Multiline draws a curve for each run and tag. A Margin has three tags: a value, its lower and its upper bound.
+        """
+        self._write(lambda writer: writer.add_custom_scalars({"comparison": dict(charts)}))
 
     def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Write the flat configuration beside the final results, for the HParams page."""

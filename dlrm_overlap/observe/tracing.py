@@ -19,9 +19,11 @@ class StepTracer:
         """Take the run's folder, and the last step before it begins: behind the first step to trace, it traces none."""
         self._traced, self._start = config.traced, start
         self._profiler: profile | None = None
+        self.path: Path | None = None
+        """the file, which is there from the step behind the last traced one on; None if nothing is traced"""
         if start >= self._traced.start or not self._traced:
             return
-        self._path = folder / "traces" / f"steps_{self._traced[0]}_{self._traced[-1]}_rank_{rank}.json.gz"
+        self.path = folder / "traces" / f"steps_{self._traced[0]}_{self._traced[-1]}_rank_{rank}.json.gz"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profiler = profile(activities=activities, schedule=self._action, on_trace_ready=self._write)
 
@@ -32,8 +34,9 @@ class StepTracer:
         return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
 
     def _write(self, profiler: profile) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self.path))
 
     def begin(self) -> None:
         """Begin, just before the first step."""

@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "torchrec" / "metrics.jsonl").write_text('{"step": 21, "train/loss": 0.5}\n')
     result = run_cli(*COMPARE, "--backends", *BACKENDS, "--noise_runs", "1", "--nproc", "2", "--log.dir", str(folder))
     assert result.returncode == 0, result.stderr
+    assert (folder / "comparison").is_dir(), "TensorBoard's part"
     (folder / "stdout").write_text(result.stdout)
     (folder / "stderr").write_text(result.stderr)
     return folder

@@ -94,6 +94,10 @@ def test_tensorboard_shows_curves_and_texts(run: Path) -> None:
         "eval/ne",
         "speed/samples_per_s",
         "speed/step_ms",
+        "speed/step_ms_p10",
+        "speed/step_ms_p50",
+        "speed/step_ms_p90",
+        "result/step_ms_p50",
         "speed/input_wait_ms",
         "memory/peak_bytes",
     } <= scalars

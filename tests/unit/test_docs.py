@@ -18,6 +18,9 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dlrm_overlap import backends, config
+from dlrm_overlap.bench.report.measured import read_measured
+from dlrm_overlap.bench.report.page import Section, markdown_page, report_order
+from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import assert_same
@@ -134,13 +137,22 @@ def test_readme_and_its_plot_show_the_measured_rows() -> None:
         measured = list(csv.DictReader(file))
     shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
     shown = _table("README.md", "| tables/GPU")
-    picture = Path("docs/results/stage.svg").read_text()
+    picture = Path("docs/results/report/stage.svg").read_text()
     assert len(shown) == len(shapes) == 5
     for cells, rows in zip(shown, shapes, strict=True):
         medians = {row["contender"]: f"{float(row['median_ms']):.2f}" for row in rows}
         expected = [medians[name] for name in ("baseline", "torchrec", "pgas", "fused")]
         assert cells[1:] == [*expected, f"{float(rows[0]['limit_ms']):.2f}"]
         assert all(f">{median}</text>" in picture for median in expected)
+
+
+def test_the_report_is_that_of_the_rows() -> None:
+    files = [read_measured(path) for path in Path("docs/results").glob("*.csv")]
+    assert {each.kind for each in files} <= set(PLOTS), "each figure has a plot"
+    files.sort(key=report_order)
+    sections = [Section(each, PLOTS[each.kind], PLOTS[each.kind].table(each), b"") for each in files]
+    made, page = markdown_page(sections), Path("docs/results/report/report.md").read_text()
+    assert made == page, "make it again: dlrm-overlap bench report docs/results"
 
 
 def test_the_pages_show_the_measured_steps() -> None:

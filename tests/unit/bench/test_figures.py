@@ -50,7 +50,7 @@ def _contenders(
     [
         (
             "stage",
-            ["baseline", "torchrec", "nccl", "pgas", "fused", "fused_in_place", "fused_stores", "pgas_copied"],
+            ["baseline", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"],
         ),
         ("weak", ["baseline", "torchrec", "nccl", "pgas", "fused"]),
         ("strong", ["baseline", "torchrec", "nccl", "pgas", "fused"]),
@@ -63,7 +63,7 @@ def test_contenders(
 ) -> None:
     found = _contenders(kind, config, workload, monkeypatch)
     assert [name for name, _ in found] == names
-    puts = {"fused": "in_place", "fused_in_place": "in_place", "fused_stores": "stores"}
+    puts = {"fused": "in_place", "fused_stores": "stores", "fused_dma": "dma"}
     assert all(columns.get("put") == puts.get(name) for name, columns in found)
     assert all((columns.get("slice_bags") is not None) == (name in puts) for name, columns in found)
     if kind == "slice":

@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm_overlap.compare import (
     compare_runs,
@@ -19,6 +21,8 @@ from dlrm_overlap.compare import (
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.preflight import check_start
+from dlrm_overlap.observe.breakdown import PARTS
+from dlrm_overlap.observe.comparison_board import comparison_markdown
 from dlrm_overlap.trainer import NotFiniteError
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
@@ -59,6 +63,35 @@ def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFix
     assert reference.split()[-2:] == ["1.00", "reference"]
     assert faster.split()[-4:] == ["2.50", "agree", "to", "5.0e-05"]
     assert note.startswith("On CPUs")
+
+
+def test_tensorboard_has_the_comparisons_table_layout_and_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {
+        "torchrec": _run(tmp_path / "torchrec", {**REFERENCE}, 10.0),
+        "pgas": _run(tmp_path / "pgas", {**REFERENCE, 60: 0.2 * (1 + 5e-5)}, 4.0),
+    }
+    for folder, median in zip(folders.values(), (10.0, 4.0), strict=True):
+        summary = json.loads((folder / "summary.json").read_text())
+        parts = dict.fromkeys(PARTS, median / 10) | {"idle": 0.25}
+        (folder / "summary.json").write_text(json.dumps(summary | {"breakdown_ms": parts}))
+        np.save(folder / "step_ms.npy", np.array([median - 1, median, median + 1] * 40, np.float32))
+    report(folders, 1e-4, tmp_path / "comparison.json", tensorboard=True)
+    low, high = json.loads((tmp_path / "comparison.json").read_text())["backends"]["pgas"]["speedup_interval"]
+    assert 2.0 <= low <= 2.5 <= high <= 3.0
+    *_, interval, head, reference, pgas, _ = capsys.readouterr().out.splitlines()
+    assert f"pgas {low:.3g} to {high:.3g}" in interval
+    assert head.split()[-3:] == ["all-reduce", "copies", "idle"]
+    assert [reference.split()[-2:], pgas.split()[-2:]] == [["1", "0.25"], ["0.4", "0.25"]]
+    events = EventAccumulator(str(tmp_path / "pgas")).Reload()
+    assert [event.step for event in events.Scalars("compare/loss_difference")] == [20, 40, 60]
+    assert events.Scalars("compare/loss_difference")[-1].value == pytest.approx(5e-5, rel=1e-3)
+    own = EventAccumulator(str(tmp_path / "comparison")).Reload()
+    assert "custom_scalars__config__" in own.Tags()["tensors"]
+    text = own.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert {"breakdown"} == set(own.Tags()["images"])
+    assert f"| pgas | 4 | 8 | 2.5 | {low:.3g} to {high:.3g} | 1e+06 | agree |" in text
 
 
 def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +178,7 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     closest = comparison["backends"]["pgas"]["closest_to_bound"]
     assert 0 < closest["share"] == pytest.approx(closest["difference"] / closest["bound"])
     assert comparison["noise"]["bound"]["400"] == pytest.approx(15 * (4 / 3) ** 0.5 * 1e-3)
+    assert "| torchrec_again_2 | 10 | - | 1 | - | - | the reference again |" in comparison_markdown(comparison)
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 100
     assert table[1].endswith("1.00  reference (noise 1.0e-3)")

@@ -1,0 +1,124 @@
+"""Rows of measurements as the CSV files of `dlrm-overlap bench` hold them, read again for plots and tables."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dlrm_overlap.config import InputError
+
+Row = Mapping[str, str]
+Table = list[list[str]]
+"""lines of cells, the first of which is the header"""
+Run = Mapping[str, Row]
+"""contender -> its row, of contenders that were measured against each other"""
+
+_SHAPE = (
+    *("arch", "optimizer", "pinned_host", "world_size", "tables"),
+    *("rows", "dim", "multi_hot", "zipf_alpha", "global_batch"),
+)
+_VERSIONS = ("torch", "nccl", "fbgemm", "torchrec", "triton")
+
+
+class Measured(NamedTuple):
+    """What one CSV file holds."""
+
+    name: str
+    """the file's name without .csv"""
+    kind: str
+    """the figure that it has rows of, as `dlrm-overlap bench KIND` names it; the file's name where rows do not say"""
+    rows: Sequence[Row]
+
+
+def read_measured(path: Path) -> Measured:
+    """Return the rows of the CSV file `path`.
+
+    Raises:
+        InputError: if it cannot be read, or has no rows.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: cannot be read as CSV ({error}); give rows that bench has written") from None
+    if not rows or any(None in row or None in row.values() for row in rows):
+        raise InputError(f"{path}: no rows, or not as many cells as columns; remove it, or measure again")
+    return Measured(path.stem, rows[0].get("kind") or path.stem, rows)
+
+
+def number(row: Row, column: str) -> float | None:
+    """Return a row's number, or None where the column is empty or not there."""
+    text = row.get(column)
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise InputError(f"column {column}: {text!r} is not a number; repair the row, or measure again") from None
+
+
+def need(row: Row, column: str) -> float:
+    """Return a row's number.
+
+    Raises:
+        InputError: if it has none.
+    """
+    if (found := number(row, column)) is None:
+        raise InputError(f"column {column}: empty, or not there, and a plot needs it; measure again")
+    return found
+
+
+def runs(rows: Iterable[Row], key: str = "contender") -> list[Run]:
+    """Return the runs in the file's order: one ends where the shape changes or a contender comes again."""
+    found: list[dict[str, Row]] = []
+    last = None
+    for row in rows:
+        shape = [row.get(name) for name in _SHAPE]
+        if shape != last or row[key] in found[-1]:
+            found.append({})
+        found[-1][row[key]] = row
+        last = shape
+    return [*found]
+
+
+def contenders(found: Iterable[Run]) -> list[str]:
+    """Return the names in all of the runs, in order of their first row."""
+    return list(dict.fromkeys(name for run in found for name in run))
+
+
+def trusted(row: Row) -> bool:
+    """Return whether the row's outputs or losses were those of the reference, so that its time may be compared."""
+    if row.get("agrees") == "False":
+        return False
+    return row.get("speedup") != "" if "speedup" in row else True
+
+
+def hardware(rows: Sequence[Row]) -> str:
+    """Return a line: GPUs, or CPU and that it is a rehearsal, then versions and commits."""
+    first = rows[0]
+    commits = list(dict.fromkeys(commit for row in rows if (commit := row.get("commit"))))
+    parts = [first.get("gpu") or f"CPU, a rehearsal and no figure: {first.get('cpu', 'unknown')}"]
+    parts += [f"{name} {first[name]}" for name in _VERSIONS if first.get(name)]
+    return ", ".join([*parts, *(f"commit {commit}" for commit in commits)])
+
+
+def shape(row: Row) -> str:
+    """Return two lines that name the shape of an embedding stage's row."""
+    gpus = int(row["world_size"])
+    uniform = row["rows"].isdigit()
+    size = (
+        f"{int(row['tables']) // gpus} x {int(row['rows']) / 1e6:g}M" if uniform else f"{row['tables']} unlike tables"
+    )
+    hot = "multi-hot" if row["multi_hot"].startswith("[") else row["multi_hot"]
+    skewed = f", zipf {row['zipf_alpha']}" if float(row.get("zipf_alpha") or 0) else ""
+    return f"{size} x {row['dim']}\n{row['global_batch']}, {hot}{skewed}"
+
+
+def milliseconds(value: float | None) -> str:
+    """Return a time in ms as the pages have it: two digits behind the point, three below 1 ms; - for none."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value >= 0.01 else f"{value:.2g}"
+
+
+def cells(lines: Iterable[Iterable[Any]]) -> Table:
+    """Return a table whose cells are text, - for None, numbers with three digits."""
+    return [["-" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in line] for line in lines]

@@ -1,0 +1,183 @@
+"""`dlrm-overlap bench report`: the CSV files of a folder as one HTML page that needs no other file, and as Markdown."""
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from dlrm_overlap.bench.report.measured import (
+    Measured,
+    Row,
+    Table,
+    cells,
+    hardware,
+    number,
+    read_measured,
+    runs,
+    trusted,
+)
+from dlrm_overlap.bench.report.plots import PLOTS, Plot
+from dlrm_overlap.bench.report.step_plots import step_title
+from dlrm_overlap.config import InputError
+from dlrm_overlap.observe.run_log import write_atomically
+
+PAGE, MARKDOWN = "index.html", "report.md"
+_MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table
+_ENVIRONMENT = ("gpu", "cpu", "python", "torch", "cuda", "nccl", "fbgemm", "torchrec", "triton", "numpy", "commit")
+_COMMANDS = (
+    "A figure's command measures one of its shapes on four GPUs, and not always that of these rows: other shapes have "
+    "files of their own under configs/bench, and rows of your own were measured by yours."
+)
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #111 }
+img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
+td, th { padding: .15em .6em; border-bottom: 1px solid #ddd; text-align: right } td:first-child, th { text-align: left }
+code, .from { font: 12px monospace; color: #333 } .wide { overflow-x: auto }
+"""
+
+
+class Section(NamedTuple):
+    """What the report says of one CSV file."""
+
+    measured: Measured
+    plot: Plot
+    table: Table
+    picture: bytes
+    """SVG"""
+
+
+def write_report(folder: Path, output: Path) -> list[str]:
+    """Write the page, the Markdown, and each plot as SVG and PNG to `output`; return the files that have no plot.
+
+    Raises:
+        InputError: if `folder` has no rows that can be drawn, or `output` cannot be written.
+    """
+    files = [read_measured(path) for path in sorted(folder.glob("*.csv"))]
+    known = [each for each in files if each.kind in PLOTS]
+    if not known:
+        raise InputError(f"{folder}: no CSV file of a figure in it; give the folder that `bench` has written rows to")
+    known.sort(key=report_order)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        sections = [_section(each, output) for each in known]
+        write_atomically(output / PAGE, html_page(sections))
+        write_atomically(output / MARKDOWN, markdown_page(sections))
+    except OSError as error:
+        raise InputError(f"--output: {output} cannot be written ({error.strerror}); give another folder") from None
+    return [each.name for each in files if each.kind not in PLOTS]
+
+
+def report_order(measured: Measured) -> tuple[int, bool, str]:
+    """Return where the report has a file: by figure, the one of the figure's own name first."""
+    return list(PLOTS).index(measured.kind), measured.name != measured.kind, measured.name
+
+
+def _section(measured: Measured, output: Path) -> Section:
+    plot = PLOTS[measured.kind]
+    try:
+        picture, table = plot.draw(measured), plot.table(measured)
+    except KeyError as error:
+        raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
+    except InputError as error:
+        raise InputError(f"{measured.name}.csv: {error}") from None
+    picture.caption(hardware(measured.rows), f"the figure's command: {plot.command}")
+    svg = picture.svg()
+    (output / f"{measured.name}.svg").write_bytes(svg)
+    picture.save_png(output / f"{measured.name}.png")
+    return Section(measured, plot, table, svg)
+
+
+def headline(sections: Iterable[Section]) -> Table:
+    """Return the answer to "how much faster is my job": each measured step, with the best contender's speedups."""
+    lines = [["training step", "fastest with equal losses", "ms", "over TorchRec as run", "over TorchRec's strongest"]]
+    for section in sections:
+        if section.measured.kind != "step":
+            continue
+        for run in runs(section.measured.rows):
+            best = min((row for row in run.values() if trusted(row)), key=lambda row: float(row["median_ms"]))
+            over = [number(best, f"speedup_over_{name}") for name in ("torchrec", "torchrec_strongest")]
+            times = ["-" if each is None else f"{each:.2f}x" for each in over]
+            title = f"{step_title(best)}, {best.get('gpu') or 'CPU'}".replace("\n", ", ")
+            lines.append([title, best["contender"], best["median_ms"], *times])
+    return lines if len(lines) > 1 else []
+
+
+def html_page(sections: Sequence[Section]) -> str:
+    """Return the page: nothing in it is loaded from elsewhere."""
+    parts = ["<h1>dlrm-overlap: what was measured</h1>", f"<p>{_COMMANDS}</p>"]
+    if table := headline(sections):
+        parts += ["<h2>How much faster is a training step?</h2>", _html_table(table)]
+    items = "".join(f'<li><a href="#{s.measured.name}">{escape(_title(s))}</a></li>' for s in sections)
+    parts.append(f"<ul>{items}</ul>")
+    for section in sections:
+        measured, plot = section.measured, section.plot
+        data = base64.b64encode(section.picture).decode()
+        parts += [
+            f'<h2 id="{measured.name}">{escape(_title(section))}</h2>',
+            f"<p>{escape(plot.reading)}</p>",
+            f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">',
+            _html_table(section.table),
+            f'<p class="from">{measured.name}.csv: {escape(hardware(measured.rows))}</p>',
+            f"<p>The figure's command: <code>{escape(plot.command)}</code></p>",
+        ]
+        if len(measured.rows) <= _MOST_ROWS:
+            table = _html_table(_varying(measured.rows))
+            parts.append(f"<details><summary>All rows, columns that differ</summary>{table}</details>")
+    parts += ["<h2>Environment</h2>", _html_table(_environments(sections))]
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><title>dlrm-overlap: report</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def markdown_page(sections: Sequence[Section]) -> str:
+    """Return the same as Markdown, with the plots as files beside it."""
+    parts = [
+        "# What was measured",
+        f"Made from the CSV files by `dlrm-overlap bench report`; [{PAGE}]({PAGE}) is the same as one page. "
+        f"{_COMMANDS}",
+    ]
+    if table := headline(sections):
+        parts.append(_markdown_table(table))
+    for section in sections:
+        measured, plot = section.measured, section.plot
+        parts += [
+            f"## {_title(section)}",
+            plot.reading,
+            f"![{plot.title}]({measured.name}.svg)",
+            _markdown_table(section.table),
+            f"{hardware(measured.rows)}. The figure's command: `{plot.command}`",
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(section: Section) -> str:
+    name, kind = section.measured.name, section.measured.kind
+    return section.plot.title if name == kind else f"{section.plot.title} ({name})"
+
+
+def _varying(rows: Sequence[Row]) -> Table:
+    """Return the columns in which rows differ."""
+    columns = [name for name in rows[0] if any(row[name] != rows[0][name] for row in rows)] or list(rows[0])
+    return [columns, *([row[name] or "-" for name in columns] for row in rows)]
+
+
+def _environments(sections: Sequence[Section]) -> Table:
+    def told(row: Mapping[str, str]) -> list[str]:
+        return [row.get(name) or "-" for name in _ENVIRONMENT]
+
+    found = [(section.measured.name, told(row)) for section in sections for row in section.measured.rows]
+    unique = list(dict.fromkeys((name, *row) for name, row in found))
+    return cells([["file", *_ENVIRONMENT], *unique])
+
+
+def _html_table(table: Table) -> str:
+    head, *lines = table
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    return f'<div class="wide"><table><tr>{titles}</tr>{body}</table></div>'
+
+
+def _markdown_table(table: Table) -> str:
+    head, *lines = table
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])

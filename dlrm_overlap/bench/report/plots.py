@@ -1,0 +1,178 @@
+"""The plots of all figures, each from the rows of `dlrm-overlap bench KIND`, with the table of the numbers in it.
+
+To add a plot, write a function that draws the rows and one that returns the table, and add a line to PLOTS.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dlrm_overlap.bench.report.collective_plots import (
+    collectives_table,
+    concurrent_table,
+    draw_collectives,
+    draw_concurrent,
+)
+from dlrm_overlap.bench.report.measured import (
+    Measured,
+    Table,
+)
+from dlrm_overlap.bench.report.stage_plots import (
+    draw_backward,
+    draw_programs,
+    draw_scaling,
+    draw_schedule,
+    draw_stage,
+    draw_sweep,
+    programs_table,
+    scaling_table,
+    schedule_table,
+    stage_table,
+    sweep_table,
+)
+from dlrm_overlap.bench.report.step_plots import (
+    ablation_table,
+    baseline_step_label,
+    draw_ablation,
+    draw_pairs,
+    draw_step,
+    draw_timeline,
+    input_label,
+    pairs_table,
+    step_table,
+    timeline_table,
+)
+from dlrm_overlap.bench.report.style import Picture
+
+_STAGE = "dlrm-overlap bench {} --config configs/bench/dim128.yaml --tables_per_rank 26 --nproc 4"
+
+
+class Plot(NamedTuple):
+    """What the report needs to know of a figure."""
+
+    title: str
+    reading: str
+    """what is drawn, in a sentence or two"""
+    command: str
+    """measures such rows; several shapes are several calls"""
+    draw: Callable[[Measured], Picture]
+    table: Callable[[Measured], Table]
+
+
+_INPUT = {"cached_median_ms": "one cached batch", "loaded_median_ms": "fed by the loader"}
+
+_BASELINE_STEP = {"step_ms_p50": "p50", "step_ms_p95": "p95"}
+
+_SLICE = ("slice_bags", "bags a slice")
+
+_OCCUPANCY = ("programs_per_sm", "programs a multiprocessor")
+
+PLOTS = {
+    "step": Plot(
+        "The whole training step",
+        "Median of a step by contender. The line is the floor: the longest of the dense products, the bytes of memory "
+        "and the bytes of the links. A dotted bar is of a contender whose losses were not the reference's.",
+        "dlrm-overlap bench step --config configs/bench/step_mlperf.yaml --nproc 4",
+        draw_step,
+        step_table,
+    ),
+    "stage": Plot(
+        "The embedding stage, forward",
+        "Time over the baseline's, FBGEMM + NCCL + unpack: from the ids at the tables' ranks to the pooled embeddings "
+        "at the samples' ranks. Outputs were equal before anything was timed.",
+        _STAGE.format("stage"),
+        draw_stage,
+        stage_table,
+    ),
+    "backward": Plot(
+        "The backward",
+        "From gradients to updated rows, over the time of NCCL with FBGEMM's update. Bars beyond 1.6 are cut.",
+        _STAGE.format("backward") + " --iterations 40",
+        draw_backward,
+        stage_table,
+    ),
+    "timeline": Plot(
+        "Where a step's time goes",
+        "Mean of the traced steps on each rank: something computes; only communication runs; only copies; nothing.",
+        "dlrm-overlap bench timeline --config configs/bench/step_mlperf.yaml --nproc 4",
+        draw_timeline,
+        timeline_table,
+    ),
+    "ablation": Plot(
+        "The step with one thing more or less",
+        "How much longer a step takes than that of the reference in the same turns.",
+        "dlrm-overlap bench ablation --config configs/bench/step_mlperf.yaml --nproc 4",
+        draw_ablation,
+        ablation_table,
+    ),
+    "weak": Plot(
+        "Weak scaling of the embedding stage",
+        "Tables of a GPU and global batch stay. Scaling factor: time on one GPU over time on several; 1 is ideal.",
+        "dlrm-overlap bench weak --config configs/bench/weak.yaml --tables_per_rank 64 --nproc 4",
+        draw_scaling,
+        scaling_table,
+    ),
+    "strong": Plot(
+        "Strong scaling of the embedding stage",
+        "Tables in all and global batch stay. Scaling factor: time on one GPU over time; the number of GPUs is ideal.",
+        "dlrm-overlap bench strong --config configs/bench/strong.yaml --nproc 4",
+        draw_scaling,
+        scaling_table,
+    ),
+    "slice": Plot(
+        "Slice size of fused",
+        "Time of fused by how many pooled embeddings a slice has.",
+        _STAGE.format("slice"),
+        draw_sweep(*_SLICE),
+        sweep_table(*_SLICE),
+    ),
+    "occupancy": Plot(
+        "Occupancy of fused",
+        "Time of fused by how many of its programs a multiprocessor holds.",
+        _STAGE.format("occupancy"),
+        draw_sweep(*_OCCUPANCY),
+        sweep_table(*_OCCUPANCY),
+    ),
+    "programs": Plot(
+        "Programs of the persistent kernel",
+        "A lane a program of fused on rank 0, from its first task to the end of its wait for the peers' flags.",
+        "dlrm-overlap bench programs --config configs/bench/small_batch.yaml --tables_per_rank 16 --nproc 4",
+        draw_programs,
+        programs_table,
+    ),
+    "schedule": Plot(
+        "Order of the tasks, and the skew between ranks",
+        "Left: time by schedule. Right: by how much the ranks' kernels differ in time, on a logarithmic axis.",
+        _STAGE.format("schedule"),
+        draw_schedule,
+        schedule_table,
+    ),
+    "collectives": Plot(
+        "All-to-all and all-gather by copy engines and by stores",
+        "Time over that of NCCL's default by size; what is beyond 1.6 is cut. Beside a product it is the time until "
+        "both are done, and the thick line is the product alone. The table has all contenders.",
+        "dlrm-overlap bench collectives --config configs/bench/tiny.yaml --operations all_to_all all_gather --nproc 4",
+        draw_collectives,
+        collectives_table,
+    ),
+    "concurrent": Plot(
+        "A computation beside a communication",
+        "Fraction of the ideal speedup by strategy, averaged over a class of cases: 1 hides the shorter of the two.",
+        "CUDA_DEVICE_MAX_CONNECTIONS=32 dlrm-overlap bench concurrent --config configs/quickstart.yaml --nproc 4",
+        draw_concurrent,
+        concurrent_table,
+    ),
+    "input": Plot(
+        "The step fed by the loader",
+        "Median of a step on one cached batch and on batches that the loader brings.",
+        "dlrm-overlap bench input --config configs/mlperf_dcnv2.yaml --data.tables.max_rows 4000000 --nproc 4",
+        draw_pairs(_INPUT, input_label),
+        pairs_table(_INPUT, input_label),
+    ),
+    "baseline_step": Plot(
+        "The baseline's step",
+        "TorchRec's pipeline, with the dense part eager or captured.",
+        "dlrm-overlap train --config configs/mlperf_dcnv2.yaml --data.tables.max_rows 4000000 --nproc 4",
+        draw_pairs(_BASELINE_STEP, baseline_step_label),
+        pairs_table(_BASELINE_STEP, baseline_step_label),
+    ),
+}

@@ -1,0 +1,114 @@
+"""What a training step on a GPU is made of, from a trace of some steps: numbers that add up to the step, and a picture.
+
+Each instant counts once, for the first of `PARTS` that ran then: what the dense part hides is not told, and what the
+numbers behind it tell comes on top. Of an exchange or an all-reduce they tell what is exposed, therefore. A kernel that
+looks up rows and puts them to peers at once counts as a lookup, as in `observe.trace_summary`.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.observe.trace_summary import Span, Work, gpu_work, length, read_events, subtract
+
+_OWN_KINDS = {
+    "dense": ("products", "dense", "optimizer"),
+    "lookup": ("lookup",),
+    "update": ("update", "sort"),
+    "inputs": ("ids", "samples"),
+    "exposed exchange": ("exchange",),
+    "exposed all-reduce": ("all-reduce",),
+    "copies": ("copies",),
+}
+PARTS = (*_OWN_KINDS, "idle")
+_EXPOSED = ("exposed exchange", "exposed all-reduce")
+_PULL = r"_pull_ids"  # of the kind ids, but it moves data between GPUs
+_LOOKS = {  # a grey and a hatch, so that neighbours can be told apart without colours
+    "dense": ("#c6dbef", ""),
+    "lookup": ("#238b45", ""),
+    "update": ("#a1d99b", ""),
+    "inputs": ("#737373", ""),
+    "exposed exchange": ("#fd8d3c", "////"),
+    "exposed all-reduce": ("#fdd0a2", "\\\\\\\\"),
+    "copies": ("#969696", "...."),
+    "idle": ("#ffffff", ""),
+}
+
+
+def read_breakdown(path: Path) -> dict[str, float] | None:
+    """Return part -> ms a step of the steps in the trace `path`, for each of `PARTS`, or None if no GPU was traced.
+
+    Example: of a step of 10 ms with products in the first 6, an exchange from 4 to 8 and nothing after it, 6 are dense,
+    2 are exposed exchange and 2 idle, if something else ends at 10.
+
+    Raises:
+        InputError: if the file is not a trace.
+    """
+    events = read_events(path)
+    try:
+        work = gpu_work(events)
+    except LookupError as error:
+        raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
+    if not work:
+        return None
+    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
+    ms = 1e-3 / max(1, len(marks))
+    return {part: us * ms for part, us in break_down(work).items()}
+
+
+def break_down(work: list[Work]) -> dict[str, float]:
+    """Return part -> us from the beginning of the first of `work` to the end of the last, for each of `PARTS`."""
+    whole = Span(min(each.span.begin for each in work), max(each.span.end for each in work))
+    found, covered = {}, []
+    for part in _OWN_KINDS:
+        own = [each.span for each in work if _part(each) == part]
+        found[part] = length(subtract(own, covered))
+        covered += own
+    return found | {"idle": length(subtract([whole], covered))}
+
+
+def _part(work: Work) -> str:
+    if re.search(_PULL, work.name):
+        return "exposed exchange"
+    return next(part for part, kinds in _OWN_KINDS.items() if work.kind in kinds)
+
+
+def exposed_ms(parts: Mapping[str, float]) -> float:
+    """Return the communication that nothing hides, in ms a step."""
+    return sum(parts[part] for part in _EXPOSED)
+
+
+def breakdown_markdown(runs: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a Markdown table, a line a run: ms of a traced step in each of `PARTS`, and in all."""
+    lines = [["ms a traced step", *PARTS, "in all"], ["---"] * (len(PARTS) + 2)]
+    for name, parts in runs.items():
+        lines.append([name, *(f"{parts[part]:.3g}" for part in PARTS), f"{sum(parts.values()):.3g}"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw_breakdown(runs: Mapping[str, Mapping[str, float]]) -> np.ndarray:
+    """Return a picture, [height, width, 3] uint8: a bar a run, from left to right the parts of its step."""
+    import matplotlib  # here, since it takes long to load and most runs draw nothing
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(9, 1.5 + 0.45 * len(runs)), dpi=110, layout="constrained")
+        axes = figure.subplots()
+        names = list(runs)
+        begins = np.zeros(len(names))
+        for part in PARTS:
+            widths = np.array([runs[name][part] for name in names])
+            colour, hatch = _LOOKS[part]
+            axes.barh(names, widths, left=begins, color=colour, hatch=hatch, edgecolor="black", lw=0.5, label=part)
+            begins += widths
+        axes.invert_yaxis()
+        axes.set_xlabel("ms a traced step on rank 0; what a part to the left hides is not drawn")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=4, frameon=False)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

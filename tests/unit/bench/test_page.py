@@ -1,0 +1,118 @@
+"""The report's numbers are those of the CSV files, and the page needs nothing else."""
+
+import csv
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.bench.report.measured import Measured, hardware, read_measured, runs
+from dlrm_overlap.bench.report.page import Section, headline, html_page, markdown_page, write_report
+from dlrm_overlap.bench.report.plots import PLOTS
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import InputError
+
+RESULTS = Path("docs/results")
+
+
+def _rewrite(source: Path, target: Path, contender: str, **changes: str) -> None:
+    """Copy a CSV file with other values in the first row of `contender`."""
+    with source.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    next(row for row in rows if row["contender"] == contender).update(changes)
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _section(measured: Measured) -> Section:
+    plot = PLOTS[measured.kind]
+    return Section(measured, plot, plot.table(measured), b"<svg/>")
+
+
+def test_a_changed_row_changes_plot_page_and_markdown(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "slice.csv", tmp_path / "slice.csv")
+    (tmp_path / "notes.csv").write_text("remark\nnone\n")
+    assert main(["bench", "report", str(tmp_path)]) == 0
+    output = tmp_path / "report"
+    first = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert set(first) == {"index.html", "report.md", "slice.svg", "slice.png"}
+    assert b"1.89" in first["report.md"]
+    assert b"77.25" not in first["index.html"]
+    write_report(tmp_path, output)
+    assert first == {path.name: path.read_bytes() for path in output.iterdir()}, "the same rows give the same files"
+    _rewrite(RESULTS / "slice.csv", tmp_path / "slice.csv", "pgas", median_ms="77.25")
+    assert write_report(tmp_path, output) == ["notes"]
+    for path in output.iterdir():
+        assert path.read_bytes() != first[path.name], path.name
+    assert "| pgas | - | 1.89 | 77.25 | 1.90 |" in (output / "report.md").read_text()
+    assert "<td>77.25</td>" in (output / "index.html").read_text()
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = html_page([_section(read_measured(RESULTS / name)) for name in ("step.csv", "stage.csv")])
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", page)
+    assert "<script" not in page
+    assert "@import" not in page
+
+
+def test_a_contender_whose_losses_differ_gets_no_speedup_and_is_not_the_fastest(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    _rewrite(RESULTS / "step.csv", path, "pgas_graph", agrees="False", median_ms="0.5")
+    section = _section(read_measured(path))
+    assert headline([section])[1][1] == "fused_graph"
+    (line,) = [line for line in section.table if line[1] == "pgas_graph" and line[3] == "0.500"]
+    assert line[-2:] == ["none: losses differ", "-"]
+
+
+def test_rows_of_a_cpu_are_labelled_so() -> None:
+    measured = read_measured(RESULTS / "stage.csv")
+    rows = [{**row, "gpu": ""} for row in measured.rows]
+    assert hardware(rows).startswith("CPU, a rehearsal and no figure: Intel")
+    assert hardware(measured.rows).startswith("4 x NVIDIA H200, torch 2.11.0+cu130, nccl 2.28.9")
+    assert "CPU, a rehearsal" in markdown_page([_section(measured._replace(rows=rows))])
+
+
+def test_a_run_ends_where_a_contender_comes_again() -> None:
+    rows = [{"contender": name, "dim": dim} for name, dim in (("a", "8"), ("b", "8"), ("a", "8"), ("b", "16"))]
+    assert [list(run) for run in runs(rows)] == [["a", "b"], ["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"slice\.csv: no rows"),
+        ("kind,contender\nslice\n", r"slice\.csv: no rows, or not as many cells"),
+        ("kind,contender\nslice,pgas\n", r"slice\.csv: column median_ms: empty, or not there"),
+        ("kind,contender,median_ms\nslice,pgas,fast\n", r"slice\.csv: column median_ms: 'fast' is not a number"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_told_in_a_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "slice.csv").write_text(text)
+    with pytest.raises(InputError, match=message):
+        write_report(tmp_path, tmp_path / "report")
+
+
+def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no CSV file of a figure"):
+        write_report(tmp_path, tmp_path / "report")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CHROMIUM := shutil.which("chromium")), reason="chromium is not installed")
+def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "step.csv", tmp_path / "step.csv")
+    write_report(tmp_path, tmp_path)
+    assert CHROMIUM
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-unsafe-swiftshader", "--dump-dom"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [CHROMIUM, *options, profile, (tmp_path / "index.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "<title>dlrm-overlap: report</title>" in shown
+    assert shown.count("<img") == 1
+    for row in read_measured(tmp_path / "step.csv").rows:
+        assert f"<td>{row['contender']}</td>" in shown
+    assert "4.66x" in shown

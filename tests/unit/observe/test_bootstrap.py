@@ -1,0 +1,30 @@
+"""The interval of a speedup holds the true ratio about as often as it says, also where step times drift."""
+
+import numpy as np
+
+from dlrm_overlap.observe.bootstrap import speedup_interval
+
+
+def _times(generator: np.random.Generator, median: float) -> list[float]:
+    """Return 200 times whose noise lasts for about four steps."""
+    noise = np.convolve(generator.normal(size=203), np.ones(4) / 2, mode="valid")
+    return (median * np.exp(0.1 * noise)).tolist()
+
+
+def test_the_interval_holds_the_true_ratio_in_about_95_of_100_pairs() -> None:
+    generator = np.random.default_rng(1)
+    held = 0
+    for _ in range(25):
+        interval = speedup_interval(_times(generator, 10.0), _times(generator, 4.0))
+        assert interval is not None
+        assert interval.low < interval.high < 1.2 * interval.low
+        held += interval.low <= 2.5 <= interval.high
+    assert held >= 21
+
+
+def test_steps_without_noise_have_an_interval_without_width() -> None:
+    assert speedup_interval([10.0] * 100, [5.0] * 60) == (2.0, 2.0)
+
+
+def test_few_steps_have_none() -> None:
+    assert speedup_interval([10.0] * 39, [5.0] * 100) is None
