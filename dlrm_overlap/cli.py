@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | compare | bench | trace | prepare | doctor`.
+"""The command line: `dlrm-overlap train | compare | bench | simulate | trace | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -140,6 +140,13 @@ def bench(argv: list[str]) -> int:
     return run_on_ranks(["bench", kind], bench.__doc__ or "", argv[1:], work, add_options, check)
 
 
+def simulate(argv: list[str]) -> int:
+    """Simulate the embedding stage or the step on more GPUs than are at hand; no GPU is needed."""
+    from dlrm_overlap.simulate import command
+
+    return command.run(argv, simulate.__doc__ or "")
+
+
 def prepare(argv: list[str]) -> int:
     """Turn Criteo's text days into memory-mapped arrays."""
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
@@ -187,7 +194,7 @@ def doctor(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, compare, bench, trace, prepare, doctor)
+    command.__name__: command for command in (train, compare, bench, simulate, trace, prepare, doctor)
 }
 
 

@@ -23,6 +23,7 @@ from dlrm_overlap.simulate.config import (
     WorkConfig,
 )
 from dlrm_overlap.simulate.stage import build_cluster, forward
+from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
 
 Row = Mapping[str, str]
@@ -42,6 +43,13 @@ class Prediction(NamedTuple):
     def error(self) -> float:
         """The simulated time over the measured one, less 1."""
         return self.simulated_ms / self.measured_ms - 1
+
+
+class Measured(NamedTuple):
+    """A simulation and the time that was measured of it."""
+
+    config: SimulateConfig
+    ms: float
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -152,6 +160,44 @@ def predict(rows: Sequence[Row], gpu: GpuConfig, chosen: Callable[[Row], bool]) 
     found = []
     for row in rows:
         if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
-            name = f"{row['kind']} {row['contender']} {row['schedule']} {row['multi_hot']} x {row['dim']}"
+            schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
+            name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
             found.append(Prediction(name, float(row["median_ms"]), stage_ms(row, gpu)))
     return found
+
+
+def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured, pair: Measured) -> GpuConfig:
+    """Return `gpu` with what a step takes beside its bytes and its operations, from three times on one and two GPUs.
+
+    The quickstart's products are so small that its step is a chain of kernels and what is around it; the head alone
+    gives the rate of the dense part, less its kernels; the step on two GPUs tells the kernels from what is around them.
+
+    Args:
+        gpu: from `fit`.
+        quickstart: a captured step on one GPU.
+        head: a step on one GPU, and the time of its head with loss, forward and backward, alone.
+        pair: a captured step on two GPUs.
+    """
+
+    def with_kernels(us: float) -> GpuConfig:
+        chain = replace(gpu, kernel_us=us, step_us=0.0)
+        around_ms = quickstart.ms - simulate(replace(quickstart.config, gpu=chain)).ms
+        dense = dense_seconds(
+            replace(head.config, gpu=replace(chain, dense_efficiency=1.0)),
+            build_workload(head.config.model, head.config.work, 1),
+        )
+        busy_ms = (dense.head_forward + dense.head_backward + dense.weights) * 1e3
+        kernels = 2 * dense.head_kernels + (2 if dense.weights else 0)
+        efficiency = busy_ms / (head.ms - kernels * us / 1e3)
+        return replace(
+            chain, kernel_us=_round(us), step_us=_round(max(around_ms, 0.0) * 1e3), dense_efficiency=_round(efficiency)
+        )
+
+    few, many = 0.0, 50.0  # the more of the quickstart's time its kernels take, the less is around a step
+    for _ in range(24):
+        middle = (few + many) / 2
+        if simulate(replace(pair.config, gpu=with_kernels(middle))).ms > pair.ms:
+            few = middle
+        else:
+            many = middle
+    return with_kernels(few)

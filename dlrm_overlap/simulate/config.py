@@ -10,47 +10,49 @@ from dlrm_overlap.config import InputError, ModelConfig, NonNegativeFloat, Posit
 class LookupConfig:
     """How fast a kernel pools: its bytes at a rate, and a time for each bag."""
 
-    gb_per_s: PositiveFloat = 4000.0
+    gb_per_s: PositiveFloat = 4520.0
     """of rows, ids, offsets and pooled embeddings together"""
-    bag_ns: NonNegativeFloat = 0.0
+    bag_ns: NonNegativeFloat = 0.1034
     """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
 
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Rates of one GPU and of what runs on it."""
+    """Rates of one GPU and of what runs on it. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
 
-    memory_gb_per_s: PositiveFloat = 4230.0
+    memory_gb_per_s: PositiveFloat = 4225.0
     """of a copy within the memory, bytes read and written"""
-    link_gb_per_s: PositiveFloat = 354.0
+    link_gb_per_s: PositiveFloat = 354.1
     """out of a GPU to its peers in the host by stores or copies, and into it"""
-    collective_gb_per_s: PositiveFloat = 300.0
+    collective_gb_per_s: PositiveFloat = 292.0
     """the same by the collective library"""
-    collective_us: NonNegativeFloat = 30.0
+    collective_us: NonNegativeFloat = 29.1
     """that a collective takes on top of its bytes"""
     peer_us: NonNegativeFloat = 5.0
     """from a store to a peer until who waits for its flag goes on"""
-    copy_gb_per_s: PositiveFloat = 3800.0
+    copy_gb_per_s: PositiveFloat = 3781.0
     """of the passes that unpack a collective's output or pack its input, bytes read and written"""
-    staged_gb_per_s: PositiveFloat = 1000.0
+    staged_gb_per_s: PositiveFloat = 1138.0
     """at which programs that pool put staged slices to peers, instead of pooling"""
     tflop_per_s: PositiveFloat = 790.0
     """of matrix products in bf16, at best"""
-    dense_efficiency: PositiveFloat = 0.6
+    dense_efficiency: PositiveFloat = 0.5629
     """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
-    kernel_us: NonNegativeFloat = 10.0
+    kernel_us: NonNegativeFloat = 5.273
     """that each kernel of a captured step takes beside its work, where the next one waits for it"""
+    step_us: NonNegativeFloat = 142.0
+    """that a captured step takes around its kernels: its launch, counters, what awaits the next batch's ids"""
     optimizer_gb_per_s: PositiveFloat = 4044.0
     """of the dense optimizer's 26 bytes a parameter"""
-    baseline: LookupConfig = field(default_factory=LookupConfig)
+    baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3841.0, 0.2038))
     """FBGEMM's lookup, of the backend torchrec"""
-    pgas: LookupConfig = field(default_factory=LookupConfig)
+    pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4520.0, 0.1034))
     """the lookup of the backend pgas"""
-    fused: LookupConfig = field(default_factory=LookupConfig)
+    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
     """the lookup of the backend fused"""
     update_of_limit: PositiveFloat = 1.0
     """time of the kernel that updates rows over that of its bytes, each gradient read as often as ids name it"""
-    baseline_update_of_limit: PositiveFloat = 1.9
+    baseline_update_of_limit: PositiveFloat = 1.69
     """the same of FBGEMM's, its sort included"""
 
 
@@ -80,12 +82,12 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if self.kind == "switch" and self.hosts > 1:
             raise InputError(
-                f"network.hosts: {self.hosts}, but a switch joins the GPUs of one host; set network.kind to fat_tree or "
-                f"torus"
+                f"network.hosts: {self.hosts}, but a switch joins the GPUs of one host; set network.kind to "
+                f"fat_tree or torus"
             )
         if self.oversubscription < 1:
             raise InputError(
-                f"network.oversubscription: {self.oversubscription} must be 1 or more; 1 is a tree whose spine carries all"
+                f"network.oversubscription: {self.oversubscription} must be 1 or more; 1 is a spine that carries all"
             )
         if self.torus_width is not None and self.hosts % self.torus_width:
             raise InputError(
@@ -161,6 +163,9 @@ class ExchangeConfig:
 
     backend: Literal["torchrec", "pgas", "fused"] = "pgas"
     """torchrec: lookup, collective, unpack, one after the other; pgas and fused: as they are pooled"""
+    backward: Literal["auto", "collective", "push"] = "auto"
+    """how gradients travel: packed, by the collective library, and all-reduced in buckets beside the head's backward;
+    or pushed by the exchange, in the order of the captured step; auto is collective under torchrec, push otherwise"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """order of the destinations, as embedding.schedule"""
     slice_bags: PositiveInt = 32
@@ -177,11 +182,6 @@ class ExchangeConfig:
     def __post_init__(self) -> None:
         if self.aggregate_bytes < 0:
             raise InputError(f"exchange.aggregate_bytes: {self.aggregate_bytes} must be 0 or more; 0 gathers none")
-        if self.backend == "torchrec" and self.aggregate_bytes:
-            raise InputError(
-                f"exchange.aggregate_bytes: {self.aggregate_bytes}, but torchrec's collective gathers nothing; take pgas "
-                f"or fused, or leave it out"
-            )
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Timeline:
     carried: np.ndarray
     """[R] of each resource the amount that was taken: the integral of the rates"""
     events: int
+    capacities: np.ndarray
+    """[R] of each resource"""
 
     @property
     def seconds(self) -> float:
@@ -154,7 +156,7 @@ class Engine:
             if progress is not None:
                 progress(ended, count)
         assert ended == count, "every activity has ended"
-        return Timeline(self.activities, start, end, carried, events)
+        return Timeline(self.activities, start, end, carried, events, self.capacities)
 
     def _running(self, numbers: list[int], left: list[float]) -> _Running:
         chosen = [self.activities[n] for n in numbers]

@@ -3,8 +3,8 @@
 **pgas and fused.** A rank's tasks are taken in the order of `kernels.schedule`, cut into waves of equal numbers of
 tasks. A wave is one activity: it takes the rank's memory for what it pools, and the links to peers in the host for what
 it stores there, in proportion, so a full link holds the pooling up, as it does when programs store. What is for other
-hosts is put when the wave ends, and travels beside the next waves: a put is not waited for. Waves of equal
-destinations, all within the host, count as one.
+hosts is put when the wave ends, behind what the wave before has put, and travels beside the next waves: a put is not
+waited for. Waves of equal destinations, all within the host, count as one.
 
 **torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
 """
@@ -208,9 +208,8 @@ def _fused_forward(
             if away.any():
                 issue_s = away.sum() / put_bytes * config.network.message_ns / 1e9
                 demands = cluster.sent(rank, away, issue_s=issue_s)
-                puts.append(
-                    engine.add("put", demands, float(away.sum()), last, rank=rank, lane="network", delay_s=wait_s)
-                )
+                ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=wait_s)
+                puts = [engine.add("put", demands, float(away.sum()), [ready, *puts], rank=rank, lane="network")]
         ends.append(engine.add("sent", {}, after=[*last, *puts], rank=rank, lane="flags"))
     return arrivals(engine, cluster, ends, "embeddings") if W > 1 else ends
 

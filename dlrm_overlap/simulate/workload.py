@@ -55,8 +55,7 @@ def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Wor
         touched = expected_rows(min(rows, work.max_rows or rows), work.zipf_alpha, ids)
         filled = batch * (1.0 if least else most / (most + 1))
         # The rank's part of a table counts as a shard of all its columns and of a part of its rows and bags.
-        parts = (each / world_size for each in (ids, touched, filled))
-        shards.append(ShardTraffic(*parts, dim, work.row_bytes))
+        shards.append(ShardTraffic(ids / world_size, touched / world_size, filled / world_size, dim, work.row_bytes))
     total_dim, owner_dim = tables * dim, tables * dim / world_size
     hbm, link = pooling_bytes(shards, batch, samples, total_dim, owner_dim, work.id_bytes, work.wire_bytes)
     update = update_bytes(
