@@ -62,7 +62,7 @@ def pairwise_all_to_all(
     W = cluster.world_size
     last = [list(each) for each in after]
     for turn in range(1, W):
-        begun = [_send(engine, cluster, rank, (rank + turn) % W, nbytes / W, last[rank], name) for rank in range(W)]
+        begun = [_send(engine, cluster, rank, [(rank + turn) % W], nbytes / W, last[rank], name) for rank in range(W)]
         last = [[begun[rank], begun[(rank - turn) % W]] for rank in range(W)]
     every = np.arange(W)
     return [
@@ -72,17 +72,20 @@ def pairwise_all_to_all(
 
 
 def _send(
-    engine: Engine, cluster: Cluster, source: int, to: int, nbytes: float, after: Sequence[int], name: str,
-    delay_s: float | None = None,
-) -> int:  # fmt: skip
-    """Send from one rank to one other; it begins a latency after what it waits for, which came over the network."""
+    engine: Engine,
+    cluster: Cluster,
+    source: int,
+    to: Sequence[int],
+    nbytes: float,
+    after: Sequence[int],
+    name: str,
+    latencies: float = 1.0,
+) -> int:
+    """Send from one rank to others in equal parts; it begins some latencies after what it waits for."""
     bytes_to = np.zeros(cluster.world_size)
-    bytes_to[to] = nbytes
-    if delay_s is None:
-        delay_s = cluster.latency_s(source, [to])
-    return engine.add(
-        name, cluster.sent(source, bytes_to), max(nbytes, 1.0), after, rank=source, lane="links", delay_s=delay_s
-    )
+    np.add.at(bytes_to, list(to), nbytes / len(to))
+    demands, delay_s = cluster.sent(source, bytes_to), cluster.latency_s(source, to) * latencies
+    return engine.add(name, demands, max(nbytes, 1.0), after, rank=source, lane="links", delay_s=delay_s)
 
 
 def ring(
@@ -93,26 +96,33 @@ def ring(
     groups: Sequence[Sequence[int]],
     after: Sequence[Sequence[int]],
     name: str,
+    both_ways: bool = False,
 ) -> list[int]:
     """Send `sent_bytes` a rank to the next of its group, in `steps` steps, each waiting for the one before at both.
 
-    More than 16 steps are taken as 16, each of which costs the latencies of those that it stands for.
+    More than 16 steps are taken as 16, each of which costs the latencies of those that it stands for. `both_ways` sends
+    half to the next rank and half to the one before, as two rings do that run against each other.
     """
     if steps == 0:
         return [engine.add(name, {}, after=after[rank], rank=rank) for rank in range(cluster.world_size)]
     rounds = min(steps, _MOST_ROUNDS)
     last = [list(each) for each in after]
-    following = {rank: group[(i + 1) % len(group)] for group in groups for i, rank in enumerate(group)}
-    before = {to: rank for rank, to in following.items()}
+    near = {rank: (group[(i + 1) % len(group)], group[i - 1]) for group in groups for i, rank in enumerate(group)}
     for _ in range(rounds):
         begun = {
             rank: _send(
-                engine, cluster, rank, to, sent_bytes / rounds, last[rank], name,
-                delay_s=cluster.latency_s(rank, [to]) * steps / rounds,
+                engine,
+                cluster,
+                rank,
+                near[rank] if both_ways else near[rank][:1],
+                sent_bytes / rounds,
+                last[rank],
+                name,
+                steps / rounds,
             )
-            for rank, to in following.items()
-        }  # fmt: skip
-        last = [[begun[rank], begun[before[rank]]] for rank in range(cluster.world_size)]
+            for rank in near
+        }
+        last = [[begun[rank], *(begun[each] for each in near[rank])] for rank in range(cluster.world_size)]
     return [engine.add(f"{name}: done", {}, after=last[r], rank=r, lane="flags") for r in range(cluster.world_size)]
 
 
@@ -135,14 +145,34 @@ def ring_all_gather(
 def hierarchical_all_reduce(
     engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
 ) -> list[int]:
-    """Scatter sums within each host, sum the parts over the hosts, rail by rail, and gather within the host."""
-    W, g = cluster.world_size, cluster.topology.gpus_per_host
+    """Scatter sums within each host, sum the parts over the hosts, rail by rail, and gather within the host.
+
+    Over a tree the hosts halve and double, in 2 log2 H steps that send the bytes of a ring: each rank's partner is as
+    near as any. On a torus sums are scattered along x, summed along y, and gathered along x, by rings both ways.
+    """
+    W, g, topology = cluster.world_size, cluster.topology.gpus_per_host, cluster.topology
     hosts, rails = [range(h, h + g) for h in range(0, W, g)], [range(j, W, g) for j in range(g)]
-    H = W // g
-    inside = (g - 1) / g * nbytes
-    first = ring(engine, cluster, inside, g - 1, hosts, after, name)
-    across = ring(engine, cluster, 2 * (H - 1) / H * nbytes / g, 2 * (H - 1), rails, [[n] for n in first], name)
-    return ring(engine, cluster, inside, g - 1, hosts, [[n] for n in across], name)
+
+    def scatter(part: float, groups: Sequence[Sequence[int]], before: list[list[int]], both: bool) -> list[list[int]]:
+        k = len(groups[0])  # a gather takes as long, and is taken by the same sends
+        numbers = ring(engine, cluster, (k - 1) / k * part, k - 1, groups, before, name, both)
+        return [[number] for number in numbers]
+
+    began = scatter(nbytes, hosts, [list(each) for each in after], False)
+    if isinstance(topology, Torus):
+        row = topology.x * g
+        rows = [range(first + j, first + row, g) for first in range(0, W, row) for j in range(g)]
+        columns = [range(first, W, row) for first in range(row)]
+        began = scatter(nbytes / g, rows, began, True)
+        sent = 2 * (topology.y - 1) / topology.y * nbytes / g / topology.x
+        summed = ring(engine, cluster, sent, 2 * (topology.y - 1), columns, began, name, both_ways=True)
+        gathered = scatter(nbytes / g, rows, [[number] for number in summed], True)
+    else:
+        H = W // g
+        steps = 2 * (H - 1).bit_length()
+        summed = ring(engine, cluster, 2 * (H - 1) / H * nbytes / g, steps, rails, began, name)
+        gathered = [[number] for number in summed]
+    return [number for (number,) in scatter(nbytes, hosts, gathered, False)]
 
 
 def hierarchical_all_to_all(
@@ -193,8 +223,13 @@ def ring_all_reduce_s(cluster: Cluster, nbytes: float, slowest_bytes_per_s: floa
     return 2 * (W - 1) / W * nbytes / slowest_bytes_per_s + 2 * (W - 1) * latency
 
 
-def hierarchical_all_reduce_s(topology: FatTree, nbytes: float) -> float:
-    """Return the time of the three parts of a hierarchical all-reduce, without latencies."""
-    g, H, W = topology.gpus_per_host, topology.hosts, topology.world_size
+def hierarchical_all_reduce_s(topology: FatTree | Torus, nbytes: float) -> float:
+    """Return the time of the parts of a hierarchical all-reduce, without latencies; both sides of a torus 3 or more."""
+    g, W = topology.gpus_per_host, topology.world_size
     inside = 2 * (g - 1) / g * nbytes / topology.rates[0]
+    if isinstance(topology, Torus):  # g rails share a host's links, of which each ring has two
+        x, y = topology.x, topology.y
+        along_x = 2 * (x - 1) / x * nbytes
+        return inside + (along_x + 2 * (y - 1) / y * nbytes / x) / 2 / topology.rates[-1]
+    H = topology.hosts
     return inside + 2 * (H - 1) / H * nbytes / g / topology.rates[2 * W]

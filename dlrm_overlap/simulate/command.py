@@ -28,7 +28,7 @@ def run(argv: Sequence[str], description: str) -> int:
         InputError: if a key, a value or a file is wrong.
     """
     prog = "dlrm-overlap simulate"
-    _, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options)
+    first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options)
     output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
     for path in (output, trace):
         if path and not path.parent.is_dir():
@@ -38,8 +38,10 @@ def run(argv: Sequence[str], description: str) -> int:
         raise InputError(
             f"--trace {trace}: it takes one simulation, and --vary asks for {len(combinations)}; leave one of both out"
         )
-    # All are read before the first is simulated, so that a mistake in the last value costs no time.
-    configs = [parse_sections(SimulateConfig, prog, description, options, _add_options)[0] for options in combinations]
+    configs = [first]
+    if len(combinations) > 1 or combinations[0] != list(argv):
+        # All are read before the first is simulated, so that a mistake in the last value costs no time.
+        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in combinations]
     rows, last = [], None
     with _progress() as progress:
         for number, config in enumerate(configs):

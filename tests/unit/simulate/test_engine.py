@@ -88,12 +88,16 @@ def test_pairwise_takes_as_long_as_at_once_and_a_latency_a_peer() -> None:
     assert engine.run().seconds == pytest.approx(expected, rel=0.01)
 
 
-def test_hierarchical_ways_over_a_tree() -> None:
-    topology = FatTree(4, 8, 350e9, 50e9)
+@pytest.mark.parametrize("topology", [FatTree(4, 8, 350e9, 50e9), Torus(4, 3, 2, 350e9, 25e9)])
+def test_a_hierarchical_sum(topology: FatTree | Torus) -> None:
     cluster = Cluster(topology, 0.0, 0.0)
     engine = cluster.engine()
-    collectives.hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * 32)
+    collectives.hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
     assert engine.run().seconds == pytest.approx(collectives.hierarchical_all_reduce_s(topology, NBYTES), rel=0.01)
+
+
+def test_a_hierarchical_all_to_all_over_a_tree() -> None:
+    cluster = Cluster(FatTree(4, 8, 350e9, 50e9), 0.0, 0.0)
     engine = cluster.engine()
     collectives.hierarchical_all_to_all(engine, cluster, NBYTES, [[]] * 32)
     expected = 7 / 8 * NBYTES / 350e9 + 3 / 4 * NBYTES / 50e9
