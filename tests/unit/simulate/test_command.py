@@ -13,6 +13,7 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_sections
+from dlrm_overlap.simulate.command import describe
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
 from dlrm_overlap.simulate.stage import waves
 from dlrm_overlap.simulate.step import Simulated, simulate
@@ -75,6 +76,15 @@ def test_gathering_small_puts_helps_where_their_number_limits() -> None:
     small = _stage(slice_bags=1).ms
     assert _stage(slice_bags=64).ms < 0.7 * small
     assert _stage(slice_bags=1, aggregate_bytes=65536).ms < 0.7 * small
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "fused"])
+def test_the_shown_rows_are_what_is_simulated_now(backend: str) -> None:
+    with Path("docs/results/simulated_weak.csv").open(newline="") as file:
+        shown = [row for row in csv.DictReader(file) if row["backend"] == backend and row["world_size"] == "16"]
+    config = _read(Path("configs/simulate/mlperf_hosts.yaml"), "--network.hosts", "2", "--exchange.backend", backend)
+    now = describe(simulate(config))
+    assert shown[0] == {name: str(value) for name, value in now.items()}
 
 
 def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from dlrm_overlap.simulate.calibrate import read_rows
 from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.measured import calibrate_from, predict_all, step_config
 from dlrm_overlap.simulate.workload import build_workload
+from dlrm_overlap.traffic import count_dense
 
 RESULTS = Path("docs/results")
 WITHIN = 0.10
@@ -45,6 +46,10 @@ def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
     predictions = predict_all(RESULTS, gpu)
     assert {each.name for each in predictions if abs(each.error) > WITHIN} == MISSED
     assert len(predictions) - len(MISSED) >= 30
+    page = Path("docs/simulator.md").read_text()
+    for each in predictions:
+        line = f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |"
+        assert line in page, "docs/simulator.md says how far each row is off"
 
 
 def test_rows_on_four_gpus_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
@@ -77,8 +82,6 @@ def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None
     row = next(row for row in read_rows(RESULTS / "step.csv") if row["contender"] == "pgas_graph")
     config: SimulateConfig = step_config(row, gpu, SimulateConfig().host)
     found = build_workload(config.model, config.work, NetworkConfig(gpus_per_host=4).world_size)
-    from dlrm_overlap.traffic import count_dense
-
     dense = count_dense(config.model, 26, 13, 8192)
     total = found.hbm_bytes + found.update.hbm + 4 * dense.parameters + 2 * dense.outputs
     assert dense.flop == int(row["dense_flop"])
