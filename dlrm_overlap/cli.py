@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | compare | bench | trace | checkpoint | prepare | doctor`.
+"""The command line: `dlrm-overlap train | compare | bench | simulate | trace | checkpoint | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -171,6 +171,13 @@ def _bench_report(argv: list[str]) -> int:
     return 0
 
 
+def simulate(argv: list[str]) -> int:
+    """Simulate the embedding stage or the step on more GPUs than are at hand; no GPU is needed."""
+    from dlrm_overlap.simulate import command
+
+    return command.run(argv, simulate.__doc__ or "")
+
+
 def prepare(argv: list[str]) -> int:
     """Turn Criteo's text days into memory-mapped arrays."""
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
@@ -255,7 +262,7 @@ def doctor(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, compare, bench, trace, checkpoint, prepare, doctor)
+    command.__name__: command for command in (train, compare, bench, simulate, trace, checkpoint, prepare, doctor)
 }
 
 

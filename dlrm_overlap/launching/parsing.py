@@ -9,12 +9,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from dlrm_overlap.config import Config, InputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Sections = TypeVar("Sections", bound="DataclassInstance")
 
 
 @contextlib.contextmanager
@@ -43,8 +48,8 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def check_config_file(path: Path) -> None:
-    """Check that `path` is YAML with known keys, each written once.
+def check_config_file(path: Path, config: type = Config) -> None:
+    """Check that `path` is YAML with keys of the dataclass `config`, each written once.
 
     Raises:
         InputError: naming the file, the key and the nearest known key.
@@ -58,7 +63,7 @@ def check_config_file(path: Path) -> None:
         raise InputError(f"--config: {path} is not YAML in UTF-8: {_one_line(str(error))}; correct it") from None
     if tree is None:
         raise InputError(f"--config: {path} holds no key; write some into it, see configs/, or leave --config out")
-    _check_keys(tree, Config, "", path)
+    _check_keys(tree, config, "", path)
 
 
 def _check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
@@ -193,16 +198,27 @@ def parse_config(
     Raises:
         InputError: if a key, a value or the file is wrong.
     """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows config.py's docstring of each key
+    return parse_sections(Config, prog, description, argv, add_options)
+
+
+def parse_sections(
+    config: type[Sections], prog: str, description: str, argv: Sequence[str], add_options: Callable[[Parser], None]
+) -> tuple[Sections, Any]:
+    """Return what `parse_config` does, for another dataclass of sections than a run's.
+
+    Raises:
+        InputError: if a key, a value or the file is wrong.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstring of each key
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
     add_options(parser)
-    parser.add_class_arguments(Config)
+    parser.add_class_arguments(config)
     for option, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if option == "--config" or option.startswith("--config="):
             path = option.partition("=")[2] or following
             if not path or path.startswith("--"):
                 raise InputError("--config: no file is named; give an existing YAML file, see configs/")
-            check_config_file(Path(path))
+            check_config_file(Path(path), config)
     values = parser.read(argv)
-    return Config(**{f.name: values[f.name] for f in dataclasses.fields(Config)}), values
+    return config(**{f.name: values[f.name] for f in dataclasses.fields(config)}), values

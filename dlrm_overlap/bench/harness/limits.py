@@ -18,10 +18,10 @@ from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import lengths_and_ids
 from dlrm_overlap.observe.metrics import StepTimer, quantile
+from dlrm_overlap.traffic import ShardTraffic, pooling_bytes, update_bytes
 
 _WARMUP, _REPEATS = 3, 20
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-_RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update reads to find a touched row's ids, and an id's gradient
 _LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
 
 
@@ -70,14 +70,24 @@ def count_bytes(
         6 * 16 (rows) + 6 * 8 (ids) + 5 * 8 (offsets) + 2 * 8 * 4 (its samples, both tables) = 248 bytes of memory,
         2 * 4 * 4 = 32 (rank 1's samples, its own table) over the links.
     """
-    hbm_bytes = sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
     counts = [ids.length_per_key() for ids in inputs]
+    shards = [
+        ShardTraffic(counts[shard.input][shard.feature], 0, 0, shard.dim, shard.dtype.itemsize)
+        for shard in layout.by_owner[rank]
+    ]
+    hbm_bytes, link_bytes = pooling_bytes(
+        shards,
+        samples=sum(batch_sizes),
+        own_samples=batch_sizes[rank],
+        total_dim=layout.total_dim,
+        owner_dim=layout.owner_dims[rank],
+        id_bytes=0,  # inputs may have ids of different types
+        wire_bytes=wire_dtype.itemsize,
+    )
     for shard in layout.by_owner[rank]:
-        id_bytes = inputs[shard.input].values().element_size()
-        hbm_bytes += counts[shard.input][shard.feature] * (shard.dim * shard.dtype.itemsize + id_bytes)
-    hbm_bytes += batch_sizes[rank] * layout.total_dim * wire_dtype.itemsize
-    others = sum(batch_sizes) - batch_sizes[rank]
-    return hbm_bytes, others * layout.owner_dims[rank] * wire_dtype.itemsize
+        hbm_bytes += counts[shard.input][shard.feature] * inputs[shard.input].values().element_size()
+    hbm_bytes += sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
+    return int(hbm_bytes), int(link_bytes)
 
 
 class UpdateCounts(NamedTuple):
@@ -127,23 +137,27 @@ def count_update(
         gradient) + 4 * 4 * 4 (its columns' gradient) = 488 bytes of memory, 3 * 16 in place of 6 * 16 if no gradient
         were read twice, 2 * 4 * 4 = 32 over the links.
     """
-    samples, wire = sum(batch_sizes), wire_dtype.itemsize
-    hbm_bytes = batch_sizes[rank] * layout.total_dim * gradient_dtype.itemsize
-    hbm_bytes += samples * layout.owner_dims[rank] * wire
-    named_bytes = once_bytes = ids = touched = 0
-    for shards in layout.tables(rank):
-        dim, dtype = shards[0].dim, shards[0].dtype
-        firsts = [(inputs[shard.input], shard.feature * samples) for shard in shards]
+    samples = sum(batch_sizes)
+    shards: list[ShardTraffic] = []
+    for together in layout.tables(rank):
+        firsts = [(inputs[shard.input], shard.feature * samples) for shard in together]
         bags = [lengths_and_ids(ids_of_all, bag, bag + samples) for ids_of_all, bag in firsts]
         rows = torch.cat([values for _, values in bags]).unique().numel()
         named = sum(values.numel() for _, values in bags)
-        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[optimizer]
-        hbm_bytes += rows * (2 * (dim * dtype.itemsize + state_bytes) + _RUN_BYTES) + named * _PLACE_BYTES
-        named_bytes += named * dim * wire
-        once_bytes += sum(int((lengths > 0).sum()) for lengths, _ in bags) * dim * wire
-        ids, touched = ids + named, touched + rows
-    link_bytes = batch_sizes[rank] * (layout.total_dim - layout.owner_dims[rank]) * wire
-    return UpdateCounts(hbm_bytes + named_bytes, link_bytes, hbm_bytes + once_bytes, ids, touched)
+        filled = sum(int((lengths > 0).sum()) for lengths, _ in bags)
+        shards.append(ShardTraffic(named, rows, filled, together[0].dim, together[0].dtype.itemsize))
+    counted = update_bytes(
+        shards,
+        samples=samples,
+        own_samples=batch_sizes[rank],
+        total_dim=layout.total_dim,
+        owner_dim=layout.owner_dims[rank],
+        wire_bytes=wire_dtype.itemsize,
+        gradient_bytes=gradient_dtype.itemsize,
+        optimizer=optimizer,
+    )
+    ids, touched = sum(shard.ids for shard in shards), sum(shard.touched_rows for shard in shards)
+    return UpdateCounts(int(counted.hbm), int(counted.link), int(counted.compulsory), int(ids), int(touched))
 
 
 def find_limit(

@@ -6,8 +6,7 @@ this model on these GPUs can be faster than the longest of the three.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,55 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_limit
 from dlrm_overlap.bench.harness.workload import exchange_options
-from dlrm_overlap.config import Config, ModelConfig
+from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.sharded_module import build_layout, model_order
+from dlrm_overlap.traffic import DenseCounts, count_dense
 from dlrm_overlap.trainer import Trainer
-
-
-class DenseCounts(NamedTuple):
-    """What a step of the dense part takes on each rank."""
-
-    flop: int
-    """of its matrix products: forward, gradients of the weights and of the inputs"""
-    parameters: int
-    """weights and biases"""
-    outputs: int
-    """numbers that its layers put out in the forward"""
-
-
-def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
-    """Return what the dense part takes for `samples` of a rank.
-
-    A multiplication and an addition are two operations. The first layer needs no gradient of its input. Of the dot
-    interaction each pair counts once.
-
-    Example:
-        One sample, 3 dense features, bottom MLP [4], top MLP [2, 1], arch dot, one table: the layers are 3 x 4, 5 x 2
-        (4 numbers of the bottom MLP, one pair) and 2 x 1, the pair takes 4 products. Forward 2 * (12 + 10 + 2 + 4) =
-        56 operations, gradients twice as many less 2 * 12: 144 in all. 16 + 12 + 3 = 31 parameters, 4 + 1 + 2 + 1 = 8
-        outputs.
-    """
-    features = tables + 1
-    width, pairs = features * model.dim, features * (features - 1) // 2
-    bottom = list(pairwise([dense_features, *model.bottom_mlp]))
-    if model.arch == "dot":
-        width = model.dim + pairs
-        products, parameters, outputs = pairs * model.dim, 0, pairs
-    else:  # each cross layer: to the rank and back, with a bias there
-        products = parameters = model.cross_layers * 2 * width * model.cross_rank
-        parameters += model.cross_layers * width
-        outputs = model.cross_layers * (model.cross_rank + width)
-    layers = [*bottom, *pairwise([width, *model.top_mlp])]
-    products += sum(inputs * neurons for inputs, neurons in layers)
-    first_inputs, first_neurons = bottom[0]
-    return DenseCounts(
-        flop=(6 * products - 2 * first_inputs * first_neurons) * samples,
-        parameters=parameters + sum((inputs + 1) * neurons for inputs, neurons in layers),
-        outputs=(outputs + sum(neurons for _, neurons in layers)) * samples,
-    )
 
 
 @dataclass(frozen=True)

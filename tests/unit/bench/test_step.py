@@ -14,13 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.step_floor import (
-    DenseCounts,
-    StepFloor,
-    _count_replicated,
-    _count_step,
-    count_dense,
-)
+from dlrm_overlap.bench.harness.step_floor import StepFloor, _count_replicated, _count_step
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
@@ -28,6 +22,7 @@ from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.model import build_model
 from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.traffic import DenseCounts, count_dense
 from tests.distributed.workers import quickstart
 
 CPU = torch.device("cpu")

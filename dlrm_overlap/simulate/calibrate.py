@@ -1,0 +1,203 @@
+"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of rows on four.
+
+Two numbers describe a lookup, a rate and a time a bag; the two shapes of `weak.csv` and `strong.csv` on one GPU give
+both. What the exchange adds comes from the rows on two GPUs.
+"""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.simulate.config import (
+    ExchangeConfig,
+    GpuConfig,
+    HostConfig,
+    LookupConfig,
+    NetworkConfig,
+    SimulateConfig,
+    WorkConfig,
+)
+from dlrm_overlap.simulate.stage import build_cluster, forward
+from dlrm_overlap.simulate.step import dense_seconds, simulate
+from dlrm_overlap.simulate.workload import build_workload
+
+Row = Mapping[str, str]
+
+_LOOKUPS = {"baseline": "baseline", "pgas": "pgas", "fused": "fused"}
+_BACKENDS = {"torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+
+
+class Prediction(NamedTuple):
+    """A measured time and the simulated one."""
+
+    name: str
+    measured_ms: float
+    simulated_ms: float
+
+    @property
+    def error(self) -> float:
+        """The simulated time over the measured one, less 1."""
+        return self.simulated_ms / self.measured_ms - 1
+
+
+class Measured(NamedTuple):
+    """A simulation and the time that was measured of it."""
+
+    config: SimulateConfig
+    ms: float
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file of `bench`."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fit(rows: Sequence[Row], base: GpuConfig) -> GpuConfig:
+    """Return `base` with what rows of the embedding stage on one and on two GPUs tell; other rows are not looked at.
+
+    Args:
+        rows: of `bench weak` and `bench strong`.
+        base: the rates that these rows do not tell.
+    """
+    one = [row for row in rows if row["world_size"] == "1"]
+    two = [row for row in rows if row["world_size"] == "2"]
+    assert one, "there are rows on one GPU"
+    assert two, "there are rows on two GPUs"
+    memory = float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))
+    link = float(np.mean([float(row["link_gb_per_s"]) for row in two]))
+    lookups = {contender: _fit_lookup([row for row in one if row["contender"] == contender]) for contender in _LOOKUPS}
+    baseline = [row for row in two if row["contender"] == "baseline"]
+    slope, latency_ms = _line(
+        [float(row["link_bytes"]) for row in baseline], [float(row["all_to_all_ms"]) for row in baseline]
+    )
+    copied = sum(2 * _pooled_bytes(row) for row in baseline)
+    unpack_ms = sum(float(row["unpack_ms"]) for row in baseline)
+    gpu = replace(
+        base,
+        memory_gb_per_s=_round(memory),
+        link_gb_per_s=_round(link),
+        collective_gb_per_s=_round(1 / slope / 1e6),
+        collective_us=_round(latency_ms * 1e3),
+        copy_gb_per_s=_round(copied / unpack_ms / 1e6),
+        **lookups,
+    )
+    fused = [row for row in two if row["contender"] == "fused"]
+    more_ms = sum(float(row["median_ms"]) - stage_ms(row, gpu, put="in_place") for row in fused)
+    staged = sum(float(row["link_bytes"]) for row in fused) / more_ms / 1e6
+    return replace(gpu, staged_gb_per_s=_round(staged))
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _fit_lookup(rows: Sequence[Row]) -> LookupConfig:
+    table = np.array([[float(row["hbm_bytes"]), int(row["tables"]) * int(row["global_batch"])] for row in rows])
+    seconds = np.array([float(row["lookup_ms"] or row["median_ms"]) / 1e3 for row in rows])
+    per_byte, per_bag = np.linalg.lstsq(table, seconds, rcond=None)[0]
+    return LookupConfig(_round(1 / per_byte / 1e9), _round(per_bag * 1e9))
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    slope, constant = np.polyfit(x, y, 1)
+    return float(slope), max(float(constant), 0.0)
+
+
+def _pooled_bytes(row: Row) -> float:
+    return int(row["global_batch"]) / int(row["world_size"]) * int(row["tables"]) * int(row["dim"]) * 4
+
+
+def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateConfig:
+    """Return the simulation of what a row of `bench weak`, `strong`, `stage`, `schedule` or `slice` has measured."""
+    dim, world_size = int(row["dim"]), int(row["world_size"])
+    return SimulateConfig(
+        what="stage",
+        gpu=gpu,
+        network=NetworkConfig(gpus_per_host=world_size),
+        model=ModelConfig(dim=dim, bottom_mlp=[dim]),
+        work=WorkConfig(
+            tables=int(row["tables"]),
+            rows=int(row["rows"]),
+            multi_hot=row["multi_hot"],
+            zipf_alpha=float(row["zipf_alpha"]),
+            global_batch=int(row["global_batch"]),
+        ),
+        exchange=ExchangeConfig(
+            backend=backend,  # pyright: ignore[reportArgumentType]
+            schedule=row["schedule"] or "auto",  # pyright: ignore[reportArgumentType]
+            put=put,  # pyright: ignore[reportArgumentType]
+        ),
+        host=HostConfig(),
+    )
+
+
+def stage_ms(row: Row, gpu: GpuConfig, put: str = "stores") -> float:
+    """Return the simulated time of what a row has measured."""
+    backend = row["contender"]
+    if backend == "baseline":  # TorchRec copies its output into the send buffer; this one sends it as it is
+        config = stage_config(row, gpu, "torchrec", put)
+        return simulate_stage_ms(config, copies=False)
+    return simulate_stage_ms(stage_config(row, gpu, backend, put))
+
+
+def simulate_stage_ms(config: SimulateConfig, copies: bool = True) -> float:
+    """Return the simulated time of the stage's forward."""
+    cluster = build_cluster(config)
+    work = build_workload(config.model, config.work, cluster.world_size)
+    engine = cluster.engine()
+    forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)
+    return engine.run().seconds * 1e3
+
+
+def predict(rows: Sequence[Row], gpu: GpuConfig, chosen: Callable[[Row], bool]) -> list[Prediction]:
+    """Return what the simulator says to those rows that are `chosen`, of contenders that it knows."""
+    found = []
+    for row in rows:
+        if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
+            schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
+            name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
+            found.append(Prediction(name, float(row["median_ms"]), stage_ms(row, gpu)))
+    return found
+
+
+def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured, pair: Measured) -> GpuConfig:
+    """Return `gpu` with what a step takes beside its bytes and its operations, from three times on one and two GPUs.
+
+    The quickstart's products are so small that its step is a chain of kernels and what is around it; the head alone
+    gives the rate of the dense part, less its kernels; the step on two GPUs tells the kernels from what is around them.
+
+    Args:
+        gpu: from `fit`.
+        quickstart: a captured step on one GPU.
+        head: a step on one GPU, and the time of its head with loss, forward and backward, alone.
+        pair: a captured step on two GPUs.
+    """
+
+    def with_kernels(us: float) -> GpuConfig:
+        chain = replace(gpu, kernel_us=us, step_us=0.0)
+        around_ms = quickstart.ms - simulate(replace(quickstart.config, gpu=chain)).ms
+        dense = dense_seconds(
+            replace(head.config, gpu=replace(chain, dense_efficiency=1.0)),
+            build_workload(head.config.model, head.config.work, 1),
+        )
+        busy_ms = (dense.head_forward + dense.head_backward + dense.weights) * 1e3
+        kernels = 2 * dense.head_kernels + (2 if dense.weights else 0)
+        efficiency = busy_ms / (head.ms - kernels * us / 1e3)
+        return replace(
+            chain, kernel_us=_round(us), step_us=_round(max(around_ms, 0.0) * 1e3), dense_efficiency=_round(efficiency)
+        )
+
+    few, many = 0.0, 50.0  # the more of the quickstart's time its kernels take, the less is around a step
+    for _ in range(24):
+        middle = (few + many) / 2
+        if simulate(replace(pair.config, gpu=with_kernels(middle))).ms > pair.ms:
+            few = middle
+        else:
+            many = middle
+    return with_kernels(few)

@@ -1,0 +1,192 @@
+"""`dlrm-overlap simulate`: simulate a stage or a step, or many that differ in some keys; rows, a trace, a table."""
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
+from dlrm_overlap.observe.text_table import format_table
+from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.step import Simulated, simulate
+
+_TRACED_RANKS = 8
+_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
+
+
+def run(argv: Sequence[str], description: str) -> int:
+    """Do what the command line asks for and return the exit code 0.
+
+    Raises:
+        InputError: if a key, a value or a file is wrong.
+    """
+    prog = "dlrm-overlap simulate"
+    first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options)
+    output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
+    for path in (output, trace):
+        if path and not path.parent.is_dir():
+            raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+    combinations = list(_combinations(argv))
+    if trace and len(combinations) > 1:
+        raise InputError(
+            f"--trace {trace}: it takes one simulation, and --vary asks for {len(combinations)}; leave one of both out"
+        )
+    configs = [first]
+    if len(combinations) > 1 or combinations[0] != list(argv):
+        # All are read before the first is simulated, so that a mistake in the last value costs no time.
+        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in combinations]
+    rows, last = [], None
+    with _progress() as progress:
+        for number, config in enumerate(configs):
+            title = f"{number + 1} of {len(configs)}: {config.exchange.backend}, {config.network.world_size} GPUs"
+            task = progress.add_task(title, total=None)
+            last = simulate(config, lambda done, all_of, task=task: progress.update(task, completed=done, total=all_of))
+            rows.append(describe(last))
+    if output:
+        _write(output, rows, values.append)
+    with reader_may_leave():
+        print("simulated, not measured")
+        print(format_table([_SHOWN, *([str(row[name]) for name in _SHOWN] for row in rows)]))
+        if last is not None and len(rows) == 1:
+            print(f"\nrank 0, us\n{format_table(phases(last))}")
+    if trace and last is not None:
+        trace.write_text(json.dumps(chrome_trace(last)))
+        print(f"\ntrace: {trace}")
+    return 0
+
+
+def _add_options(parser: Parser) -> None:
+    parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
+    parser.add_argument("--append", action="store_true", help="instead: write the rows behind those of the file")
+    parser.add_argument("--trace", help="file for a trace of the first ranks, for chrome://tracing or Perfetto")
+    text = "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations"
+    parser.add_argument("--vary", action="append", metavar="KEY=A,B,..", help=text)
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]], append: bool) -> None:
+    header = list(rows[0])
+    found: list[str] = []
+    if append and path.exists():
+        with path.open(newline="") as file:
+            found = next(csv.reader(file), [])
+    if found and found != header:
+        raise InputError(f"--append {path}: it has other columns than a simulation's rows; give another file")
+    with path.open("a" if append else "w", newline="") as file:
+        writer = csv.DictWriter(file, header, lineterminator="\n")
+        if not found:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _vary_at(argv: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield for each --vary the index of its first and behind its last part, and its text."""
+    for i, option in enumerate(argv):
+        if option.startswith("--vary="):
+            yield i, i + 1, option.partition("=")[2]
+        elif option == "--vary":
+            if i + 1 == len(argv):
+                raise InputError("--vary: no key is named; write --vary network.hosts=1,2,4")
+            yield i, i + 2, argv[i + 1]
+
+
+def _without_vary(argv: Sequence[str]) -> list[str]:
+    taken = {i for first, end, _ in _vary_at(argv) for i in range(first, end)}
+    return [option for i, option in enumerate(argv) if i not in taken]
+
+
+def _combinations(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the options of each simulation."""
+    varied = []
+    for _, _, text in _vary_at(argv):
+        key, equals, values = text.partition("=")
+        if not equals or not all(values.split(",")):
+            raise InputError(f"--vary {text}: it takes a key and its values; write --vary network.hosts=1,2,4")
+        varied.append([[f"--{key}", value] for value in values.split(",")])
+    for chosen in itertools.product(*varied):
+        yield [*_without_vary(argv), *itertools.chain(*chosen)]
+
+
+def _progress() -> Progress:
+    """Return a bar on standard error, shown only on a terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def describe(simulated: Simulated) -> dict[str, Any]:
+    """Return a simulation's row."""
+    config, timeline, work = simulated.config, simulated.timeline, simulated.work
+    network, exchange = config.network, config.exchange
+    links = 3 * work.world_size
+    busy = float((timeline.carried[links:] / timeline.capacities[links:]).max(initial=0.0)) / timeline.seconds
+    return {
+        "kind": "simulated",
+        "what": config.what,
+        "backend": exchange.backend,
+        "schedule": exchange.schedule,
+        "slice_bags": exchange.slice_bags,
+        "put": exchange.put,
+        "aggregate_bytes": exchange.aggregate_bytes,
+        "aggregate_wait_us": exchange.aggregate_wait_us,
+        "network": network.kind,
+        "hosts": network.hosts,
+        "gpus_per_host": network.gpus_per_host,
+        "world_size": work.world_size,
+        "nic_gbit_per_s": network.nic_gbit_per_s,
+        "latency_ns": network.latency_ns,
+        "message_ns": network.message_ns,
+        "arch": config.model.arch,
+        "dim": config.model.dim,
+        "tables": round(work.features * work.world_size),
+        "samples": work.samples,
+        "hbm_bytes": round(work.hbm_bytes),
+        "link_bytes": round(work.link_bytes),
+        "ms": f"{simulated.ms:.4g}",
+        "gpu_ms": f"{simulated.gpu_ms:.4g}",
+        "samples_per_s": f"{work.samples * work.world_size / simulated.ms * 1e3:.4g}",
+        "busiest_link": f"{busy:.3f}",
+        "activities": len(timeline.activities),
+        "events": timeline.events,
+    }
+
+
+def phases(simulated: Simulated) -> list[tuple[str, ...]]:
+    """Return a table of what rank 0 does: name, lane, first start and last end."""
+    timeline = simulated.timeline
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for activity, start, end in zip(timeline.activities, timeline.start_s, timeline.end_s, strict=True):
+        if activity.rank == 0 and len(activity.resources):
+            known = found.get((activity.name, activity.lane), (np.inf, 0.0))
+            found[activity.name, activity.lane] = min(known[0], start), max(known[1], end)
+    lines = [(name, lane, f"{1e6 * a:.1f}", f"{1e6 * b:.1f}") for (name, lane), (a, b) in found.items()]
+    return [("what", "lane", "from", "to"), *lines]
+
+
+def chrome_trace(simulated: Simulated) -> dict[str, Any]:
+    """Return a trace of the first ranks, a process a rank and a thread a lane, times in us."""
+    timeline = simulated.timeline
+    events = [
+        {
+            "name": activity.name,
+            "cat": "simulated",
+            "ph": "X",
+            "pid": activity.rank,
+            "tid": activity.lane,
+            "ts": round(1e6 * float(start), 3),
+            "dur": round(1e6 * float(end - start), 3),
+        }
+        for activity, start, end in zip(timeline.activities, timeline.start_s, timeline.end_s, strict=True)
+        if activity.rank < _TRACED_RANKS and len(activity.resources)
+    ]
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}, simulated"}}
+        for rank in sorted({event["pid"] for event in events})
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}

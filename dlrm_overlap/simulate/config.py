@@ -1,0 +1,221 @@
+"""The configuration of a simulation: frozen dataclasses, a section each, as those of a run in `dlrm_overlap.config`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dlrm_overlap.config import InputError, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, parse_multi_hot
+
+
+@dataclass(frozen=True)
+class LookupConfig:
+    """How fast a kernel pools: its bytes at a rate, and a time for each bag."""
+
+    gb_per_s: PositiveFloat = 4520.0
+    """of rows, ids, offsets and pooled embeddings together"""
+    bag_ns: NonNegativeFloat = 0.1034
+    """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Rates of one GPU and of what runs on it. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
+
+    memory_gb_per_s: PositiveFloat = 4225.0
+    """of a copy within the memory, bytes read and written"""
+    link_gb_per_s: PositiveFloat = 354.1
+    """out of a GPU to its peers in the host by stores or copies, and into it"""
+    collective_gb_per_s: PositiveFloat = 292.0
+    """the same by the collective library"""
+    collective_us: NonNegativeFloat = 29.1
+    """that a collective takes on top of its bytes"""
+    peer_us: NonNegativeFloat = 5.0
+    """from a store to a peer until who waits for its flag goes on"""
+    copy_gb_per_s: PositiveFloat = 3781.0
+    """of the passes that unpack a collective's output or pack its input, bytes read and written"""
+    staged_gb_per_s: PositiveFloat = 1138.0
+    """at which programs that pool put staged slices to peers, instead of pooling"""
+    tflop_per_s: PositiveFloat = 790.0
+    """of matrix products in bf16, at best"""
+    dense_efficiency: PositiveFloat = 0.5629
+    """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
+    kernel_us: NonNegativeFloat = 5.273
+    """that each kernel of a captured step takes beside its work, where the next one waits for it"""
+    step_us: NonNegativeFloat = 142.0
+    """that a captured step takes around its kernels: its launch, counters, what awaits the next batch's ids"""
+    optimizer_gb_per_s: PositiveFloat = 4044.0
+    """of the dense optimizer's 26 bytes a parameter"""
+    baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3841.0, 0.2038))
+    """FBGEMM's lookup, of the backend torchrec"""
+    pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4520.0, 0.1034))
+    """the lookup of the backend pgas"""
+    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
+    """the lookup of the backend fused"""
+    update_of_limit: PositiveFloat = 1.0
+    """time of the kernel that updates rows over that of its bytes, each gradient read as often as ids name it"""
+    baseline_update_of_limit: PositiveFloat = 1.69
+    """the same of FBGEMM's, its sort included"""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Hosts and what joins them."""
+
+    kind: Literal["switch", "fat_tree", "torus"] = "switch"
+    """switch: one host; fat_tree: a NIC a GPU, a leaf switch a rail, a spine; torus: hosts with four neighbours each"""
+    hosts: PositiveInt = 1
+    """number of hosts"""
+    gpus_per_host: PositiveInt = 4
+    """GPUs of a host, all joined by NVLink"""
+    nic_gbit_per_s: PositiveFloat = 400.0
+    """of a GPU's NIC in a tree; of each link between neighbours in a torus, which the GPUs of a host share"""
+    latency_ns: NonNegativeFloat = 2000.0
+    """of a message: in a tree altogether, in a torus a hop"""
+    message_ns: NonNegativeFloat = 500.0
+    """that a GPU's puts to other hosts take each, one after the other, whatever their size"""
+    hosts_per_leaf: PositiveInt = 32
+    """fat_tree: hosts whose NICs of one rail are on one leaf switch"""
+    oversubscription: PositiveFloat = 1.0
+    """fat_tree: rate of a leaf's NICs over that of its ways to the spine"""
+    torus_width: PositiveInt | None = None
+    """torus: hosts in a row; null takes the divisor of `hosts` nearest to a square"""
+
+    def __post_init__(self) -> None:
+        if self.kind == "switch" and self.hosts > 1:
+            raise InputError(
+                f"network.hosts: {self.hosts}, but a switch joins the GPUs of one host; set network.kind to "
+                f"fat_tree or torus"
+            )
+        if self.oversubscription < 1:
+            raise InputError(
+                f"network.oversubscription: {self.oversubscription} must be 1 or more; 1 is a spine that carries all"
+            )
+        if self.torus_width is not None and self.hosts % self.torus_width:
+            raise InputError(
+                f"network.torus_width: {self.torus_width} does not divide network.hosts, {self.hosts}; give a divisor"
+            )
+        if self.hosts * self.gpus_per_host > 4096:
+            raise InputError(
+                f"network: {self.hosts} hosts of {self.gpus_per_host} GPUs are {self.hosts * self.gpus_per_host}; the "
+                f"simulator takes 4096 GPUs at most"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return self.hosts * self.gpus_per_host
+
+
+@dataclass(frozen=True)
+class WorkConfig:
+    """The model's tables and the batch."""
+
+    tables: PositiveInt = 26
+    """number of tables, on all ranks together"""
+    tables_per_rank: PositiveInt | None = None
+    """instead: tables of one rank, so that they grow with the number of ranks"""
+    rows: PositiveInt | list[PositiveInt] = 1_000_000
+    """rows a table"""
+    max_rows: PositiveInt | None = None
+    """cap on the rows of every table"""
+    multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
+    """ids a bag: 3, or '0..8' for a uniform range"""
+    zipf_alpha: NonNegativeFloat = 0.0
+    """skew of the ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+    samples: PositiveInt = 8192
+    """samples of a rank"""
+    global_batch: PositiveInt | None = None
+    """instead: samples of all ranks, so that a rank's share shrinks with the number of ranks"""
+    dense_features: PositiveInt = 13
+    """dense inputs of a sample"""
+    fullest: PositiveFloat = 1.0
+    """work of the fullest rank over the mean; all others have the mean"""
+    row_bytes: PositiveInt = 4
+    """of an element of a row"""
+    id_bytes: PositiveInt = 8
+    """of an id and of an offset"""
+    wire_bytes: PositiveInt = 4
+    """of an element of pooled embeddings and their gradients between ranks"""
+    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad"] = "sgd"
+    """of the rows"""
+
+    def __post_init__(self) -> None:
+        lengths = {len(value) for value in (self.rows, self.multi_hot) if isinstance(value, list)}
+        if lengths - {self.tables}:
+            raise InputError(
+                f"work: lists of {sorted(lengths)} values for {self.tables} tables; give one value a table"
+            )
+        if lengths and self.tables_per_rank is not None:
+            raise InputError(
+                "work.tables_per_rank: it takes one value for all tables; give rows and multi_hot as numbers"
+            )
+        for each in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
+            try:
+                parse_multi_hot(each)
+            except InputError as error:
+                raise InputError(str(error).replace("data.tables.", "work.", 1)) from None
+        if self.fullest < 1:
+            raise InputError(f"work.fullest: {self.fullest} must be 1 or more; 1 makes all ranks alike")
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """How pooled embeddings and their gradients travel."""
+
+    backend: Literal["torchrec", "pgas", "fused"] = "pgas"
+    """torchrec: lookup, collective, unpack, one after the other; pgas and fused: as they are pooled"""
+    backward: Literal["auto", "collective", "push"] = "auto"
+    """how gradients travel: packed, by the collective library, and all-reduced in buckets beside the head's backward;
+    or pushed by the exchange, in the order of the captured step; auto is collective under torchrec, push otherwise"""
+    schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
+    """order of the destinations, as embedding.schedule"""
+    slice_bags: PositiveInt = 32
+    """fused: bags a slice; a slice for another host is one put"""
+    put: Literal["in_place", "stores"] = "in_place"
+    """fused, to peers in the host: rows are stored at once, or slices are staged and copied"""
+    aggregate_bytes: int = 0
+    """puts to one host are gathered until they have so many bytes; 0 gathers none"""
+    aggregate_wait_us: NonNegativeFloat = 20.0
+    """a gathered put leaves no later than this after its first bytes"""
+    waves: PositiveInt = 16
+    """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
+
+    def __post_init__(self) -> None:
+        if self.aggregate_bytes < 0:
+            raise InputError(f"exchange.aggregate_bytes: {self.aggregate_bytes} must be 0 or more; 0 gathers none")
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """The host's time of a step, which runs beside the GPU's; whichever is longer counts."""
+
+    torchrec_ms: NonNegativeFloat = 0.0
+    """of torchrec, which issues its kernels one by one; 0 is a host that is never waited for"""
+    captured_ms: NonNegativeFloat = 0.0
+    """of pgas and fused"""
+
+
+@dataclass(frozen=True)
+class SimulateConfig:
+    """One simulation."""
+
+    what: Literal["stage", "step"] = "step"
+    """stage: lookup and exchange, forward only; step: a whole training step"""
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    """rates of a GPU"""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """hosts and links"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """sizes of the model; those of a run"""
+    work: WorkConfig = field(default_factory=WorkConfig)
+    """tables and batch"""
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    """the exchange"""
+    host: HostConfig = field(default_factory=HostConfig)
+    """the host"""
+
+    def __post_init__(self) -> None:
+        world_size = self.network.world_size
+        if self.work.global_batch is not None and self.work.global_batch % world_size:
+            raise InputError(
+                f"work.global_batch: {self.work.global_batch} is no multiple of {world_size} ranks; give one that is"
+            )

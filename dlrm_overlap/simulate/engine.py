@@ -1,0 +1,198 @@
+"""A deterministic event engine: activities with dependencies, which share resources by max-min fairness.
+
+    engine = Engine(np.array([10.0]))  # one link of 10 bytes a second
+    first = engine.add("a", {0: 20.0}, size=20)
+    second = engine.add("b", {0: 40.0}, size=40)
+    timeline = engine.run()  # a ends at 4 s, b at 6 s
+
+An activity demands an amount of each of some resources, all in proportion: half done, it has taken half of every
+amount. That describes a copy over several links, an all-to-all of one rank, and a kernel that reads memory while it
+stores over a link. A rate is the fraction of an activity that is done in a second.
+
+Rates are those of progressive filling: the rates of all running activities rise together, each in proportion to
+1 / size, until a resource is full. The activities that use it keep their rates, and the others rise on. Between two
+events, which are starts and ends, rates are constant. Activities that begin or end together make one event.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_TOGETHER = 1e-9  # relative: what differs by less has one time, or one level
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Something that takes time."""
+
+    name: str
+    rank: int
+    lane: str
+    """of the rank, in a trace"""
+    resources: np.ndarray
+    """[N] int64"""
+    amounts: np.ndarray
+    """[N] float64, of each resource, in the unit of its capacity times seconds"""
+    size: float
+    """activities that share a resource get rates in proportion to 1 / size; for a transfer its bytes"""
+    delay_s: float
+    """between the end of what it comes after and its start"""
+    least_s: float
+    """it takes no less time, be resources ever so free"""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each activity began and ended, in seconds, and what the resources carried."""
+
+    activities: Sequence[Activity]
+    start_s: np.ndarray
+    end_s: np.ndarray
+    carried: np.ndarray
+    """[R] of each resource the amount that was taken: the integral of the rates"""
+    events: int
+    capacities: np.ndarray
+    """[R] of each resource"""
+
+    @property
+    def seconds(self) -> float:
+        """When the last activity ended."""
+        return float(self.end_s.max(initial=0.0))
+
+
+@dataclass
+class _Running:
+    """The running activities, in the order of their numbers, and their entries of resources one after the other."""
+
+    numbers: np.ndarray
+    left: np.ndarray
+    entry_of: np.ndarray
+    resources: np.ndarray
+    amounts: np.ndarray
+    weights: np.ndarray
+    caps: np.ndarray
+
+
+@dataclass
+class Engine:
+    """Activities and the resources that they share; `run` finds out when each begins and ends."""
+
+    capacities: np.ndarray
+    """[R] float64, a second: bytes for a link, 1 for what is counted in seconds"""
+    activities: list[Activity] = field(default_factory=list)
+    _after: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        demands: Mapping[int, float] | tuple[np.ndarray, np.ndarray],
+        size: float = 1.0,
+        after: Sequence[int] = (),
+        *,
+        rank: int = 0,
+        lane: str = "",
+        delay_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> int:
+        """Add an activity that begins `delay_s` after all of `after` have ended; return its number."""
+        if isinstance(demands, Mapping):
+            demands = np.fromiter(demands.keys(), np.int64), np.fromiter(demands.values(), np.float64)
+        resources, amounts = demands
+        used = amounts > 0
+        number = len(self.activities)
+        assert all(each < number for each in after), "an activity comes after earlier ones"
+        assert size > 0, "an activity has a size"
+        self.activities.append(Activity(name, rank, lane, resources[used], amounts[used], size, delay_s, least_s))
+        self._after.append(tuple(after))
+        return number
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Timeline:
+        """Run all activities; `progress` is told how many of how many have ended, event by event."""
+        count = len(self.activities)
+        waits, following = [len(set(after)) for after in self._after], [[] for _ in range(count)]
+        for number, after in enumerate(self._after):
+            for each in set(after):
+                following[each].append(number)
+        start, end = np.full(count, np.nan), np.full(count, np.nan)
+        carried = np.zeros(len(self.capacities))
+        due = [(self.activities[n].delay_s, n) for n in range(count) if not waits[n]]
+        heapq.heapify(due)
+        running, now, ended, events = self._running([], []), 0.0, 0, 0
+        rates = np.empty(0)
+        while due or len(running.numbers):
+            next_end = float((running.left / rates).min()) + now if len(rates) else np.inf
+            later = min(next_end, due[0][0]) if due else next_end
+            step = later - now
+            done = rates * step
+            carried += np.bincount(
+                running.resources, running.amounts * done[running.entry_of], minlength=len(self.capacities)
+            )
+            left = running.left - done
+            now, events = later, events + 1
+            over = left <= _TOGETHER * np.maximum(1.0, rates * now)
+            stay = [(int(n), float(rest)) for n, rest in zip(running.numbers[~over], left[~over], strict=True)]
+            finished = [int(n) for n in running.numbers[over]]
+            while finished or (due and due[0][0] <= now * (1 + _TOGETHER)):
+                for n in finished:
+                    end[n] = now
+                    ended += 1
+                    for after in following[n]:
+                        waits[after] -= 1
+                        if not waits[after]:
+                            heapq.heappush(due, (now + self.activities[after].delay_s, after))
+                finished = []
+                while due and due[0][0] <= now * (1 + _TOGETHER):
+                    n = heapq.heappop(due)[1]
+                    start[n] = now
+                    if len(self.activities[n].resources) or self.activities[n].least_s:
+                        stay.append((n, 1.0))
+                    else:
+                        finished.append(n)
+            stay.sort()
+            running = self._running([n for n, _ in stay], [rest for _, rest in stay])
+            rates = self._rates(running)
+            if progress is not None:
+                progress(ended, count)
+        assert ended == count, "every activity has ended"
+        return Timeline(self.activities, start, end, carried, events, self.capacities)
+
+    def _running(self, numbers: list[int], left: list[float]) -> _Running:
+        chosen = [self.activities[n] for n in numbers]
+        empty = [np.empty(0)]
+        with np.errstate(divide="ignore"):
+            caps = 1.0 / np.array([each.least_s for each in chosen], np.float64)
+        return _Running(
+            numbers=np.array(numbers, np.int64),
+            left=np.array(left, np.float64),
+            entry_of=np.repeat(np.arange(len(chosen)), [len(each.resources) for each in chosen]),
+            resources=np.concatenate([each.resources for each in chosen] or empty).astype(np.int64),
+            amounts=np.concatenate([each.amounts for each in chosen] or empty),
+            weights=1.0 / np.array([each.size for each in chosen], np.float64),
+            caps=caps,
+        )
+
+    def _rates(self, running: _Running) -> np.ndarray:
+        """Return the rate of each running activity by progressive filling."""
+        count, resources = len(running.numbers), len(self.capacities)
+        rates, rising = np.zeros(count), np.ones(count, bool)
+        free = self.capacities.astype(np.float64).copy()
+        entry_of, of, amounts = running.entry_of, running.resources, running.amounts
+        levels = running.caps / running.weights  # at which an activity has its greatest rate
+        while rising.any():
+            slopes = np.bincount(of, amounts * running.weights[entry_of], minlength=resources)
+            used = slopes > 0
+            full = np.full(resources, np.inf)
+            full[used] = np.maximum(free[used], 0.0) / slopes[used]
+            level = min(float(full.min(initial=np.inf)), float(levels[rising].min()))
+            fixed = rising & (levels <= level * (1 + _TOGETHER))
+            fixed[entry_of[full[of] <= level * (1 + _TOGETHER)]] = True
+            fixed &= rising
+            rates[fixed] = level * running.weights[fixed]
+            rising &= ~fixed
+            taken = fixed[entry_of]
+            free -= np.bincount(of[taken], amounts[taken] * rates[entry_of[taken]], minlength=resources)
+            keep = ~taken
+            entry_of, of, amounts = entry_of[keep], of[keep], amounts[keep]
+        return rates

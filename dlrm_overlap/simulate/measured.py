@@ -1,0 +1,112 @@
+"""The measured rows that the simulator is calibrated with, and those that it must predict without having seen them.
+
+    gpu = calibrate_from(Path("docs/results"))
+    for prediction in predict_all(Path("docs/results"), gpu): ...
+
+`python docs/results/simulator_check.py` prints both.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.simulate.calibrate import Measured, Prediction, fit, fit_step, predict, read_rows
+from dlrm_overlap.simulate.config import (
+    ExchangeConfig,
+    GpuConfig,
+    HostConfig,
+    NetworkConfig,
+    SimulateConfig,
+    WorkConfig,
+)
+from dlrm_overlap.simulate.step import simulate
+
+# The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
+_LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
+_FULLEST = 1.08  # of the balanced plan on 4 ranks, docs/results/step.md
+_CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
+_HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
+_TWO_GPUS = re.compile(r"\*\*Two GPUs\*\* of another machine: ([\d.]+) ms against ([\d.]+) of `torchrec_strongest`")
+
+
+def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> SimulateConfig:
+    """Return the simulation of what a row of `bench step` has measured."""
+    world_size, dim = int(row["world_size"]), int(row["dim"])
+    bottom, top = _LAYERS[dim]
+    backend = _CONTENDERS[row["contender"]]
+    return SimulateConfig(
+        what="step",
+        gpu=gpu,
+        network=NetworkConfig(gpus_per_host=world_size),
+        model=ModelConfig(row["arch"], dim, bottom, top),  # pyright: ignore[reportArgumentType]
+        work=WorkConfig(
+            tables=int(row["tables"]),
+            rows=ast.literal_eval(row["rows"]),
+            multi_hot=ast.literal_eval(row["multi_hot"]),
+            zipf_alpha=float(row["zipf_alpha"]),
+            global_batch=int(row["global_batch"]),
+            fullest=_FULLEST if world_size > 1 else 1.0,
+            id_bytes=4,
+            wire_bytes=2 if row["precision"] == "bf16" else 4,
+            optimizer=row["optimizer"],  # pyright: ignore[reportArgumentType]
+        ),
+        exchange=ExchangeConfig(
+            backend=backend,  # pyright: ignore[reportArgumentType]
+            put="stores" if backend == "fused" else "in_place",
+        ),
+        host=host,
+    )
+
+
+def calibrate_from(folder: Path) -> GpuConfig:
+    """Return the rates that rows on one and two GPUs tell; `folder` is docs/results.
+
+    Two times are on the page step.md alone: the head on one GPU, and the captured step on two.
+    """
+    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), GpuConfig())
+    head_us, two_ms, _ = _page(folder)
+    steps = [row for row in read_rows(folder / "step.csv") if row["contender"] == "pgas_graph"]
+    quickstart = next(row for row in steps if row["world_size"] == "1")
+    shape = step_config(next(row for row in steps if row["arch"] == "dcn"), gpu, HostConfig())
+    samples = 8192
+    one, two = (
+        replace(
+            shape,
+            network=NetworkConfig(gpus_per_host=gpus),
+            work=replace(shape.work, global_batch=samples * gpus),
+        )
+        for gpus in (1, 2)
+    )
+    return fit_step(
+        gpu,
+        Measured(step_config(quickstart, gpu, HostConfig()), float(quickstart["median_ms"])),
+        Measured(one, head_us / 1e3),
+        Measured(two, two_ms),
+    )
+
+
+def _page(folder: Path) -> tuple[float, float, float]:
+    """Return from step.md: us of the head on one GPU, ms of a step of pgas and of torchrec on two GPUs."""
+    text = (folder / "step.md").read_text()
+    head, two = _HEAD.search(text), _TWO_GPUS.search(text)
+    assert head is not None, "step.md has the time of the head"
+    assert two is not None, "step.md has the step on two GPUs"
+    return float(head[1]), float(two[1]), float(two[2])
+
+
+def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of."""
+    found: list[Prediction] = []
+    for name in ("weak", "strong", "stage", "schedule"):
+        found += predict(read_rows(folder / f"{name}.csv"), gpu, lambda row: row["world_size"] == "4")
+    host = HostConfig(torchrec_ms=_page(folder)[2])
+    for row in read_rows(folder / "step.csv"):
+        if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
+            samples = int(row["global_batch"]) // 4
+            name = f"step {row['contender']} {row['arch']}, {samples} samples"
+            simulated_ms = simulate(step_config(row, gpu, host)).ms
+            found.append(Prediction(name, float(row["median_ms"]), simulated_ms))
+    return found

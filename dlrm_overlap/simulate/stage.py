@@ -1,0 +1,225 @@
+"""The embedding stage as activities: who pools when, what travels when, when it has arrived.
+
+**pgas and fused.** A rank's tasks are taken in the order of `kernels.schedule`, cut into waves of equal numbers of
+tasks. A wave is one activity: it takes the rank's memory for what it pools, and the links to peers in the host for what
+it stores there, in proportion, so a full link holds the pooling up, as it does when programs store. What is for other
+hosts is put when the wave ends, behind what the wave before has put, and travels beside the next waves: a put is not
+waited for. Waves of equal destinations, all within the host, count as one.
+
+**torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
+from dlrm_overlap.simulate.cluster import Cluster
+from dlrm_overlap.simulate.collectives import arrivals
+from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, SimulateConfig
+from dlrm_overlap.simulate.engine import Engine
+from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
+from dlrm_overlap.simulate.workload import Workload
+
+
+def build_topology(config: SimulateConfig) -> Topology:
+    """Return the links of the configuration's hosts."""
+    network, link = config.network, config.gpu.link_gb_per_s * 1e9
+    nic = network.nic_gbit_per_s / 8 * 1e9
+    if network.kind == "switch":
+        return Switch(network.gpus_per_host, link)
+    if network.kind == "fat_tree":
+        leaf = network.hosts_per_leaf, network.oversubscription
+        return FatTree(network.hosts, network.gpus_per_host, link, nic, *leaf)
+    width = network.torus_width
+    if width is None:
+        divisors = [d for d in range(1, network.hosts + 1) if network.hosts % d == 0]
+        width = min((d for d in divisors if d * d >= network.hosts), key=lambda d: d * d)
+    return Torus(width, network.hosts // width, network.gpus_per_host, link, nic)
+
+
+def build_cluster(config: SimulateConfig) -> Cluster:
+    """Return the configuration's GPUs and links."""
+    return Cluster(build_topology(config), config.network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
+
+
+@lru_cache(maxsize=8)
+def _waves_of_rank_0(world_size: int, schedule: str, count: int) -> np.ndarray:
+    grid = TaskGrid(0, world_size, features=1, samples=count, task_bags=1, slice_bags=1)
+    order = np.fromiter((task.destination for task in grid.order(schedule)), np.int64, len(grid))
+    each = [np.bincount(part, minlength=world_size) / count for part in np.array_split(order, count)]
+    return np.stack(each)
+
+
+def waves(rank: int, world_size: int, schedule: str, count: int) -> np.ndarray:
+    """Return [count, W]: the part of the tasks for each destination that each wave of `rank` has.
+
+    All ranks have one order, turned by their number, but for `linear`, which is the same on all.
+
+    Example: rank 0 of 2, two waves, remote_first: [[0, 1], [1, 0]]; balanced: [[0.5, 0.5], [0.5, 0.5]].
+    """
+    first = _waves_of_rank_0(world_size, schedule, count)
+    return first if schedule == "linear" else np.roll(first, rank, axis=1)
+
+
+def pooling_s(lookup: LookupConfig, work: Workload) -> float:
+    """Return how long a rank pools if nothing holds it up."""
+    return work.hbm_bytes / lookup.gb_per_s / 1e9 + work.bags * lookup.bag_ns / 1e9
+
+
+def forward(
+    engine: Engine,
+    cluster: Cluster,
+    config: SimulateConfig,
+    work: Workload,
+    after: Sequence[Sequence[int]],
+    copies: bool = True,
+) -> list[int]:
+    """Add the stage, forward, of all ranks; return for each the activity that ends when its embeddings are there.
+
+    `copies` says whether torchrec's lookup is followed by a copy into the send buffer, which the baseline of `bench`
+    leaves out.
+    """
+    if config.exchange.backend == "torchrec":
+        return _collective_forward(engine, cluster, config, work, after, copies)
+    return _fused_forward(engine, cluster, config, work, after)
+
+
+def _fullest(config: SimulateConfig, rank: int) -> float:
+    return config.work.fullest if rank == 0 else 1.0
+
+
+def collective_s(gpu: GpuConfig) -> float:
+    """Return the latency of a collective, in seconds."""
+    return gpu.collective_us / 1e6
+
+
+def send_all(
+    engine: Engine,
+    cluster: Cluster,
+    config: SimulateConfig,
+    pair_bytes: float,
+    after: Sequence[Sequence[int]],
+    name: str,
+    collective: bool,
+) -> list[int]:
+    """Send `pair_bytes` from each rank to each other at once: by the collective library, or by stores and puts."""
+    gpu = config.gpu
+    factor = gpu.link_gb_per_s / gpu.collective_gb_per_s if collective else 1.0
+    delay_s = collective_s(gpu) if collective else 0.0
+    sends = []
+    for rank in range(cluster.world_size):
+        bytes_to = np.full(cluster.world_size, pair_bytes * _fullest(config, rank))
+        bytes_to[rank] = 0.0
+        away = int((~cluster.same_host(rank)).sum())
+        demands = cluster.sent(rank, bytes_to, issue_s=away * config.network.message_ns / 1e9, peer_factor=factor)
+        size = max(float(bytes_to.sum()), 1.0)
+        sends.append(engine.add(name, demands, size, after[rank], rank=rank, lane="links", delay_s=delay_s))
+    return arrivals(engine, cluster, sends, name)
+
+
+def _collective_forward(
+    engine: Engine,
+    cluster: Cluster,
+    config: SimulateConfig,
+    work: Workload,
+    after: Sequence[Sequence[int]],
+    copies: bool,
+) -> list[int]:
+    gpu, W = config.gpu, cluster.world_size
+
+    def pass_s(nbytes: float) -> float:
+        return 2 * nbytes / gpu.copy_gb_per_s / 1e9 if W > 1 else 0.0  # one rank's output is neither sent nor copied
+
+    looked_up = []
+    for rank in range(W):
+        seconds = pooling_s(gpu.baseline, work) + (pass_s(work.pair_bytes * W) if copies else 0.0)
+        demand = {cluster.memory(rank): seconds * _fullest(config, rank)}
+        looked_up.append([engine.add("lookup", demand, work.hbm_bytes, after[rank], rank=rank, lane="memory")])
+    if W == 1:
+        return [number for (number,) in looked_up]
+    here = send_all(engine, cluster, config, work.pair_bytes, looked_up, "all-to-all", collective=True)
+    return [
+        engine.add(
+            "unpack",
+            {cluster.memory(r): pass_s(work.pooled_bytes)},
+            work.pooled_bytes,
+            [here[r]],
+            rank=r,
+            lane="memory",
+        )
+        for r in range(W)
+    ]
+
+
+def message_bytes(config: SimulateConfig, work: Workload, host_bytes_per_s: float) -> float:
+    """Return the bytes of one put to another host.
+
+    A put is a pooled embedding under pgas and a slice under fused, at most what there is for one rank. The aggregator
+    gathers puts until they have `aggregate_bytes`, or for `aggregate_wait_us`.
+
+    Args:
+        config: the exchange's keys.
+        work: of a rank.
+        host_bytes_per_s: at which a rank makes pooled embeddings for one other host.
+    """
+    exchange = config.exchange
+    bags = exchange.slice_bags if exchange.backend == "fused" else 1
+    each = min(work.pair_bytes, bags * config.model.dim * config.work.wire_bytes)
+    gathered = min(exchange.aggregate_bytes, host_bytes_per_s * exchange.aggregate_wait_us / 1e6)
+    return max(each, gathered)
+
+
+def _fused_forward(
+    engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload, after: Sequence[Sequence[int]]
+) -> list[int]:
+    gpu, exchange, W = config.gpu, config.exchange, cluster.world_size
+    hosts = config.network.hosts
+    lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
+    schedule = resolve_schedule(exchange.schedule, load_store_peers=hosts == 1)
+    staged = exchange.backend == "fused" and exchange.put == "stores"
+    count = max(exchange.waves, 4 * W) if hosts == 1 else exchange.waves
+    alone_s = pooling_s(lookup, work)
+    to_host = work.pair_bytes * config.network.gpus_per_host
+    put_bytes = message_bytes(config, work, to_host / alone_s)
+    wait_s = (
+        exchange.aggregate_wait_us / 1e6 if put_bytes < exchange.aggregate_bytes else put_bytes / (to_host / alone_s)
+    )
+    wait_s = wait_s if exchange.aggregate_bytes else 0.0
+    arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for what one rank stores there
+    ends = []
+    for rank in range(W):
+        full, near = _fullest(config, rank), cluster.same_host(rank)
+        parts = waves(rank, W, schedule, count)
+        if hosts == 1:
+            parts = _merge(parts)
+        last, puts = list(after[rank]), []
+        for part in parts:
+            inside = np.where(near, part, 0.0) * work.pair_bytes * full
+            inside[rank] = 0.0
+            own_s = part.sum() / W * alone_s * full  # what arrives from peers is in `alone_s` once, in all waves
+            own_s -= part.sum() / W * (near.sum() - 1) * arriving_s if W > 1 else 0.0
+            if staged:
+                own_s += inside.sum() / gpu.staged_gb_per_s / 1e9
+            demands = cluster.sent(rank, inside, memory_s=inside / gpu.memory_gb_per_s / 1e9, own_s=max(own_s, 0.0))
+            last = [engine.add("pool", demands, work.hbm_bytes * part.sum() / W, last, rank=rank, lane="memory")]
+            away = np.where(near, 0.0, part) * work.pair_bytes * full
+            if away.any():
+                issue_s = away.sum() / put_bytes * config.network.message_ns / 1e9
+                demands = cluster.sent(rank, away, issue_s=issue_s)
+                ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=wait_s)
+                puts = [engine.add("put", demands, float(away.sum()), [ready, *puts], rank=rank, lane="network")]
+        ends.append(engine.add("sent", {}, after=[*last, *puts], rank=rank, lane="flags"))
+    return arrivals(engine, cluster, ends, "embeddings") if W > 1 else ends
+
+
+def _merge(parts: np.ndarray) -> list[np.ndarray]:
+    """Return the waves with those that follow each other and have the same destinations, in equal parts, as one."""
+    merged: list[np.ndarray] = []
+    for part in parts:
+        if merged and np.allclose(merged[-1] / merged[-1].sum(), part / part.sum()):
+            merged[-1] = merged[-1] + part
+        else:
+            merged.append(part)
+    return merged

@@ -1,0 +1,186 @@
+"""A training step as activities: the graph of docs/architecture.md, "The step as CUDA graphs", and the baseline's.
+
+    ids of the next batch     | over the links, beside everything
+    lookup, exchange          | the bottom MLP's forward beside it
+    head, forward             | when the embeddings and the bottom MLP's output are there
+    head's backward           | up to the embeddings' gradient
+    weights' gradients        | pgas, fused: of the cross network, behind the backward
+    push of gradients         | behind the first of these products, or behind the head's backward
+    bottom MLP's backward     | beside the push
+    rows are updated          | when all gradients are there
+    all-reduce, optimizer     | behind the products of all weights, and behind the push
+
+That is the step of pgas and fused. Under torchrec, or with `exchange.backward: collective`, all weights' gradients are
+part of the backward, gradients of embeddings are packed and sent by a collective, and dense gradients are summed in
+buckets, the first of them while the head's backward goes on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from dlrm_overlap.simulate import stage
+from dlrm_overlap.simulate.cluster import Cluster
+from dlrm_overlap.simulate.collectives import hierarchical_all_reduce, ring_all_reduce
+from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.engine import Engine, Timeline
+from dlrm_overlap.simulate.workload import Workload, build_workload
+from dlrm_overlap.traffic import DenseCounts, count_dense
+
+_OPTIMIZER_BYTES = 26  # a parameter: what an update under Adagrad with a bfloat16 shadow reads and writes
+_BUCKETS = 4  # in which the collective backward sums dense gradients
+
+
+def _collective_backward(config: SimulateConfig) -> bool:
+    exchange = config.exchange
+    return exchange.backward == "collective" or (exchange.backward == "auto" and exchange.backend == "torchrec")
+
+
+class DenseSeconds(NamedTuple):
+    """The products of the dense part's pieces, in seconds, and the kernels that each has one after the other."""
+
+    bottom_forward: float
+    head_forward: float
+    head_backward: float
+    weights: float
+    """gradients of the cross network's weights, which pgas and fused take behind the backward; else 0"""
+    bottom_backward: float
+    bottom_kernels: int
+    head_kernels: int
+    counts: DenseCounts
+
+
+def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
+    """Return the dense part's times on one rank, from the operations that `traffic.count_dense` counts."""
+    model = config.model
+    tables = round(work.features * work.world_size)
+    counts = count_dense(model, tables, config.work.dense_features, work.samples)
+    rate = config.gpu.tflop_per_s * 1e12 * config.gpu.dense_efficiency
+    layers = list(pairwise([config.work.dense_features, *model.bottom_mlp]))
+    bottom = 2 * work.samples * sum(inputs * neurons for inputs, neurons in layers)
+    bottom_backward = 2 * bottom - 2 * work.samples * layers[0][0] * layers[0][1]
+    head = (counts.flop - bottom - bottom_backward) / 3
+    cross = 0.0
+    if model.arch == "dcn" and not _collective_backward(config):
+        width = (tables + 1) * model.dim
+        cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
+    return DenseSeconds(
+        bottom_forward=bottom / rate,
+        head_forward=head / rate,
+        head_backward=(2 * head - cross) / rate,
+        weights=cross / rate,
+        bottom_backward=bottom_backward / rate,
+        bottom_kernels=len(model.bottom_mlp),
+        head_kernels=len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1),
+        counts=counts,
+    )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One simulated stage or step."""
+
+    config: SimulateConfig
+    timeline: Timeline
+    work: Workload
+    gpu_ms: float
+    """until the last rank has ended, the host aside"""
+
+    @property
+    def ms(self) -> float:
+        """The time of the GPUs or of the host, whichever is longer."""
+        torchrec = self.config.exchange.backend == "torchrec"
+        host_ms = self.config.host.torchrec_ms if torchrec else self.config.host.captured_ms
+        return max(self.gpu_ms, host_ms if self.config.what == "step" else 0.0)
+
+
+def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None = None) -> Simulated:
+    """Simulate what the configuration says."""
+    cluster = stage.build_cluster(config)
+    work = build_workload(config.model, config.work, cluster.world_size)
+    engine = cluster.engine()
+    if config.what == "stage":
+        stage.forward(engine, cluster, config, work, [[]] * cluster.world_size)
+    else:
+        _add_step(engine, cluster, config, work)
+    timeline = engine.run(progress)
+    return Simulated(config, timeline, work, timeline.seconds * 1e3)
+
+
+def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload) -> None:
+    ranks, gpu, dense = range(cluster.world_size), config.gpu, dense_seconds(config, work)
+    several, baseline = cluster.world_size > 1, config.exchange.backend == "torchrec"
+    collective = _collective_backward(config)
+
+    def products(name: str, seconds: float, after: list[list[int]], kernels: float) -> list[int]:
+        delay_s = kernels * gpu.kernel_us / 1e6
+        return [
+            engine.add(
+                name, {cluster.products(r): seconds}, max(seconds, 1e-12), after[r], rank=r, lane="products",
+                delay_s=delay_s,
+            )
+            for r in ranks
+        ]  # fmt: skip
+
+    def memory(name: str, seconds: float, after: list[list[int]], scaled: bool = False) -> list[int]:
+        numbers = []
+        for r in ranks:
+            taken = seconds * (config.work.fullest if scaled and r == 0 else 1.0)
+            numbers.append(
+                engine.add(
+                    name, {cluster.memory(r): taken}, max(taken, 1e-12), after[r], rank=r, lane="memory",
+                    delay_s=gpu.kernel_us / 1e6,
+                )
+            )  # fmt: skip
+        return numbers
+
+    def each(*numbers: list[int]) -> list[list[int]]:
+        return [list(together) for together in zip(*numbers, strict=True)]
+
+    none: list[list[int]] = [[] for _ in ranks]
+    begun = [engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in ranks]
+    if several:
+        stage.send_all(
+            engine, cluster, config, work.id_bytes / (cluster.world_size - 1), none, "ids", collective=baseline
+        )
+    embeddings = stage.forward(engine, cluster, config, work, each(begun))
+    bottom = products("bottom MLP", dense.bottom_forward, each(begun), dense.bottom_kernels)
+    head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_kernels)
+    buckets = _BUCKETS if collective else 1
+    back, pieces = head, []
+    for _ in range(buckets):
+        back = products("head's backward", dense.head_backward / buckets, each(back), dense.head_kernels / buckets)
+        pieces.append(back)
+    first, weights = back, back
+    if dense.weights:
+        layers = config.model.cross_layers
+        first = products("weights' gradients, first", dense.weights / layers, each(back), 1)
+        weights = products("weights' gradients", dense.weights * (layers - 1) / layers, each(first), 1)
+    bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_kernels)
+    arrived = back if collective else first
+    if several and collective:
+        arrived = memory("pack", 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9, each(back))
+    if several:
+        arrived = stage.send_all(engine, cluster, config, work.pair_bytes, each(arrived), "push", collective)
+    of_limit = gpu.baseline_update_of_limit if baseline else gpu.update_of_limit
+    memory("rows", work.update.hbm / gpu.memory_gb_per_s / 1e9 * of_limit, each(arrived), scaled=True)
+    parameters = dense.counts.parameters
+    summed = bottom_back
+    if several:
+        way = ring_all_reduce if config.network.hosts == 1 else hierarchical_all_reduce
+        latency_s = stage.collective_s(gpu) if collective else 0.0
+        # A bucket is summed behind the one before; the last is that of the layers whose gradients come last.
+        parts = [each(piece) for piece in pieces[:-1]] + [
+            each(bottom_back) if collective else each(bottom_back, weights, arrived)
+        ]
+        summed = None
+        for part in parts:
+            begins = part if summed is None else [[*ends, before] for ends, before in zip(part, summed, strict=True)]
+            numbers = [
+                engine.add("all-reduce begins", {}, after=after, rank=r, delay_s=latency_s)
+                for r, after in enumerate(begins)
+            ]
+            summed = way(engine, cluster, 4.0 * parameters / len(parts), each(numbers))
+        assert summed is not None
+    memory("optimizer", _OPTIMIZER_BYTES * parameters / gpu.optimizer_gb_per_s / 1e9, each(summed))

@@ -1,0 +1,141 @@
+"""How many bytes memory and links must carry in the embedding stage and the dense part, counted from numbers alone.
+
+`bench` puts in the numbers of a batch at hand, the simulator those that a batch has on average. Pure Python.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from dlrm_overlap.config import ModelConfig
+
+_RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update reads to find a touched row's ids, and an id's gradient
+
+
+class ShardTraffic(NamedTuple):
+    """What a batch asks of one table shard, or on average will ask; all ranks' samples together."""
+
+    ids: float
+    touched_rows: float
+    """distinct rows that the ids name"""
+    filled_bags: float
+    """bags that have an id"""
+    dim: float
+    """columns of the shard"""
+    element_bytes: int
+    """of a row's element"""
+
+
+def pooling_bytes(
+    shards: Iterable[ShardTraffic],
+    samples: int,
+    own_samples: int,
+    total_dim: float,
+    owner_dim: float,
+    id_bytes: int,
+    wire_bytes: int,
+) -> tuple[float, float]:
+    """Return the bytes of a forward on one rank: of its memory but for offsets, and out over its links.
+
+    Args:
+        shards: of the rank.
+        samples: of all ranks.
+        own_samples: of this rank, whose pooled embeddings all ranks write into its memory.
+        total_dim: columns of all shards of all ranks.
+        owner_dim: columns of this rank's shards.
+        id_bytes: of an id.
+        wire_bytes: of an element of the pooled embeddings.
+
+    Example:
+        One shard of 6 ids and dim 4, fp32, int64 ids; 2 of 4 samples are the rank's, two such shards in all:
+        6 * 16 + 6 * 8 + 2 * 8 * 4 = 208 bytes of memory, 2 * 4 * 4 = 32 over the links.
+    """
+    rows = sum(shard.ids * (shard.dim * shard.element_bytes + id_bytes) for shard in shards)
+    return rows + own_samples * total_dim * wire_bytes, (samples - own_samples) * owner_dim * wire_bytes
+
+
+class UpdateBytes(NamedTuple):
+    """The bytes of a backward on one rank."""
+
+    hbm: float
+    """into and out of its memory"""
+    compulsory: float
+    """the part of `hbm` that would remain with a cache without bounds, so that no gradient is read twice"""
+    link: float
+    """out over its links"""
+
+
+def update_bytes(
+    shards: Iterable[ShardTraffic],
+    samples: int,
+    own_samples: int,
+    total_dim: float,
+    owner_dim: float,
+    wire_bytes: int,
+    gradient_bytes: int,
+    optimizer: str,
+) -> UpdateBytes:
+    """Return the bytes of a backward on one rank; `bench.harness.limits.count_update` says which they are.
+
+    Args:
+        shards: of the rank.
+        samples: of all ranks.
+        own_samples: of this rank.
+        total_dim: columns of all shards of all ranks.
+        owner_dim: columns of this rank's shards.
+        wire_bytes: of an element of the gradients between ranks.
+        gradient_bytes: of an element of the gradient that the model gives.
+        optimizer: sgd | rowwise_adagrad | adagrad.
+    """
+    hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
+    named = once = 0.0
+    for shard in shards:
+        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * shard.dim}[optimizer]
+        hbm += shard.touched_rows * (2 * (shard.dim * shard.element_bytes + state_bytes) + _RUN_BYTES)
+        hbm += shard.ids * _PLACE_BYTES
+        named += shard.ids * shard.dim * wire_bytes
+        once += shard.filled_bags * shard.dim * wire_bytes
+    return UpdateBytes(hbm + named, hbm + once, own_samples * (total_dim - owner_dim) * wire_bytes)
+
+
+class DenseCounts(NamedTuple):
+    """What a step of the dense part takes on each rank."""
+
+    flop: int
+    """of its matrix products: forward, gradients of the weights and of the inputs"""
+    parameters: int
+    """weights and biases"""
+    outputs: int
+    """numbers that its layers put out in the forward"""
+
+
+def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
+    """Return what the dense part takes for `samples` of a rank.
+
+    A multiplication and an addition are two operations. The first layer needs no gradient of its input. Of the dot
+    interaction each pair counts once.
+
+    Example:
+        One sample, 3 dense features, bottom MLP [4], top MLP [2, 1], arch dot, one table: the layers are 3 x 4, 5 x 2
+        (4 numbers of the bottom MLP, one pair) and 2 x 1, the pair takes 4 products. Forward 2 * (12 + 10 + 2 + 4) =
+        56 operations, gradients twice as many less 2 * 12: 144 in all. 16 + 12 + 3 = 31 parameters, 4 + 1 + 2 + 1 = 8
+        outputs.
+    """
+    features = tables + 1
+    width, pairs = features * model.dim, features * (features - 1) // 2
+    bottom = list(pairwise([dense_features, *model.bottom_mlp]))
+    if model.arch == "dot":
+        width = model.dim + pairs
+        products, parameters, outputs = pairs * model.dim, 0, pairs
+    else:  # each cross layer: to the rank and back, with a bias there
+        products = parameters = model.cross_layers * 2 * width * model.cross_rank
+        parameters += model.cross_layers * width
+        outputs = model.cross_layers * (model.cross_rank + width)
+    layers = [*bottom, *pairwise([width, *model.top_mlp])]
+    products += sum(inputs * neurons for inputs, neurons in layers)
+    first_inputs, first_neurons = bottom[0]
+    return DenseCounts(
+        flop=(6 * products - 2 * first_inputs * first_neurons) * samples,
+        parameters=parameters + sum((inputs + 1) * neurons for inputs, neurons in layers),
+        outputs=(outputs + sum(neurons for _, neurons in layers)) * samples,
+    )

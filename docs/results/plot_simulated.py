@@ -1,0 +1,105 @@
+"""Draw the simulated figures of `docs/simulator.md` from their rows: `simulated_*.svg`, beside this file.
+
+Run it as `python docs/results/plot_simulated.py [FOLDER]`; by default it reads and writes beside this file.
+"""
+
+import csv
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Row = Mapping[str, str]
+
+LOOKS = {
+    "torchrec's exchange": ("#9aa5b1", "o"),
+    "fused": ("#e08e45", "s"),
+    "fused, aggregator": ("#1f6f8b", "^"),
+}
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file that `dlrm-overlap simulate --output` has written."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def variant(row: Row) -> str:
+    """Return what a row is called in the legend."""
+    if row["backend"] == "torchrec":
+        return "torchrec's exchange"
+    return "fused, aggregator" if int(row["aggregate_bytes"]) else "fused"
+
+
+def lines(axes: Axes, rows: Sequence[Row], x: str, name: Callable[[Row], str] = variant) -> None:
+    """Draw ms over the column `x`, which is logarithmic, a line for each name."""
+    for label in dict.fromkeys(map(name, rows)):
+        points = sorted((float(row[x]), float(row["ms"])) for row in rows if name(row) == label)
+        colour, marker = LOOKS.get(label, (None, "o"))
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, ms=4, label=label)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({float(row[x]) for row in rows})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    axes.set_ylabel("ms, simulated")
+
+
+def draw_scaling(folder: Path) -> None:
+    """Draw weak and strong scaling of MLPerf's step, side by side."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    titles = {"weak": "8192 samples a GPU", "strong": "262144 samples in all"}
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        lines(axes, read_rows(folder / f"simulated_{name}.csv"), "world_size")
+        axes.set_title(f"Simulated: MLPerf's step, {title}", fontsize=9)
+        axes.set_xlabel("GPUs, 8 a host, 400 Gb/s each")
+    _save(figure, folder / "simulated_scaling.svg")
+
+
+def draw_p1(folder: Path) -> None:
+    """Draw the step of arXiv 2305.06942's model, a panel for each number of samples."""
+    rows = [row for row in read_rows(folder / "simulated_p1.csv") if row["schedule"] == "balanced"]
+    counts = sorted({int(row["samples"]) for row in rows})
+    figure, panels = plt.subplots(1, len(counts), figsize=(9, 3.2), layout="constrained", squeeze=False)
+    for axes, samples in zip(panels[0], counts, strict=True):
+        lines(axes, [row for row in rows if int(row["samples"]) == samples], "world_size")
+        axes.set_title(f"Simulated: {samples} samples a node", fontsize=9)
+        axes.set_xlabel("nodes of a 2-D torus, 200 Gb/s")
+    _save(figure, folder / "simulated_p1.svg")
+
+
+def draw_slices(folder: Path) -> None:
+    """Draw the stage over the size of a slice, a line for each rate of the NICs, in the balanced order."""
+    rows = [row for row in read_rows(folder / "simulated_slices.csv") if row["schedule"] == "balanced"]
+    rows = [row for row in rows if int(row["slice_bags"]) > 1]  # 1.6 s at every rate
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    lines(axes, rows, "slice_bags", lambda row: f"{float(row['nic_gbit_per_s']):g} Gb/s a GPU")
+    axes.set_yscale("log")
+    axes.set_title("Simulated: embedding stage on 16 hosts of 8 GPUs, fused, balanced", fontsize=9)
+    axes.set_xlabel("bags a slice")
+    _save(figure, folder / "simulated_slices.svg")
+
+
+def _save(figure: plt.Figure, path: Path) -> None:  # pyright: ignore[reportPrivateImportUsage]
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(folder: str | Path = Path(__file__).parent) -> None:
+    """Draw all figures of the rows in `folder`."""
+    # Text stays text, and the same rows give the same file.
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "simulated", "font.size": 8}
+    for draw in (draw_scaling, draw_p1, draw_slices):
+        draw(Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,26 @@
+"""Print what rows on one and two GPUs tell of a GPU, and what the simulator says to the rows on four, as Markdown.
+
+Run it as `python docs/results/simulator_check.py [FOLDER]`; by default it reads the rows beside this file. The first
+part is the section `gpu` of `configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import yaml
+
+from dlrm_overlap.simulate.measured import calibrate_from, predict_all
+
+
+def main(folder: str | Path = Path(__file__).parent) -> None:
+    """Print both for the rows in `folder`."""
+    gpu = calibrate_from(Path(folder))
+    print(yaml.safe_dump({"gpu": dataclasses.asdict(gpu)}, sort_keys=False))
+    print("| row | measured, ms | simulated, ms | error |\n|---|---|---|---|")
+    for each in predict_all(Path(folder), gpu):
+        print(f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

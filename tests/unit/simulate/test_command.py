@@ -1,0 +1,132 @@
+"""`dlrm-overlap simulate`: rows, traces, mistakes; and the order of work, which is the kernels' own."""
+
+import csv
+import json
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
+from dlrm_overlap.launching.parsing import parse_sections
+from dlrm_overlap.simulate.command import describe
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.stage import waves
+from dlrm_overlap.simulate.step import Simulated, simulate
+
+CONFIGS = sorted(Path("configs/simulate").glob("*.yaml"))
+SMALL = ["--config", "configs/simulate/mlperf_hosts.yaml", "--network.hosts", "2", "--network.gpus_per_host", "2"]
+
+
+def _read(path: Path, *options: str) -> SimulateConfig:
+    return parse_sections(SimulateConfig, "simulate", "", ["--config", str(path), *options], lambda parser: None)[0]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configurations_are_read(path: Path) -> None:
+    assert _read(path).network.world_size >= 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_waves_are_the_tasks_in_the_order_of_the_kernels(schedule: str, rank: int) -> None:
+    W, count = 3, 4
+    grid = TaskGrid(rank, W, features=1, samples=count, task_bags=1, slice_bags=1)
+    order = np.array([task.destination for task in grid.order(schedule)])
+    expected = [np.bincount(part, minlength=W) / count for part in np.split(order, count)]
+    assert np.allclose(waves(rank, W, schedule, count), expected)
+
+
+@lru_cache
+def _stage_config() -> SimulateConfig:
+    return _read(Path("configs/simulate/slices.yaml"), "--network.hosts", "4", "--network.gpus_per_host", "2")
+
+
+def _stage(**exchange: object) -> Simulated:
+    config = _stage_config()
+    return simulate(replace(config, exchange=replace(config.exchange, **exchange)))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_pooled_embedding_leaves_once(backend: str, schedule: str) -> None:
+    simulated = _stage(backend=backend, schedule=schedule)
+    W, work = 8, simulated.work
+    links = simulated.timeline.carried[3 * W :]
+    nics_out, nics_in = links[2 * W : 3 * W], links[3 * W : 4 * W]
+    assert nics_out == pytest.approx(6 * work.pair_bytes)
+    assert nics_in == pytest.approx(6 * work.pair_bytes)
+    config = simulated.config
+    factor = config.gpu.link_gb_per_s / config.gpu.collective_gb_per_s if backend == "torchrec" else 1.0
+    assert links[:W] == pytest.approx(factor * work.pair_bytes)  # to the other GPU of the host
+    assert 6 * work.pair_bytes + work.pair_bytes == pytest.approx(work.link_bytes)
+
+
+def test_the_stage_is_never_faster_than_its_fullest_resource() -> None:
+    for backend in ("torchrec", "pgas", "fused"):
+        timeline = _stage(backend=backend).timeline
+        assert timeline.seconds >= (timeline.carried / timeline.capacities).max()
+
+
+def test_gathering_small_puts_helps_where_their_number_limits() -> None:
+    small = _stage(slice_bags=1).ms
+    assert _stage(slice_bags=64).ms < 0.7 * small
+    assert _stage(slice_bags=1, aggregate_bytes=65536).ms < 0.7 * small
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "fused"])
+def test_the_shown_rows_are_what_is_simulated_now(backend: str) -> None:
+    with Path("docs/results/simulated_weak.csv").open(newline="") as file:
+        shown = [row for row in csv.DictReader(file) if row["backend"] == backend and row["world_size"] == "16"]
+    config = _read(Path("configs/simulate/mlperf_hosts.yaml"), "--network.hosts", "2", "--exchange.backend", backend)
+    now = describe(simulate(config))
+    assert shown[0] == {name: str(value) for name, value in now.items()}
+
+
+def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, trace = tmp_path / "rows.csv", tmp_path / "trace.json"
+    assert main(["simulate", *SMALL, "--vary", "exchange.backend=torchrec,fused", "--output", str(rows)]) == 0
+    assert main(["simulate", *SMALL, "--append", "--output", str(rows), "--trace", str(trace)]) == 0
+    with rows.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["backend"] for row in found] == ["torchrec", "fused", "fused"]
+    assert {row["kind"] for row in found} == {"simulated"}
+    assert found[1] == found[2]  # the same keys give the same row
+    assert "simulated, not measured" in capsys.readouterr().out
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    head = next(event for event in events if event["name"] == "head")
+    back = next(event for event in events if event["name"] == "head's backward" and event["pid"] == head["pid"])
+    assert back["ts"] >= head["ts"] + head["dur"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--network.host", "2"], "network.hosts"),
+        (["--network.kind", "switch"], "set network.kind"),
+        (["--network.kind", "torus", "--network.torus_width", "5"], "divisor"),
+        (["--network.hosts", "4096"], "4096 GPUs at most"),
+        (["--work.multi_hot", "x"], "work.multi_hot"),
+        (["--work.global_batch", "7"], "no multiple of 4"),
+        (["--vary", "network.hosts"], "--vary network.hosts"),
+        (["--vary", "network.hosts=1,x"], "network.hosts"),
+        (["--vary", "network.hosts=1,2", "--trace", "trace.json"], "--trace"),
+        (["--output", "no/folder/rows.csv"], "no folder"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_switch_joins_one_host() -> None:
+    with pytest.raises(InputError, match="one host"):
+        NetworkConfig(kind="switch", hosts=2)
+    assert ExchangeConfig().backend == "pgas"

@@ -1,0 +1,128 @@
+"""The engine and the collectives: hand-computed cases, closed forms, bytes that are conserved."""
+
+import numpy as np
+import pytest
+
+from dlrm_overlap.simulate import collectives
+from dlrm_overlap.simulate.cluster import Cluster
+from dlrm_overlap.simulate.engine import Engine
+from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
+
+NBYTES = 64e6
+TOPOLOGIES = {
+    "switch of 8": Switch(8, 350e9),
+    "tree of 8 x 8": FatTree(8, 8, 350e9, 50e9, hosts_per_leaf=4),
+    "tree of 4 x 1": FatTree(4, 1, 350e9, 50e9),
+    "torus of 4 x 4": Torus(4, 4, 1, 350e9, 25e9),
+    "torus of 8 x 4, hosts of 2": Torus(8, 4, 2, 350e9, 25e9),
+    "torus of 5 x 3": Torus(5, 3, 1, 350e9, 25e9),
+    "torus of 2 x 1": Torus(2, 1, 1, 350e9, 25e9),
+}
+
+
+def test_two_that_share_a_link_and_one_that_does_not() -> None:
+    """a and b share a link of 10; b also takes one of 3, so a gets 7. Behind a, with 1 s between, c has 7, then 10."""
+    engine = Engine(np.array([10.0, 3.0]))
+    a = engine.add("a", {0: 14.0}, size=14)
+    b = engine.add("b", {0: 12.0, 1: 12.0}, size=12)
+    c = engine.add("c", {0: 17.0}, size=17, after=[a], delay_s=1.0)
+    timeline = engine.run()
+    assert timeline.end_s[[a, b, c]] == pytest.approx([2.0, 4.0, 3.0 + 1.0 + 1.0])
+    assert timeline.start_s[c] == pytest.approx(3.0)
+    assert timeline.carried == pytest.approx([14 + 12 + 17, 12])
+
+
+def test_a_least_time_and_an_activity_of_no_resource() -> None:
+    engine = Engine(np.array([10.0]))
+    slow = engine.add("slow", {0: 10.0}, size=10, least_s=4.0)
+    fast = engine.add("fast", {0: 15.0}, size=15)
+    end = engine.add("end", {}, after=[slow, fast], delay_s=0.5)
+    timeline = engine.run()
+    assert timeline.end_s[[slow, fast, end]] == pytest.approx([4.0, 2.0, 4.5])
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_an_all_to_all_takes_what_its_fullest_link_takes(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    cluster, W = Cluster(topology, 0.0, 0.0), topology.world_size
+    engine = cluster.engine()
+    collectives.all_to_all(engine, cluster, NBYTES, [[]] * W)
+    timeline = engine.run()
+    assert timeline.seconds == pytest.approx(collectives.all_to_all_s(topology, NBYTES), rel=0.01)
+    links = timeline.carried[3 * W :]
+    g = topology.gpus_per_host
+    assert links[:W].sum() >= W * (g - 1) / W * NBYTES * (1 - 1e-9)
+    if not isinstance(topology, Torus):  # what goes out comes in
+        assert links[:W] == pytest.approx(links[W : 2 * W])
+        sent = links[:W].sum() + (links[2 * W : 3 * W].sum() if isinstance(topology, FatTree) else 0.0)
+        assert sent == pytest.approx((W - 1) * NBYTES)
+    else:  # each byte takes as many links as there are hops on its way
+        hops = sum(topology.hops(rank).sum() for rank in range(W))
+        assert links[2 * W :].sum() == pytest.approx(hops * NBYTES / W)
+
+
+@pytest.mark.parametrize("name", ["switch of 8", "tree of 4 x 1"])
+@pytest.mark.parametrize("latency_us", [0.0, 5.0])
+def test_a_ring_sums_in_the_time_of_its_closed_form(name: str, latency_us: float) -> None:
+    topology = TOPOLOGIES[name]
+    cluster = Cluster(topology, 0.0, latency_us / 1e6)
+    engine = cluster.engine()
+    collectives.ring_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
+    slowest = 350e9 if isinstance(topology, Switch) else 50e9
+    expected = collectives.ring_all_reduce_s(cluster, NBYTES, slowest)
+    assert engine.run().seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_a_ring_of_many_ranks_has_all_its_latencies() -> None:
+    cluster = Cluster(Switch(64, 350e9), 0.0, 2e-6)
+    engine = cluster.engine()
+    collectives.ring_all_gather(engine, cluster, NBYTES, [[]] * 64)
+    assert engine.run().seconds == pytest.approx(63 / 64 * NBYTES / 350e9 + 63 * 2e-6, rel=0.01)
+
+
+def test_pairwise_takes_as_long_as_at_once_and_a_latency_a_peer() -> None:
+    cluster = Cluster(Switch(4, 350e9), 0.0, 3e-6)
+    engine = cluster.engine()
+    collectives.pairwise_all_to_all(engine, cluster, NBYTES, [[]] * 4)
+    expected = collectives.all_to_all_s(cluster.topology, NBYTES) + 4 * 3e-6
+    assert engine.run().seconds == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("topology", [FatTree(4, 8, 350e9, 50e9), Torus(4, 3, 2, 350e9, 25e9)])
+def test_a_hierarchical_sum(topology: FatTree | Torus) -> None:
+    cluster = Cluster(topology, 0.0, 0.0)
+    engine = cluster.engine()
+    collectives.hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
+    assert engine.run().seconds == pytest.approx(collectives.hierarchical_all_reduce_s(topology, NBYTES), rel=0.01)
+
+
+def test_a_hierarchical_all_to_all_over_a_tree() -> None:
+    cluster = Cluster(FatTree(4, 8, 350e9, 50e9), 0.0, 0.0)
+    engine = cluster.engine()
+    collectives.hierarchical_all_to_all(engine, cluster, NBYTES, [[]] * 32)
+    expected = 7 / 8 * NBYTES / 350e9 + 3 / 4 * NBYTES / 50e9
+    assert engine.run().seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_an_oversubscribed_spine_slows_what_crosses_it() -> None:
+    def seconds(topology: Topology) -> float:
+        cluster = Cluster(topology, 0.0, 0.0)
+        engine = cluster.engine()
+        collectives.all_to_all(engine, cluster, NBYTES, [[]] * topology.world_size)
+        return engine.run().seconds
+
+    full = FatTree(8, 2, 350e9, 50e9, hosts_per_leaf=4)
+    thin = FatTree(8, 2, 350e9, 50e9, hosts_per_leaf=4, oversubscription=2.0)
+    crossing = (16 - 5) / 16 * NBYTES  # all but the rank itself, its host's other and 3 of its rail on its leaf
+    assert seconds(thin) == pytest.approx(crossing / (50e9 / 2), rel=0.01)
+    assert seconds(thin) > seconds(full)
+
+
+def test_the_same_graph_gives_the_same_bits() -> None:
+    def ends() -> np.ndarray:
+        cluster = Cluster(TOPOLOGIES["tree of 8 x 8"], 1e-6, 2e-6)
+        engine = cluster.engine()
+        collectives.hierarchical_all_to_all(engine, cluster, NBYTES, [[]] * 64)
+        return engine.run().end_s
+
+    assert (ends() == ends()).all()

@@ -1,0 +1,88 @@
+"""The simulator against what was measured: calibrated on one and two GPUs, it predicts rows on four."""
+
+import csv
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.simulate.calibrate import read_rows
+from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.measured import calibrate_from, predict_all, step_config
+from dlrm_overlap.simulate.workload import build_workload
+from dlrm_overlap.traffic import count_dense
+
+RESULTS = Path("docs/results")
+WITHIN = 0.10
+# Not predicted, and docs/simulator.md says why: the host's time, staged slices under an order that makes all ranks
+# write to one, a step whose kernels are short.
+MISSED = {
+    "strong torchrec, 0..32 x 64",
+    "stage torchrec, 0..32 x 64",
+    "stage baseline, 0..10 x 256",
+    "stage torchrec, 0..10 x 256",
+    "stage pgas, 0..10 x 256",
+    "stage fused, 0..10 x 256",
+    "schedule fused linear, 0..16 x 128",
+    "step torchrec_strongest dot, 2048 samples",
+    "step pgas_graph dot, 2048 samples",
+}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> GpuConfig:
+    return calibrate_from(RESULTS)
+
+
+def test_the_file_of_rates_is_what_the_rows_tell(gpu: GpuConfig) -> None:
+    told = dataclasses.asdict(gpu)
+    assert yaml.safe_load(Path("configs/simulate/h200.yaml").read_text())["gpu"] == told
+    assert dataclasses.asdict(GpuConfig()) == told
+
+
+def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
+    predictions = predict_all(RESULTS, gpu)
+    assert {each.name for each in predictions if abs(each.error) > WITHIN} == MISSED
+    assert len(predictions) - len(MISSED) >= 30
+    page = Path("docs/simulator.md").read_text()
+    for each in predictions:
+        line = f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |"
+        assert line in page, "docs/simulator.md says how far each row is off"
+
+
+def test_rows_on_four_gpus_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
+    """Each time on four GPUs is doubled: the rates stay."""
+    (tmp_path / "step.md").write_text((RESULTS / "step.md").read_text())
+    for name in ("weak", "strong", "step"):
+        rows = read_rows(RESULTS / f"{name}.csv")
+        for row in rows:
+            if row["world_size"] == "4":
+                row["median_ms"] = str(2 * float(row["median_ms"]))
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    assert calibrate_from(tmp_path) == gpu
+
+
+@pytest.mark.parametrize("name", ["weak", "strong", "stage"])
+def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuConfig) -> None:
+    for row in read_rows(RESULTS / f"{name}.csv"):
+        dim = int(row["dim"])
+        work = WorkConfig(tables=int(row["tables"]), multi_hot=row["multi_hot"], global_batch=int(row["global_batch"]))
+        found = build_workload(ModelConfig(dim=dim, bottom_mlp=[dim]), work, int(row["world_size"]))
+        assert found.hbm_bytes == pytest.approx(float(row["hbm_bytes"]), rel=0.004)  # bags of random sizes
+        assert found.link_bytes == int(row["link_bytes"])
+
+
+def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None:
+    """`uncached_hbm_bytes` of MLPerf's step: the ids are drawn in the same skew, hashed or not."""
+    row = next(row for row in read_rows(RESULTS / "step.csv") if row["contender"] == "pgas_graph")
+    config: SimulateConfig = step_config(row, gpu, SimulateConfig().host)
+    found = build_workload(config.model, config.work, NetworkConfig(gpus_per_host=4).world_size)
+    dense = count_dense(config.model, 26, 13, 8192)
+    total = found.hbm_bytes + found.update.hbm + 4 * dense.parameters + 2 * dense.outputs
+    assert dense.flop == int(row["dense_flop"])
+    assert total == pytest.approx(float(row["uncached_hbm_bytes"]), rel=0.1)
