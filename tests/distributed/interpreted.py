@@ -29,7 +29,7 @@ def interpreted_halves(stage: Stage, group: dist.ProcessGroup, options: Exchange
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
         halves = open_halves(ExchangeContext(*context))
     if isinstance(halves.forward, SlicedForward):
-        halves.forward._grid = lambda *_: 2  # type: ignore[method-assign]
+        halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return halves
 
 

@@ -48,6 +48,7 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_30"

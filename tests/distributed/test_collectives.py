@@ -15,6 +15,7 @@ def _run(case: str) -> None:
 two_ranks, three_ranks = (cases_on_ranks(world_size, _run, list(collectives.QUICK)) for world_size in (2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", collectives.QUICK)
 def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
     two_ranks(case)

@@ -335,6 +335,7 @@ ended = cases_on_ranks(len(OWNERS), _run_check, _OF_PROTOCOL)
 kernels_ended = cases_on_ranks(len(OWNERS), _run_check, _OF_KERNELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _OF_PROTOCOL)
 def test_three_ranks(ended: Callable[[str], None], name: str) -> None:
     ended(name)

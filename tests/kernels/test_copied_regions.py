@@ -52,7 +52,7 @@ def _run(world: SlicedWorld, rank: int, launch: CopiedLaunch, engine: Any) -> li
     return list(launch.issue(engine, _windows(world, rank), state.staging, batch, rows, each))
 
 
-@pytest.mark.parametrize("region_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("region_bytes", [pytest.param(1, marks=pytest.mark.slow), 1 << 20])
 @pytest.mark.parametrize(
     "case",
     [

@@ -103,7 +103,7 @@ def test_all_contenders_agree_and_leave_the_rows_as_they_were(
 ) -> None:
     before = [rows.clone() for rows in rows_of(workload)[0]]
     agreements = check_rows(contenders, workload, batches, optimizer)
-    names = ["baseline", "push", "push_exposed", *(["atomic"] if optimizer == "sgd" else [])]
+    names = ["baseline", "push", "push_exposed", "dma", *(["atomic"] if optimizer == "sgd" else [])]
     assert [contender.name for contender in contenders] == names
     assert all(found.agrees and found.deterministic for found in agreements)
     assert (agreements[0].equal, agreements[0].max_relative_difference) == (True, 0)

@@ -120,7 +120,7 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch:
     first, second = (_trainer(quickstart(tmp_path, "run", *SMALL)) for _ in range(2))
     train, refused = first._train, []
 
-    def beside(*arguments: Any) -> None:
+    def beside(*arguments: Any) -> int:
         in_use = rf"log\.dir: .*run is in use by process {os.getpid()} on \S+, since .*; wait"
         for replace in (False, True):
             with pytest.raises(InputError, match=in_use):
@@ -128,7 +128,7 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch:
         with pytest.raises(InputError, match=in_use):
             check_runs(first.config, ["run"])
         refused.append(True)
-        train(*arguments)
+        return train(*arguments)
 
     monkeypatch.setattr(first, "_train", beside)
     first.fit()
