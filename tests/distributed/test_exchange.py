@@ -283,7 +283,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 push.note_forward(step)
                 if number == 1:
                     push.prepare(step)
-                with patch.object(push, "_push", wraps=push._push) as pushed:
+                with patch.object(push, "push", wraps=push.push) as pushed:
                     push.start(step, gradient)
                 parts = push.gradients.parts
                 expected_calls = [(part, part + 1) for part in range(parts)] if captured else [(0, parts)]

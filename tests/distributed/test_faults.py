@@ -25,7 +25,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path, backend: str
     code, errors = run.end(60)
     assert time.monotonic() - begin < 35
     assert code == 1
-    waited = re.findall(rf"rank {1 - rank} waited 10 s for .* of rank {rank}: expected epoch 12, seen 11", errors)
+    waited = re.findall(rf"rank {1 - rank} waited 10 s for .* of rank {rank}: expected epoch \d+, seen \d+", errors)
     stood = re.findall(
         rf"rank {1 - rank} has stood still in step 12 for 1\d s:\n.*rank {rank}.*(?:silent|answer)", errors
     )
