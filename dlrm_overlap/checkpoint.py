@@ -13,9 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -65,16 +63,6 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
 def step_of(checkpoint: Path) -> int:
     """Return the step after which `checkpoint` was written."""
     return read_manifest(checkpoint).step
-
-
-def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether all weights of all ranks are finite; a collective. It adds them up, which needs no memory."""
-    total = torch.zeros((), device=device)
-    for tensor in model.state_dict().values():
-        for part in [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]:
-            total += part.sum(dtype=torch.float32)
-    dist.all_reduce(total)
-    return bool(total.isfinite())
 
 
 def make_folder(folder: Path) -> None:
@@ -133,7 +121,8 @@ class Checkpointer:
             return None
         faults: list[str] = []
         if resume == "auto":
-            manifests, broken = read_manifests(self.folder)
+            is_first = not (dist.is_initialized() and dist.get_rank())
+            manifests, broken = read_manifests(self.folder) if is_first else ({}, {})
             found = line(manifests)
             newest = manifests[found[0]].step if found else -1
             faults = [fault for path, fault in broken.items() if int(path.name.split("_")[1]) > newest]

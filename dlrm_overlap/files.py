@@ -149,13 +149,18 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # or else a power cut could undo this renaming and keep a later one
-        finally:
-            os.close(folder)
+        sync_folder(file.parent)  # or else a power cut could undo this renaming and keep a later one
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created or renamed in `folder` last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_temporaries(folder: Path) -> None:

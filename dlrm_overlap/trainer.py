@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 
-from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with, weights_are_finite
+from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
@@ -48,7 +48,7 @@ from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.model import TrainTask, build_model
-from dlrm_overlap.observe.finite import state_is_finite
+from dlrm_overlap.observe.finite import state_is_finite, weights_are_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
@@ -355,9 +355,10 @@ class Trainer:
             self._require_finite(weights_are_finite(self.model, self.device), "a weight is nan or infinite", step)
             finite = state_is_finite(self.optimizer, self.device)
             self._require_finite(finite, "an optimizer's state is nan or infinite", step)
-            # Finite weights may be so large that the next loss is not, and a good checkpoint would go for them.
-            loss = self._evaluate_on(1)["loss"]
-            self._require_finite(math.isfinite(loss), f"the loss of the first held-out batch is {loss}", step)
+            if metrics is None:  # an evaluation has looked at the loss of all held-out batches
+                # Finite weights may be so large that the next loss is not, and a good checkpoint would go for them.
+                loss = self._evaluate_on(1)["loss"]
+                self._require_finite(math.isfinite(loss), f"the loss of the first held-out batch is {loss}", step)
             path = self.checkpointer.save(step, self.model, self.optimizer, metrics)
         self.saved = step
         log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)

@@ -83,6 +83,14 @@ class TaskGrid:
         return min(each, self.blocks - task.block // each * each)
 
 
+def staggered_peers(rank: int, world_size: int) -> list[int]:
+    """Return the peers of `rank` from the next one on: at each turn no two ranks send to one peer.
+
+    Example: rank 2 of 4: 3, 0, 1.
+    """
+    return [(rank + turn) % world_size for turn in range(1, world_size)]
+
+
 def resolve_schedule(schedule: str, load_store_peers: bool) -> str:
     """Return the schedule that `auto` stands for; any other is returned as it is.
 

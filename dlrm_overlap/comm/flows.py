@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from dlrm_overlap.comm.arena import Arena, HostArena, Region
+from dlrm_overlap.kernels.schedule import staggered_peers
 
 AWAITED = "collective's flag"
 """what an expired wait was for"""
@@ -48,8 +49,7 @@ class Flow(ABC):
         """Take an arena of `regions`, and the bound of a wait for a peer."""
         self._arena, self._timeout_s = arena, timeout_s
         self._rank, self._world_size = arena.rank, arena.world_size
-        self._peers = [(self._rank + turn) % self._world_size for turn in range(1, self._world_size)]
-        """staggered, so that no two ranks send to one peer at a time"""
+        self._peers = staggered_peers(self._rank, self._world_size)
         self._memory = [arena.view("memory", rank) for rank in range(self._world_size)]
 
     def _target(self, transfer: Transfer, peer: int) -> torch.Tensor:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.trace_summary import Span, Work, gpu_work, length, read_events, subtract
+from dlrm_overlap.observe.trace_summary import Span, Work, length, read_steps, subtract
 
 _OWN_KINDS = {
     "dense": ("products", "dense", "optimizer"),
@@ -47,16 +46,10 @@ def read_breakdown(path: Path) -> dict[str, float] | None:
     Raises:
         InputError: if the file is not a trace.
     """
-    events = read_events(path)
-    try:
-        work = gpu_work(events)
-    except LookupError as error:
-        raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
+    work, steps = read_steps(path)
     if not work:
         return None
-    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
-    ms = 1e-3 / max(1, len(marks))
-    return {part: us * ms for part, us in break_down(work).items()}
+    return {part: us * 1e-3 / steps for part, us in break_down(work).items()}
 
 
 def break_down(work: list[Work]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Whether what an optimizer keeps is finite: what it has seen lives on there, where no loss shows it."""
+"""Whether a model's weights are finite, and what its optimizer keeps: what that has seen no loss shows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
+
+
+def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether all weights of all ranks are finite; a collective. It adds them up, which needs no memory."""
+    return _sum_is_finite(model.state_dict(), device, torch.float32)
 
 
 def state_is_finite(optimizer: CombinedOptimizer, device: torch.device) -> bool:
@@ -15,10 +21,15 @@ def state_is_finite(optimizer: CombinedOptimizer, device: torch.device) -> bool:
     Infinity in Adagrad's sum of squares, from one gradient too large to be squared, gives finite weights and a finite
     loss: such a row is never updated again. The state is added up in float64, which needs no memory.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in _tensors(optimizer.state_dict()["state"]):
+    return _sum_is_finite(optimizer.state_dict()["state"], device, torch.float64)
+
+
+def _sum_is_finite(tree: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the sum in `dtype` of all floating-point tensors in `tree`, of all ranks, is finite."""
+    total = torch.zeros((), dtype=dtype, device=device)
+    for tensor in _tensors(tree):
         if tensor.is_floating_point():
-            total += tensor.sum(dtype=torch.float64)
+            total += tensor.sum(dtype=dtype)
     dist.all_reduce(total)
     return bool(total.isfinite())
 

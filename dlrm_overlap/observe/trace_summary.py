@@ -193,21 +193,30 @@ def spans_by_kind(work: Iterable[Work]) -> dict[str, list[Span]]:
     return by_kind
 
 
-def summarise(path: Path) -> str:
-    """Return a table of the kinds of work in a trace of training steps: ms a step, and ms of these it runs alone.
+def read_steps(path: Path) -> tuple[list[Work], int]:
+    """Return the work in a trace, none if no GPU was traced, and the number of training steps in it, 1 at least.
 
     Raises:
-        InputError: if the file is not a trace, or nothing in it ran on a GPU.
+        InputError: if the file is not a trace.
     """
     events = read_events(path)
     try:
         work = gpu_work(events)
     except LookupError as error:
         raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
+    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
+    return work, max(1, len(marks))
+
+
+def summarise(path: Path) -> str:
+    """Return a table of the kinds of work in a trace of training steps: ms a step, and ms of these it runs alone.
+
+    Raises:
+        InputError: if the file is not a trace, or nothing in it ran on a GPU.
+    """
+    work, steps = read_steps(path)
     if not work:
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
-    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
-    steps = max(1, len(marks))
     ms = 1e-3 / steps
     by_kind = spans_by_kind(work)
     merged = merge(each.span for each in work)

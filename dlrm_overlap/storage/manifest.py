@@ -182,15 +182,6 @@ def check_file(path: Path, expected: StoredFile) -> None:
         raise DamagedError(f"{path} is not what was written (its checksum is another)")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make what was created or renamed in `folder` last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_synced(path: Path, text: str) -> None:
     """Write `text` to `path` and sync it."""
     with path.open("w") as file:

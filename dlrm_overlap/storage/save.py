@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.files import sync_folder
 from dlrm_overlap.storage.manifest import (
     MANIFEST,
     Manifest,
@@ -18,7 +19,6 @@ from dlrm_overlap.storage.manifest import (
     StoredTensor,
     check_coverage,
     dump_manifest,
-    sync_folder,
     write_synced,
 )
 from dlrm_overlap.storage.parts import Part, deal

@@ -27,7 +27,7 @@ from dlrm_overlap.bench.harness.communications import Implementations, make_grou
 from dlrm_overlap.bench.harness.computations import Computation, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.payload import KINDS, Payload
-from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.timing import fraction_of_ideal, greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_table
@@ -79,16 +79,6 @@ def classify(computation_ms: float, communication_ms: float) -> str:
     if computation_ms > _LONG * communication_ms:
         return "G-long"
     return "C-long" if communication_ms > _LONG * computation_ms else "GC-equal"
-
-
-def fraction_of_ideal(computation_ms: float, communication_ms: float, together_ms: float) -> dict[str, float]:
-    """Return ideal, speedup and fraction of ideal; see the module.
-
-    Example: 3 ms and 1 ms alone, 3.5 ms together: ideal 4 / 3, speedup 4 / 3.5, fraction (8/7 - 1) / (1/3) = 3 / 7.
-    """
-    both = computation_ms + communication_ms
-    ideal, speedup = both / max(computation_ms, communication_ms), both / together_ms
-    return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}
 
 
 def run(request: ConcurrentRequest, ranks: Ranks) -> int:

@@ -9,6 +9,7 @@ import torch
 from dlrm_overlap.bench.harness.computations import make_product
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.rounds import Timing, time_contenders
+from dlrm_overlap.bench.harness.timing import fraction_of_ideal
 from dlrm_overlap.bench.harness.workload import Workload
 
 _SIZE = {"cuda": 8192, "cpu": 128}
@@ -83,6 +84,5 @@ def _compare(product: str, product_ms: float, stage_ms: float, together_ms: floa
     Example: a product of 1.4 ms and a stage of 2 ms take 2.2 ms together: the speedup is 3.4 / 2.2 = 1.55, the ideal
     3.4 / 2 = 1.7, the fraction 0.55 / 0.7 = 0.78.
     """
-    serial_ms = product_ms + stage_ms
-    speedup, ideal = serial_ms / together_ms, serial_ms / max(product_ms, stage_ms)
-    return BesideProduct(product, product_ms, together_ms, (speedup - 1) / (ideal - 1))
+    ideal = fraction_of_ideal(product_ms, stage_ms, together_ms)["fraction_of_ideal"]
+    return BesideProduct(product, product_ms, together_ms, ideal)

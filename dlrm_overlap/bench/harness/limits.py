@@ -17,6 +17,7 @@ from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import lengths_and_ids
+from dlrm_overlap.kernels.schedule import staggered_peers
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.traffic import ShardTraffic, pooling_bytes, update_bytes
 
@@ -203,7 +204,7 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
 
 def _senders(arena: Arena, send: torch.Tensor) -> list[Callable[[], object]]:
     """Return functions that carry row w of `send` to this rank's row of every peer w's region `landing`."""
-    peers = [(arena.rank + turn) % arena.world_size for turn in range(1, arena.world_size)]
+    peers = staggered_peers(arena.rank, arena.world_size)
     landings = [(arena.view("landing", peer)[arena.rank], send[peer]) for peer in peers]
     if arena.device.type == "cpu":
         return [lambda: [landing.copy_(row) for landing, row in landings]]

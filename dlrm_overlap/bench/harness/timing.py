@@ -40,3 +40,13 @@ def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) 
     all_values = mine.new_empty(group.size(), mine.numel())
     dist.all_gather(list(all_values.unbind()), mine, group=group)
     return all_values.tolist()
+
+
+def fraction_of_ideal(computation_ms: float, communication_ms: float, together_ms: float) -> dict[str, float]:
+    """Return ideal, speedup over one after the other, and (speedup - 1) / (ideal - 1), the fraction of ideal.
+
+    Example: 3 ms and 1 ms alone, 3.5 ms together: ideal 4 / 3, speedup 4 / 3.5, fraction (8/7 - 1) / (1/3) = 3 / 7.
+    """
+    both = computation_ms + communication_ms
+    ideal, speedup = both / max(computation_ms, communication_ms), both / together_ms
+    return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}

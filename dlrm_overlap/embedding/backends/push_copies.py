@@ -18,6 +18,7 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags
+from dlrm_overlap.kernels.schedule import staggered_peers
 
 
 class CopyPush(Push):
@@ -58,8 +59,7 @@ class CopyPush(Push):
         """Send the parts [first, end) of the gradient to the peers, on the engine's stream."""
         self.windows.counter.settle()
         for part in range(first, end):
-            for turn in range(1, self.world_size):
-                owner = (self.rank + turn) % self.world_size
+            for owner in staggered_peers(self.rank, self.world_size):
                 self._copy(step, gradient, part, owner)
                 self._engine.write_flag(self._peer_flags[owner][part : part + 1], self.windows.counter.number)
 

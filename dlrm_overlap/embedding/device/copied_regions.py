@@ -20,6 +20,7 @@ from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.forward.put_slices import Regions
+from dlrm_overlap.kernels.schedule import staggered_peers
 
 _REGION_BYTES = 4 << 20  # a copy's fixed cost is a fifth of its time then (docs/results/collectives.md)
 _MOST_BATCHES = 64  # sizes of batches whose copies are kept
@@ -56,6 +57,15 @@ def cut(columns: Sequence[int], dim: int, feature_bytes: int) -> list[Region]:
     return regions
 
 
+class _Awaited(NamedTuple):
+    """A region's copy to one peer, and the counter that releases it."""
+
+    counter: torch.Tensor
+    """[1] int64: slices of the region that are staged"""
+    features: int
+    copy: Copy2D
+
+
 class CopiedLaunch:
     """The regions of one kernel, for batches of up to `samples` samples a rank."""
 
@@ -67,7 +77,7 @@ class CopiedLaunch:
         of = [number for number, region in enumerate(self.cut) for _ in range(region.count)]
         finished = torch.zeros(world_size, len(self.cut), dtype=torch.int64, device=device)
         self.regions = Regions(torch.tensor(of, dtype=torch.int32, device=device), finished)
-        self._copies: dict[tuple[str, int, BatchSizes], list[tuple[int, list[Copy2D]]]] = {}
+        self._copies: dict[tuple[str, int, BatchSizes], list[tuple[int, list[_Awaited]]]] = {}
 
     def begin(self) -> None:
         """Set the counters back, on the kernel's stream and before it.
@@ -98,26 +108,26 @@ class CopiedLaunch:
                 self._copies.clear()
             self._copies[key] = self._prepare(windows, staging, batch, rows)
         for peer, copies in self._copies[key]:
-            for number, (region, copy) in enumerate(zip(self.cut, copies, strict=True)):
-                engine.wait_counter(self.regions.finished[peer, number : number + 1], region.count * slices)
+            for counter, features, copy in copies:
+                engine.wait_counter(counter, features * slices)
                 engine.issue(copy)
             yield peer
 
     def _prepare(
         self, windows: WindowPair, staging: torch.Tensor, batch: BatchSizes, rows: int
-    ) -> list[tuple[int, list[Copy2D]]]:
+    ) -> list[tuple[int, list[_Awaited]]]:
         """Return each peer, in the order in which it is sent to, and the copies of its regions."""
         rank, world_size = windows.arena.rank, windows.arena.world_size
         width = self._features * self._dim
         staged = staging[: world_size * rows * width].view(world_size, rows, width)
         prepared = []
-        for turn in range(1, world_size):
-            peer = (rank + turn) % world_size
+        for peer in staggered_peers(rank, world_size):
             samples, window = batch.per_rank[peer], windows.arena.view(windows.name, peer)
             copies = []
-            for region in self.cut:
+            for number, region in enumerate(self.cut):
                 begin, columns = region.first * self._dim, region.count * self._dim
                 into = window[:samples, region.column : region.column + columns]
-                copies.append(Copy2D.of(into, staged[peer, :samples, begin : begin + columns]))
+                copy = Copy2D.of(into, staged[peer, :samples, begin : begin + columns])
+                copies.append(_Awaited(self.regions.finished[peer, number : number + 1], region.count, copy))
             prepared.append((peer, copies))
         return prepared
