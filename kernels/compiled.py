@@ -47,6 +47,7 @@ class CompiledKernel:
         *,
         num_warps: int,
         fuse_sums: bool = True,
+        registers: int | None = None,
     ) -> None:
         """Fix the constants, and check all names against the kernel's own.
 
@@ -57,6 +58,7 @@ class CompiledKernel:
             num_warps: warps a program.
             fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
                 bits that a CPU computes.
+            registers: the most that a thread may have; what does not fit is kept in memory. None: as many as it likes.
         """
         parameters = inspect.signature(kernel.fn).parameters
         own_constants = [name for name in parameters if parameters[name].annotation is tl.constexpr]
@@ -66,6 +68,8 @@ class CompiledKernel:
         _check_names(kernel, "constant", tuple(constants), own_constants)
         self._kernel, self.constants = kernel, constants
         self._options = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
+        if registers is not None:
+            self._options["maxnreg"] = registers
         self._arguments, self._values = tuple(arguments), tuple(constants.values())
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 

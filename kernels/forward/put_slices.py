@@ -36,6 +36,10 @@ from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, 
 # that it completed, and, of a program's last task, how long the program waited for flags at the end.
 TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
 
+# Of a thread, so that a multiprocessor holds 32 programs of a warp and has as many loads in flight as with
+# `store_pooled`. Left to itself the compiler takes 72 for 128 columns, which is 28 programs.
+_REGISTERS = 64
+
 
 @triton.jit
 def _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED: tl.constexpr):
@@ -239,7 +243,9 @@ def _compiled(put: Any, slice_bags: int, end_wait: bool, traced: bool, fields: t
     }
     # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together, hence
     # after an NCCL kernel that waits for a peer's, which may be behind that peer's grid, whose programs wait for ours.
-    return CompiledKernel(_put_slices, _ARGUMENTS, constants | shape.constants(), num_warps=tuning.num_warps)
+    return CompiledKernel(
+        _put_slices, _ARGUMENTS, constants | shape.constants(), num_warps=tuning.num_warps, registers=_REGISTERS
+    )
 
 
 class SlicedPut(NamedTuple):
