@@ -25,8 +25,6 @@ class Overlap(NamedTuple):
 
     backward: str
     """`embedding.backward`: the gradients' way to the owners of the rows"""
-    dense_reduce: str
-    """`train.dense_reduce`"""
     partitioned: bool = False
     """whether the products beside the gradients leave multiprocessors to them"""
     reason: str = ""
@@ -42,21 +40,16 @@ def resolve_overlap(config: Config, dlrm: DLRM, samples: int, world_size: int, d
         world_size: ranks of the run, W.
         device_type: cpu or cuda.
     """
-    backward, dense_reduce, name, reason = (
-        config.embedding.backward,
-        config.train.dense_reduce,
-        config.train.overlap,
-        "",
-    )
+    backward, name, reason = config.embedding.backward, config.train.overlap, ""
     takes_dma = "dma" in BACKENDS[config.embedding.backend].backwards
     if name == "auto":
         captured = device_type == "cuda" and config.train.pipeline != "torchrec" and config.train.capture
         if not (captured and takes_dma and world_size > 1):
-            return Overlap(backward, dense_reduce)
+            return Overlap(backward)
         name, reason = _choose(config, dlrm, samples, world_size)
     if backward == "auto" and takes_dma:
         backward = "dma" if name == "dma" else "push"
-    return Overlap(backward, dense_reduce, name == "partition", reason)
+    return Overlap(backward, name == "partition", reason)
 
 
 def _choose(config: Config, dlrm: DLRM, samples: int, world_size: int) -> tuple[str, str]:

@@ -189,7 +189,7 @@ class Trainer:
                 flat,
                 casts,
                 gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
-                dense_reduce=overlap.dense_reduce,
+                dense_reduce=config.train.dense_reduce,
                 capture=None if config.train.capture else False,
             )
         else:

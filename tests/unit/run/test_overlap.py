@@ -29,14 +29,14 @@ def _config(backend: str = "pgas", backward: str = "auto", **train: Any) -> Conf
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (_config(overlap="stores"), Overlap("push", "auto")),
-        (_config(overlap="dma", dense_reduce="collective"), Overlap("dma", "collective")),
-        (_config(overlap="partition"), Overlap("push", "auto", partitioned=True)),
-        (_config(overlap="dma", backward="collective"), Overlap("collective", "auto")),
-        (_config("torchrec", overlap="dma"), Overlap("auto", "auto")),
-        (_config("nccl"), Overlap("auto", "auto")),
-        (_config(pipeline="torchrec"), Overlap("auto", "auto")),
-        (_config(capture=False), Overlap("auto", "auto")),
+        (_config(overlap="stores"), Overlap("push")),
+        (_config(overlap="dma"), Overlap("dma")),
+        (_config(overlap="partition"), Overlap("push", partitioned=True)),
+        (_config(overlap="dma", backward="collective"), Overlap("collective")),
+        (_config("torchrec", overlap="dma"), Overlap("auto")),
+        (_config("nccl"), Overlap("auto")),
+        (_config(pipeline="torchrec"), Overlap("auto")),
+        (_config(capture=False), Overlap("auto")),
     ],
 )
 def test_what_is_told_by_name_and_what_is_not_captured(dlrm: DLRM, config: Config, expected: Overlap) -> None:
@@ -44,8 +44,8 @@ def test_what_is_told_by_name_and_what_is_not_captured(dlrm: DLRM, config: Confi
 
 
 def test_ranks_that_have_no_peer_or_no_gpu_are_left_as_they_are(dlrm: DLRM) -> None:
-    assert resolve_overlap(_config(), dlrm, SAMPLES, 4, "cpu") == Overlap("auto", "auto")
-    assert resolve_overlap(_config(), dlrm, SAMPLES, 1, "cuda") == Overlap("auto", "auto")
+    assert resolve_overlap(_config(), dlrm, SAMPLES, 4, "cpu") == Overlap("auto")
+    assert resolve_overlap(_config(), dlrm, SAMPLES, 1, "cuda") == Overlap("auto")
 
 
 @pytest.mark.parametrize(("chosen", "backward"), [("dma", "dma"), ("dma_aside", "dma"), ("stores", "push")])
