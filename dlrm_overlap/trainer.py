@@ -64,8 +64,12 @@ from dlrm_overlap.pipeline import (
     shard_model,
     takes_graph,
 )
+from dlrm_overlap.saving import BackgroundSaves, begin_saving_beside
+from dlrm_overlap.storage.save import RefusedError
 
 log = logging.getLogger("dlrm_overlap")
+
+_PATIENCE_S = 10.0  # with a save under way, where the run ends by an error that other ranks may not have
 
 
 class NotFiniteError(InputError):
@@ -136,6 +140,7 @@ class Trainer:
             config.checkpoint.keep_best,
         )
         self.start = self.saved = 0
+        self._saves: BackgroundSaves | None = None
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
 
         group = dist.group.WORLD
@@ -210,7 +215,13 @@ class Trainer:
             AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
         """
         with hold_run_folder(self.folder):
-            return self._fit(replace)
+            try:
+                return self._fit(replace)
+            except Exception as error:
+                if self._saves is not None:
+                    own = isinstance(error, InputError)
+                    self._saves.close(self.config.embedding.wait_timeout_s if own else _PATIENCE_S)
+                raise
 
     def _fit(self, replace: bool) -> dict[str, Any]:
         if not replace:
@@ -221,6 +232,16 @@ class Trainer:
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         if every_save or save_last:
             self.checkpointer.make_shared_folder()
+        if every_save and self.config.checkpoint.asynchronous:
+            self._saves = begin_saving_beside(
+                self.checkpointer,
+                self.model,
+                self.optimizer,
+                self.device,
+                self.world.local_world_size,
+                2 * self.config.embedding.wait_timeout_s,
+                self.progress,
+            )
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(self.config, self.world, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
@@ -228,15 +249,16 @@ class Trainer:
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step behind which the run evaluates, saves or ends.
-                border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
+                # The next step behind which the run evaluates, stops to save, or ends.
+                stops = (every_eval, 0 if self._saves else every_save)
+                border = min([self.steps, *((step // n + 1) * n for n in stops if n)])
                 step = self._train(step, border, batches, loader, run_log)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
-                    self.save(step, values if evaluated == step else None)
+                    self.save(step, values if evaluated == step else None, beside=step < self.steps)
                 if evaluated == step and target and values["auroc"] >= target:
                     log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
                     if save_last:
@@ -244,10 +266,12 @@ class Trainer:
                     break
             if evaluated != step:
                 values = self._evaluate(step, run_log)
+            self._finish_save()
             with self._raising_the_cause():
                 return run_log.summary(step, values)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
+        self._finish_save()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
             raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
@@ -268,20 +292,26 @@ class Trainer:
             step += 1
             self.progress.step = step
             self.learning_rate.set(step - 1)
-            loss_sum += self.step(segment)
+            loss = self.step(segment)
+            if self._saves is not None:
+                self._saves.tell_loss(loss)
+            loss_sum += loss
             timer.mark()
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
                 with self._raising_the_cause():
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
-                    times, asked = timer.take_ms(), self._end.asked
+                    asked = self._end.asked or (self._saves is not None and self._saves.failed)
+                    times = timer.take_ms()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
                 self._check_exchanges()  # the loss was read, so what kernels had to record is there
                 self._require_finite(math.isfinite(run_log.loss), f"the training loss is {run_log.loss}", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
                     segment.cut()
+            if self._saves is not None and step % self.config.checkpoint.every == 0 and step < first + segment.steps:
+                self.save(step, beside=True)
         return step
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
@@ -335,16 +365,29 @@ class Trainer:
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))
 
-    def save(self, step: int, metrics: dict[str, float] | None = None) -> None:
+    def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step` with the `metrics` of its evaluation, unless that is done, and only of a state
         that is whole.
 
         A rank whose kernels have recorded a fault raises it before the collective save, so no checkpoint appears.
 
+        Args:
+            step: number of steps taken.
+            metrics: of an evaluation after this step.
+            beside: where `checkpoint.asynchronous` is set, only copy the state, and have it written while training goes
+                on. Whether it is whole is found by then, and raised by a later save or at the end.
+
         Raises:
+            InputError: on all ranks, if one cannot write, be it now or in the save before.
             NotFiniteError: if a weight, an optimizer's state or the loss of a batch is not finite.
         """
         if step == self.saved:
+            return
+        self._finish_save()
+        if beside and self._saves is not None:
+            with self._raising_the_cause():
+                self._saves.begin(step, metrics)
+            self.saved = step
             return
         begin = time.perf_counter()
         with self._raising_the_cause():
@@ -362,6 +405,18 @@ class Trainer:
             path = self.checkpointer.save(step, self.model, self.optimizer, metrics)
         self.saved = step
         log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
+
+    def _finish_save(self) -> None:
+        """Wait for the save that is under way beside training, if any, and raise what became of it."""
+        if self._saves is None:
+            return
+        with self._raising_the_cause():
+            if self._saves.awaits_loss:  # no step has followed
+                self._saves.tell_loss(torch.tensor(self._evaluate_on(1)["loss"]))
+            try:
+                self._saves.wait()
+            except RefusedError as error:
+                self._require_finite(False, str(error), self._saves.step)
 
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""

@@ -1,0 +1,110 @@
+"""What a checkpoint that is saved beside training costs the steps: `torchrun --nproc-per-node 4 -m tests.gpu.saving`.
+
+It trains with the options of `dlrm-overlap train`, MLPerf's shape by default, and saves once, behind half of the
+steps, to a folder in memory where there is room. It prints, of rank 0, the times of the steps before the save, of the
+step that waited for the copy, and of the steps beside which the copy was written. `--copies host` keeps the copy in
+page-locked memory of the host, as where the GPU has no room.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_overlap import saving
+from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.launching import launcher
+from dlrm_overlap.launching.parsing import Parser
+from dlrm_overlap.observe.metrics import quantile
+from dlrm_overlap.observe.run_log import read_step_ms
+from dlrm_overlap.ranks import Ranks, run_on_ranks
+
+_WARMUP_STEPS = 10  # which step_ms.npy leaves out
+_MLPERF = ["--config", "configs/bench/step_mlperf.yaml", "--embedding.backend", "pgas", "--train.compile_dense", "true"]
+_ROOM_BYTES = 60e9
+
+
+class Moments:
+    """When the save was begun and done, by the step that the host was issuing then."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def note(self, ranks: Ranks) -> None:
+        """Have the first save of this process note its moments."""
+        begin, write = saving.BackgroundSaves.begin, Checkpointer.write
+
+        def noting_begin(saves: Any, step: int, metrics: Any = None) -> None:
+            at = time.perf_counter()
+            begin(saves, step, metrics)
+            self.found |= {"behind_step": step, "issued_ms": (time.perf_counter() - at) * 1e3}
+
+        def noting_write(*args: Any, **named: Any) -> Path:
+            at = time.perf_counter()
+            path = write(*args, **named)
+            self.found |= {"done_in_step": ranks.progress.step, "written_s": time.perf_counter() - at}
+            return path
+
+        setattr(saving.BackgroundSaves, "begin", noting_begin)  # noqa: B010
+        setattr(Checkpointer, "write", noting_write)  # noqa: B010
+
+
+def _describe(times: list[float]) -> dict[str, float]:
+    if not times:
+        return {"steps": 0}
+    about = {f"p{percent}_ms": quantile(times, percent / 100) for percent in (50, 95, 99)}
+    return {"steps": len(times), "mean_ms": sum(times) / len(times), **about, "max_ms": max(times)}
+
+
+def work(ranks: Ranks) -> int:
+    """Train, and print what the save has cost."""
+    if ranks.values.copies == "host":
+        saving.place_of_copy = lambda *_: torch.device("cpu")
+    moments = Moments()
+    moments.note(ranks)
+    trainer = ranks.trainer()
+    trainer.fit()
+    trainer.close()
+    if ranks.world.rank:
+        return 0
+    times, found = read_step_ms(trainer.folder), moments.found
+    first, last = (int(found[name]) - _WARMUP_STEPS for name in ("behind_step", "done_in_step"))
+    parts = {"before": times[:first], "with_copy": times[first : first + 1], "beside": times[first + 1 : last]}
+    rows = {name: _describe(each) for name, each in parts.items()}
+    all_of_save = _describe(times[first:last])
+    rows |= {"save": found, "beside_with_copy": all_of_save, "after": _describe(times[last:])}
+    rows["mean_ratio"] = {"save_over_before": all_of_save["mean_ms"] / rows["before"]["mean_ms"]}
+    for name, row in rows.items():
+        print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
+    return 0
+
+
+def _add_options(parser: Parser) -> None:
+    parser.add_argument("--copies", choices=["auto", "host"], default="auto", help="where copies are kept")
+
+
+def main() -> int:
+    """Add what every such run has to the options of the command line."""
+    options = sys.argv[1:] if "--config" in sys.argv else [*_MLPERF, *sys.argv[1:]]
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > _ROOM_BYTES
+    folder = Path(tempfile.gettempdir() if not roomy else shared) / "dlrm_overlap_saving"
+    steps = int(options[options.index("--train.steps") + 1]) if "--train.steps" in options else 4500
+    options += ["--train.steps", str(steps), "--checkpoint.every", str(steps // 2 + 1), "--checkpoint.keep", "1"]
+    options += ["--checkpoint.asynchronous", "true", "--checkpoint.last", "false", "--checkpoint.resume", "never"]
+    options += ["--log.dir", str(folder), "--log.name", str(time.time_ns() // 10**11), "--log.every", "50"]
+    options += ["--log.tensorboard", "false"]
+    try:
+        return run_on_ranks(["train"], __doc__ or "", options, work, _add_options)
+    finally:
+        if launcher.detect().rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
