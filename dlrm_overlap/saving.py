@@ -161,6 +161,7 @@ class BackgroundSaves:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
+        self._parts: list[Part] = []
         self._snapshot = Snapshot(device, place)
         self._snapshot.reserve(parts_to_store(model, optimizer))
         self._thread: threading.Thread | None = None
@@ -189,7 +190,9 @@ class BackgroundSaves:
         self._told = threading.Event()
         if not self.awaits_loss:
             self._told.set()
-        parts = self._snapshot.take(parts_to_store(self._model, self._optimizer))
+        if not self._parts:  # behind a first step, so all states are made; training changes them in place
+            self._parts = parts_to_store(self._model, self._optimizer)
+        parts = self._snapshot.take(self._parts)
         issued_s = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write, args=(step, parts, metrics, issued_s), name="save", daemon=True
