@@ -9,6 +9,7 @@ needs to read and write it once, and only this one step is longer. Otherwise it 
 as fast as the bus is. The thread has a process group of its own, so that its collectives meet none of the training's.
 """
 
+import gc
 import logging
 import math
 import threading
@@ -190,8 +191,7 @@ class BackgroundSaves:
         self._told = threading.Event()
         if not self.awaits_loss:
             self._told.set()
-        if not self._parts:  # behind a first step, so all states are made; training changes them in place
-            self._parts = parts_to_store(self._model, self._optimizer)
+        self._find_parts()
         parts = self._snapshot.take(self._parts)
         issued_s = time.perf_counter() - begin
         self._thread = threading.Thread(
@@ -200,7 +200,8 @@ class BackgroundSaves:
         self._thread.start()
 
     def tell_loss(self, loss: torch.Tensor) -> None:
-        """Take `loss` [], of the step behind the copy, where the save under way waits for it."""
+        """Take `loss` [], of the step that was taken last, which the save under way may wait for."""
+        self._find_parts()
         if self.awaits_loss:
             self.awaits_loss = False
             self._loss = loss.detach().clone()  # a captured step writes the next one to the same place
@@ -208,6 +209,18 @@ class BackgroundSaves:
                 self._loss_known = torch.cuda.Event()
                 self._loss_known.record()
             self._told.set()
+
+    def _find_parts(self) -> None:
+        """Find what is to be stored, behind the first step: all states are made by then, and steps change them in place.
+
+        To find it takes longer than many a step. Python's collector takes longer still to look at all objects that are
+        loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off. They
+        stay loaded anyway, so the collector is told to leave them out.
+        """
+        if not self._parts:
+            self._parts = parts_to_store(self._model, self._optimizer)
+            self._snapshot.reserve(self._parts)
+            gc.freeze()
 
     def wait(self) -> None:
         """Wait until the save under way, if any, is done.

@@ -2,14 +2,16 @@
 
 It trains with the options of `dlrm-overlap train`, MLPerf's shape by default, and saves once, behind half of the
 steps, to a folder in memory where there is room. It prints, of rank 0, the times of the steps before the save, of the
-step that waited for the copy, and of the steps beside which the copy was written. `--copies host` keeps the copy in
-page-locked memory of the host, as where the GPU has no room.
+step that waited for the copy, and of the steps beside which the copy was written; and, of every rank, what held up its
+host longest. `--copies host` keeps the copy in page-locked memory of the host, as where the GPU has no room.
 """
 
+import gc
 import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
 from dlrm_overlap.observe.run_log import read_step_ms
 from dlrm_overlap.ranks import Ranks, run_on_ranks
+from dlrm_overlap.storage.save import gather
+from dlrm_overlap.trainer import Trainer
 
 _WARMUP_STEPS = 10  # which step_ms.npy leaves out
 _MLPERF = ["--config", "configs/bench/step_mlperf.yaml", "--embedding.backend", "pgas", "--train.compile_dense", "true"]
@@ -30,10 +34,15 @@ _ROOM_BYTES = 60e9
 
 
 class Moments:
-    """When the save was begun and done, by the step that the host was issuing then."""
+    """When the save was begun and done, by the step that the host was issuing then, and what held up the host."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
+        self.bytes = 0
+        self.gaps: list[tuple[float, int]] = []
+        """of each step the ms from its issue to that of the next, and its number"""
+        self.collections: list[tuple[float, int, str]] = []
+        """of each collection of Python's: its ms, the step, and the thread"""
 
     def note(self, ranks: Ranks) -> None:
         """Have the first save of this process note its moments."""
@@ -46,10 +55,32 @@ class Moments:
 
         def noting_write(*args: Any, **named: Any) -> Path:
             at = time.perf_counter()
+            self.bytes = sum(part.tensor.nbytes for part in args[2])
             path = write(*args, **named)
             self.found |= {"done_in_step": ranks.progress.step, "written_s": time.perf_counter() - at}
             return path
 
+        take_step, last = Trainer.step, time.perf_counter()
+
+        def noting_step(*args: Any) -> Any:
+            nonlocal last
+            now = time.perf_counter()
+            self.gaps.append(((now - last) * 1e3, ranks.progress.step - 1))
+            last = now
+            return take_step(*args)
+
+        begun = 0.0
+
+        def note_collection(phase: str, _: Any) -> None:
+            nonlocal begun
+            if phase == "start":
+                begun = time.perf_counter()
+            else:
+                ms = (time.perf_counter() - begun) * 1e3
+                self.collections.append((ms, ranks.progress.step, threading.current_thread().name))
+
+        gc.callbacks.append(note_collection)
+        setattr(Trainer, "step", noting_step)  # noqa: B010
         setattr(saving.BackgroundSaves, "begin", noting_begin)  # noqa: B010
         setattr(Checkpointer, "write", noting_write)  # noqa: B010
 
@@ -69,9 +100,15 @@ def work(ranks: Ranks) -> int:
     moments.note(ranks)
     trainer = ranks.trainer()
     trainer.fit()
+    slow = [gap for gap in moments.gaps if gap[1] > _WARMUP_STEPS]
+    held = (moments.bytes / 1e9, sorted(slow)[-4:], sorted(moments.collections)[-4:])
+    everywhere = gather(held)
     trainer.close()
     if ranks.world.rank:
         return 0
+    for rank, (gigabytes, gaps, collections) in enumerate(everywhere):
+        print(f"rank {rank}: stores {gigabytes:.2f} GB; longest host gaps (ms, step): {gaps}")
+        print(f"rank {rank}: longest collections (ms, step, thread): {collections}")
     times, found = read_step_ms(trainer.folder), moments.found
     first, last = (int(found[name]) - _WARMUP_STEPS for name in ("behind_step", "done_in_step"))
     parts = {"before": times[:first], "with_copy": times[first : first + 1], "beside": times[first + 1 : last]}
@@ -94,7 +131,7 @@ def main() -> int:
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > _ROOM_BYTES
     folder = Path(tempfile.gettempdir() if not roomy else shared) / "dlrm_overlap_saving"
-    steps = int(options[options.index("--train.steps") + 1]) if "--train.steps" in options else 4500
+    steps = int(options[options.index("--train.steps") + 1]) if "--train.steps" in options else 9000
     options += ["--train.steps", str(steps), "--checkpoint.every", str(steps // 2 + 1), "--checkpoint.keep", "1"]
     options += ["--checkpoint.asynchronous", "true", "--checkpoint.last", "false", "--checkpoint.resume", "never"]
     options += ["--log.dir", str(folder), "--log.name", str(time.time_ns() // 10**11), "--log.every", "50"]
