@@ -24,7 +24,7 @@ from dlrm_overlap.storage.branches import is_checkpoint, line, lineage, newest_c
 from dlrm_overlap.storage.load import agree_on, open_checkpoint
 from dlrm_overlap.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.storage.parts import Part, deal, fill, local_parts
-from dlrm_overlap.storage.save import gather, remove_checkpoint, write_checkpoint
+from dlrm_overlap.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import ToHost, copy_to_host
 
 log = logging.getLogger("dlrm_overlap")
@@ -191,7 +191,7 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
         group: dist.ProcessGroup | None = None,
         to_host: ToHost = copy_to_host,
-        refusal: Callable[[], str] = str,
+        refusal: Callable[[], Refusal | None] = lambda: None,
     ) -> Path:
         """Write `step_<step>` from all ranks, remove what is not to be kept, and return the new one; a collective.
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -29,8 +29,20 @@ _PARTIAL = ".partial_"  # in front of the name of a folder that is being written
 _T = TypeVar("_T")
 
 
+class Refusal(NamedTuple):
+    """Why a checkpoint that was written is not to be kept."""
+
+    text: str
+    not_finite: bool = False
+    """whether that is NaN or infinity"""
+
+
 class RefusedError(InputError):
-    """A checkpoint was written and not kept, since a rank found that nobody can go on from it. The message says why."""
+    """A rank has refused the checkpoint that was written, so it was not kept."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
 
 
 def write_checkpoint(
@@ -39,7 +51,7 @@ def write_checkpoint(
     manifest: Callable[[], Manifest],
     group: dist.ProcessGroup | None = None,
     to_host: ToHost = copy_to_host,
-    refusal: Callable[[], str] = str,
+    refusal: Callable[[], Refusal | None] = lambda: None,
 ) -> None:
     """Write the parts of all ranks and a manifest to `final`, all of it or nothing; a collective.
 
@@ -49,7 +61,7 @@ def write_checkpoint(
         manifest: called on rank 0; gives all that the files do not tell.
         group: of all ranks, which nothing else uses meanwhile; None is the default group.
         to_host: copies to the host what is to be written.
-        refusal: called on every rank once its file is written; says why the checkpoint is not to be kept, or nothing.
+        refusal: called on every rank once its file is written; says why the checkpoint is not to be kept, or None.
 
     Raises:
         InputError: on all ranks, if one of them cannot write. No checkpoint appears, those that are there stay.
@@ -64,7 +76,7 @@ def write_checkpoint(
         path = temporary / _file(rank)
         _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_host))), group)
         gathered = gather((written[0], _describe(mine, _file(rank)), refusal()), group)
-        if refusals := [text for _, _, text in gathered if text]:
+        if refusals := [each for _, _, each in gathered if each]:
             raise RefusedError(refusals[0])
         files = [(file, described) for file, described, _ in gathered]
         _agree(final, "" if rank else _fault_of(lambda: _commit(temporary, final, manifest(), files)), group)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dlrm_overlap import saving
+from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
@@ -46,7 +47,7 @@ class Moments:
 
     def note(self, ranks: Ranks) -> None:
         """Have the first save of this process note its moments."""
-        begin, write = saving.BackgroundSaves.begin, Checkpointer.write
+        begin, write = BackgroundSaves.begin, Checkpointer.write
 
         def noting_begin(saves: Any, step: int, metrics: Any = None) -> None:
             at = time.perf_counter()
@@ -81,7 +82,7 @@ class Moments:
 
         gc.callbacks.append(note_collection)
         setattr(Trainer, "step", noting_step)  # noqa: B010
-        setattr(saving.BackgroundSaves, "begin", noting_begin)  # noqa: B010
+        setattr(BackgroundSaves, "begin", noting_begin)  # noqa: B010
         setattr(Checkpointer, "write", noting_write)  # noqa: B010
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import InputError
-from dlrm_overlap.saving import BackgroundSaves, Snapshot, place_of_copy
+from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.storage.load import find_faults
 from dlrm_overlap.storage.manifest import read_manifest
 from dlrm_overlap.storage.parts import Part
-from dlrm_overlap.trainer import NotFiniteError
+from dlrm_overlap.storage.snapshot import Snapshot, place_of_copy
 from tests.conftest import file_limit
 from tests.distributed.workers import quickstart
 from tests.unit.run.test_trainer import SMALL, checkpoints, make_trainer

@@ -18,8 +18,9 @@ from dlrm_overlap.graphs.parts import innermost
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.preflight import check_runs
+from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.run_log import RunLog
-from dlrm_overlap.trainer import NotFiniteError, Trainer
+from dlrm_overlap.trainer import Trainer
 from tests.conftest import file_limit, read_metrics
 from tests.distributed.workers import quickstart
 
