@@ -20,6 +20,7 @@ from dlrm_overlap.storage.snapshot import place_of_copy
 
 log = logging.getLogger("dlrm_overlap")
 
+_NOTABLE_S = 0.1
 _PATIENCE_S = 10.0  # with a save under way, where the run ends by an error that other ranks may not have
 
 
@@ -124,8 +125,12 @@ class Saves:
         """
         if step == self.step:
             return
+        begin = time.perf_counter()
         self.finish()
         if beside and self._beside is not None:
+            if (waited_s := time.perf_counter() - begin) > _NOTABLE_S:
+                text = "checkpoint: %.1f s of waiting behind step %d, since checkpoint.every is less than a save takes"
+                log.info(text, waited_s, step)
             self._beside.begin(step, metrics)
             self.step = step
             return
