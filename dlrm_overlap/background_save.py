@@ -127,9 +127,9 @@ class BackgroundSaves:
     def _find_parts(self) -> None:
         """Find what is to be stored, behind the first step: all states are made by then, and change in place.
 
-        To find it takes longer than many a step. Python's collector takes longer still to look at all objects that are
-        loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off. They
-        stay loaded anyway, so the collector is told to leave them out.
+        To find it takes longer than many a step. Python's collector may take longer still to look at all objects that
+        are loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off.
+        They stay loaded anyway, so the collector is told to leave them out.
         """
         if not self._parts:
             self._parts = parts_to_store(self._model, self._optimizer)
