@@ -3,6 +3,7 @@
 #                 folder they share
 # make test       sets up .venv if needed, runs the tests but the slow ones
 # make test-slow  the slow ones: runs on four ranks, and variants of what `make test` covers
+# make soak       kills and resumes a run 200 times, and lets one go on for five minutes; half an hour
 # make test-gpu   those that need GPUs
 # make lint       ruff, pyright, import-linter
 #
@@ -19,7 +20,7 @@ TORCHREC_cpu := torchrec==1.8.0
 TORCHREC_cuda := torchrec==1.6.1
 READY := $(VENV)/.ready-$(STACK)
 
-.PHONY: train test test-slow test-gpu lint format clean
+.PHONY: train test test-slow soak test-gpu lint format clean
 
 train: $(READY)
 	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec pgas fused --nproc auto
@@ -29,6 +30,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+soak: $(READY)
+	SOAK_ROUNDS=200 SOAK_SECONDS=300 $(BIN)/python -m pytest tests/soak
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

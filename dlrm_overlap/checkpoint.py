@@ -10,6 +10,7 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.storage.branches import is_checkpoint, line, lineage, newest_checkpoint, read_manifests, surplus
 from dlrm_overlap.storage.load import agree_on, open_checkpoint
 from dlrm_overlap.storage.manifest import Manifest, read_manifest
-from dlrm_overlap.storage.parts import fill, local_parts
-from dlrm_overlap.storage.save import gather, remove_checkpoint, write_checkpoint
+from dlrm_overlap.storage.parts import Part, deal, fill, local_parts
+from dlrm_overlap.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
+from dlrm_overlap.storage.tensor_file import ToHost, copy_to_host
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -77,6 +79,12 @@ def make_folder(folder: Path) -> None:
         raise InputError(
             f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
         ) from None
+
+
+def parts_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Part]:
+    """Return what this rank stores of the state, which it shares memory with."""
+    parts = local_parts(model.state_dict(), optimizer.state_dict())
+    return deal(parts, dist.get_rank(), dist.get_world_size())
 
 
 class Checkpointer:
@@ -173,16 +181,31 @@ class Checkpointer:
         optimizer: CombinedOptimizer,
         metrics: dict[str, float] | None = None,
     ) -> Path:
+        """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
+        return self.write(step, parts_to_store(model, optimizer), metrics)
+
+    def write(
+        self,
+        step: int,
+        parts: list[Part],
+        metrics: dict[str, float] | None = None,
+        group: dist.ProcessGroup | None = None,
+        to_host: ToHost = copy_to_host,
+        refusal: Callable[[], Refusal | None] = lambda: None,
+    ) -> Path:
         """Write `step_<step>` from all ranks, remove what is not to be kept, and return the new one; a collective.
 
         Args:
             step: number of steps taken.
-            model: of this rank.
-            optimizer: its optimizers.
+            parts: what this rank stores, `parts_to_store` or a copy of it.
             metrics: of an evaluation after this step.
+            group: as `write_checkpoint` takes it.
+            to_host: the same.
+            refusal: the same.
 
         Raises:
             InputError: on all ranks, if one cannot write; the checkpoints before it stay.
+            RefusedError: the same, if one refuses what was written.
         """
         final = self.folder / f"step_{step}"
         manifests, broken = read_manifests(self.folder) if dist.get_rank() == 0 else ({}, {})
@@ -201,14 +224,14 @@ class Checkpointer:
                 about=self.about,
             )
 
-        write_checkpoint(final, local_parts(model.state_dict(), optimizer.state_dict()), manifest)
+        write_checkpoint(final, parts, manifest, group, to_host, refusal)
         self._parent = final.name
         if dist.get_rank() == 0:
             broken.pop(final, None)
             manifests[final] = read_manifest(final)
             for old in surplus(manifests, list(broken), self.keep, self.keep_best):
                 remove_checkpoint(old)
-        dist.barrier()
+        dist.barrier(group)
         return final
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:

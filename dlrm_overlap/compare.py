@@ -22,12 +22,13 @@ from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
 from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison_board import write_board
+from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.result_files import nan_as_none, write_atomically
 from dlrm_overlap.observe.run_folder import hold_run_folder
 from dlrm_overlap.observe.run_log import has_results, read_step_ms, read_summary
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.storage.branches import newest_checkpoint
-from dlrm_overlap.trainer import NotFiniteError, Trainer
+from dlrm_overlap.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
 

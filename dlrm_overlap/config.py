@@ -396,6 +396,10 @@ class CheckpointConfig:
     """newest checkpoints to keep, of those that led to the last one"""
     keep_best: NonNegativeInt = 0
     """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
+    asynchronous: bool = False
+    """save on the way while training goes on: steps wait for a copy of the state alone, which takes as much memory
+    again as the tables and their optimizer's state, on the GPU if half of what is free there suffices, else on the
+    host"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False
@@ -447,6 +451,8 @@ class Config:
             train.eval_every > 0 and self.checkpoint.every > 0,
             "unless train.eval_every and checkpoint.every are set; set both, one a multiple of the other",
         )
+        saves = self.checkpoint.every > 0
+        yield "checkpoint.asynchronous", saves, "while checkpoint.every is 0; set checkpoint.every"
         yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"
 
     @property

@@ -19,7 +19,6 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 
 from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.dense.flat import FlatParameters
@@ -48,7 +47,7 @@ from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.model import TrainTask, build_model
-from dlrm_overlap.observe.finite import state_is_finite, weights_are_finite
+from dlrm_overlap.observe.finite import require_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
@@ -64,12 +63,9 @@ from dlrm_overlap.pipeline import (
     shard_model,
     takes_graph,
 )
+from dlrm_overlap.saving import Saves
 
 log = logging.getLogger("dlrm_overlap")
-
-
-class NotFiniteError(InputError):
-    """A loss or a weight is NaN or infinite, so what the run has learnt is lost. All ranks raise it at one step."""
 
 
 class AskedToEndError(Exception):
@@ -135,7 +131,7 @@ class Trainer:
             trained_with(config, self.global_batch),
             config.checkpoint.keep_best,
         )
-        self.start = self.saved = 0
+        self.start = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
 
         group = dist.group.WORLD
@@ -194,6 +190,15 @@ class Trainer:
             )
         else:
             self.pipeline = build_pipeline(self.model, self.optimizer, device)
+        self.saves = Saves(
+            config,
+            self.checkpointer,
+            self.model,
+            self.optimizer,
+            device,
+            self._check_exchanges,
+            lambda: self._evaluate_on(1)["loss"],
+        )
 
     def fit(self, replace: bool = False) -> dict[str, Any]:
         """Train from where the folder's run left off to the last step or the target, evaluate, return the summary.
@@ -210,7 +215,11 @@ class Trainer:
             AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
         """
         with hold_run_folder(self.folder):
-            return self._fit(replace)
+            try:
+                return self._fit(replace)
+            except Exception as error:
+                self.saves.close(error)
+                raise
 
     def _fit(self, replace: bool) -> dict[str, Any]:
         if not replace:
@@ -219,8 +228,7 @@ class Trainer:
                 return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
-        if every_save or save_last:
-            self.checkpointer.make_shared_folder()
+        self.saves.prepare(self.world.local_world_size, self.progress)
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(self.config, self.world, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
@@ -228,15 +236,16 @@ class Trainer:
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step behind which the run evaluates, saves or ends.
-                border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
+                # The next step behind which the run evaluates, stops to save, or ends.
+                stops = (every_eval, every_save if self.saves.stop_the_run else 0)
+                border = min([self.steps, *((step // n + 1) * n for n in stops if n)])
                 step = self._train(step, border, batches, loader, run_log)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
-                    self.save(step, values if evaluated == step else None)
+                    self.save(step, values if evaluated == step else None, beside=step < self.steps)
                 if evaluated == step and target and values["auroc"] >= target:
                     log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
                     if save_last:
@@ -244,10 +253,12 @@ class Trainer:
                     break
             if evaluated != step:
                 values = self._evaluate(step, run_log)
+            self._finish_save()
             with self._raising_the_cause():
                 return run_log.summary(step, values)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
+        self._finish_save()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
             raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
@@ -268,20 +279,29 @@ class Trainer:
             step += 1
             self.progress.step = step
             self.learning_rate.set(step - 1)
-            loss_sum += self.step(segment)
+            loss = self.step(segment)
+            self.saves.took_step(loss)
+            loss_sum += loss
             timer.mark()
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
                 with self._raising_the_cause():
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
-                    times, asked = timer.take_ms(), self._end.asked
+                    asked = self._end.asked or self.saves.failed
+                    times = timer.take_ms()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
                 self._check_exchanges()  # the loss was read, so what kernels had to record is there
-                self._require_finite(math.isfinite(run_log.loss), f"the training loss is {run_log.loss}", step)
+                self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
                     segment.cut()
+            if (
+                not self.saves.stop_the_run
+                and step % self.config.checkpoint.every == 0
+                and step < first + segment.steps
+            ):
+                self.save(step, beside=True)
         return step
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
@@ -304,7 +324,7 @@ class Trainer:
             values = self.evaluate()
         self._check_exchanges()
         run_log.evaluation(step, values)
-        self._require_finite(math.isfinite(values["loss"]), f"the held-out loss is {values['loss']}", step)
+        self._require_finite(values["loss"], "the held-out loss is", step)
         return values
 
     def evaluate(self) -> dict[str, float]:
@@ -335,33 +355,14 @@ class Trainer:
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))
 
-    def save(self, step: int, metrics: dict[str, float] | None = None) -> None:
-        """Save a checkpoint after `step` with the `metrics` of its evaluation, unless that is done, and only of a state
-        that is whole.
-
-        A rank whose kernels have recorded a fault raises it before the collective save, so no checkpoint appears.
-
-        Raises:
-            NotFiniteError: if a weight, an optimizer's state or the loss of a batch is not finite.
-        """
-        if step == self.saved:
-            return
-        begin = time.perf_counter()
+    def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
+        """Save a checkpoint after `step`, as `Saves.save` does."""
         with self._raising_the_cause():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        self._check_exchanges()
+            self.saves.save(step, metrics, beside)
+
+    def _finish_save(self) -> None:
         with self._raising_the_cause():
-            self._require_finite(weights_are_finite(self.model, self.device), "a weight is nan or infinite", step)
-            finite = state_is_finite(self.optimizer, self.device)
-            self._require_finite(finite, "an optimizer's state is nan or infinite", step)
-            if metrics is None:  # an evaluation has looked at the loss of all held-out batches
-                # Finite weights may be so large that the next loss is not, and a good checkpoint would go for them.
-                loss = self._evaluate_on(1)["loss"]
-                self._require_finite(math.isfinite(loss), f"the loss of the first held-out batch is {loss}", step)
-            path = self.checkpointer.save(step, self.model, self.optimizer, metrics)
-        self.saved = step
-        log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
+            self.saves.finish()
 
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
@@ -369,7 +370,7 @@ class Trainer:
         checkpoint = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.resume_changed)
         if checkpoint is None:
             return None
-        self.start = self.saved = step_of(checkpoint)
+        self.start = self.saves.step = step_of(checkpoint)
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or self.start >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
@@ -437,12 +438,5 @@ class Trainer:
                 raise bad_id from error
             raise
 
-    def _require_finite(self, finite: bool, otherwise: str, step: int) -> None:
-        """Raise `NotFiniteError` unless the state after `step` is `finite`, of which every rank has found the same."""
-        if not finite:
-            train, embedding = self.config.train, self.config.embedding
-            raise NotFiniteError(
-                f"step {step}: {otherwise} and must be finite, so the run ends here and does not save this state; "
-                f"lower train.lr {train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps "
-                f"{train.warmup_steps}"
-            )
+    def _require_finite(self, loss: float, text: str, step: int) -> None:
+        require_finite(math.isfinite(loss), f"{text} {loss}", step, self.config)

@@ -1,4 +1,7 @@
-"""Whether a model's weights are finite, and what its optimizer keeps: what that has seen no loss shows."""
+"""Whether a model's weights are finite, and what its optimizer keeps: what that has seen no loss shows.
+
+A run whose state is not finite ends.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +11,23 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
+
+from dlrm_overlap.config import Config, InputError
+
+
+class NotFiniteError(InputError):
+    """A loss or a weight is NaN or infinite, so what the run has learnt is lost. All ranks raise it at one step."""
+
+
+def require_finite(finite: bool, otherwise: str, step: int, config: Config) -> None:
+    """Raise `NotFiniteError` unless the state after `step` is `finite`, of which every rank has found the same."""
+    if not finite:
+        train, embedding = config.train, config.embedding
+        raise NotFiniteError(
+            f"step {step}: {otherwise} and must be finite, so the run ends here and does not save this state; "
+            f"lower train.lr {train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps "
+            f"{train.warmup_steps}"
+        )
 
 
 def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -21,35 +21,65 @@ from dlrm_overlap.storage.manifest import (
     dump_manifest,
     write_synced,
 )
-from dlrm_overlap.storage.parts import Part, deal
-from dlrm_overlap.storage.tensor_file import dtype_code, write_tensors
+from dlrm_overlap.storage.parts import Part
+from dlrm_overlap.storage.tensor_file import ToHost, copy_to_host, dtype_code, write_tensors
 
 _SPARE_BYTES = 1 << 20  # about what the manifest and the files' headers take
 _PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
 _T = TypeVar("_T")
 
 
-def write_checkpoint(final: Path, parts: list[Part], manifest: Callable[[], Manifest]) -> None:
+class Refusal(NamedTuple):
+    """Why a checkpoint that was written is not to be kept."""
+
+    text: str
+    not_finite: bool = False
+    """whether that is NaN or infinity"""
+
+
+class RefusedError(InputError):
+    """A rank has refused the checkpoint that was written, so it was not kept."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+def write_checkpoint(
+    final: Path,
+    mine: list[Part],
+    manifest: Callable[[], Manifest],
+    group: dist.ProcessGroup | None = None,
+    to_host: ToHost = copy_to_host,
+    refusal: Callable[[], Refusal | None] = lambda: None,
+) -> None:
     """Write the parts of all ranks and a manifest to `final`, all of it or nothing; a collective.
 
     Args:
         final: the folder to make. One that is there is replaced.
-        parts: what this rank holds, `local_parts`.
+        mine: what this rank stores, of `deal`.
         manifest: called on rank 0; gives all that the files do not tell.
+        group: of all ranks, which nothing else uses meanwhile; None is the default group.
+        to_host: copies to the host what is to be written.
+        refusal: called on every rank once its file is written; says why the checkpoint is not to be kept, or None.
 
     Raises:
         InputError: on all ranks, if one of them cannot write. No checkpoint appears, those that are there stay.
+        RefusedError: the same, if one of them refuses it.
     """
     rank, temporary = dist.get_rank(), final.with_name(f"{_PARTIAL}{final.name}")
-    mine = deal(parts, rank, dist.get_world_size())
-    needed = sum(gather(sum(part.tensor.nbytes for part in mine))) + _SPARE_BYTES
+    needed = sum(gather(sum(part.tensor.nbytes for part in mine), group)) + _SPARE_BYTES
     try:
-        _agree(final, "" if rank else _fault_of(lambda: _make(temporary, needed)))
+        _agree(final, "" if rank else _fault_of(lambda: _make(temporary, needed)), group)
         written: list[StoredFile] = []
         tensors = {part.key: part.tensor for part in mine}
-        _agree(final, _fault_of(lambda: written.append(write_tensors(temporary / _file(rank), tensors))))
-        gathered = gather((written[0], _describe(mine, _file(rank))))
-        _agree(final, "" if rank else _fault_of(lambda: _commit(temporary, final, manifest(), gathered)))
+        path = temporary / _file(rank)
+        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_host))), group)
+        gathered = gather((written[0], _describe(mine, _file(rank)), refusal()), group)
+        if refusals := [each for _, _, each in gathered if each]:
+            raise RefusedError(refusals[0])
+        files = [(file, described) for file, described, _ in gathered]
+        _agree(final, "" if rank else _fault_of(lambda: _commit(temporary, final, manifest(), files)), group)
     except InputError:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -63,12 +93,17 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)  # or at the next save
 
 
-def gather(value: _T) -> list[_T]:
-    """Return the `value` of every rank, by rank; a collective. Where there is no process group, of this process."""
+def gather(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Return the `value` of every rank, by rank; a collective. Where there is no process group, of this process.
+
+    Args:
+        value: of this rank.
+        group: of all ranks; None is the default group.
+    """
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -85,9 +120,9 @@ def _fault_of(act: Callable[[], object]) -> str:
     return ""
 
 
-def _agree(final: Path, fault: str) -> None:
+def _agree(final: Path, fault: str, group: dist.ProcessGroup | None) -> None:
     """Raise an InputError on all ranks if one has a fault; a collective."""
-    faults = [f"rank {rank}: {each}" for rank, each in enumerate(gather(fault)) if each]
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(gather(fault, group)) if each]
     if faults:
         raise InputError(
             f"checkpoint: {final} cannot be written ({'; '.join(faults)}); the checkpoints before it are as they were; "

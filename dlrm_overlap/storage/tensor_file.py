@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -30,8 +30,12 @@ _CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_CHUNK_BYTES = 1 << 26  # copied from the device, hashed and written at a time
+CHUNK_BYTES = 1 << 26  # copied from the device, hashed and written at a time
 _MOST_HEADER_BYTES = 100_000_000  # as other readers of the format have it
+
+ToHost = Callable[[str, torch.Tensor], torch.Tensor]
+"""takes a tensor's name and some of its elements, [n], at most CHUNK_BYTES, and returns them on the CPU, where they
+last until the next call"""
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -39,8 +43,18 @@ def dtype_code(dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
+def copy_to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+    """Return `elements` on the CPU."""
+    return elements.cpu()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHost = copy_to_host) -> StoredFile:
     """Write `tensors`, on whatever device they are, to `path`, sync it, and return its size and checksum.
+
+    Args:
+        path: of the file.
+        tensors: by name.
+        to_host: copies to the host what is to be written.
 
     Raises:
         OSError: if the file cannot be written, as where the disk is full.
@@ -60,10 +74,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile
                 data = data[file.write(data) :]
 
         put(memoryview(len(text).to_bytes(8, "little") + text))
-        for tensor in tensors.values():
+        for name, tensor in tensors.items():
             flat = tensor.detach().reshape(-1)
-            for part in flat.split(max(1, _CHUNK_BYTES // tensor.element_size())):
-                put(part.cpu().contiguous().view(torch.uint8).numpy().data)
+            for part in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
+                put(to_host(name, part).contiguous().view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
     return StoredFile(len(text) + 8 + end, checksum.hexdigest())
 

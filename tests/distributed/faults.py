@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.distributed.launchers import MPI_AS_ROOT, find_mpirun
 
 _FAULT, _MARK = "TEST_FAULT", "TEST_FAULT_RUN"
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # as launchers tell it
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
 
 
@@ -36,7 +38,7 @@ def rank_main() -> None:
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if (fault := os.environ.get(_FAULT)) and not again:
         rank, step, how = fault.split(":")
-        if rank == os.environ.get("RANK", "0"):
+        if rank == next((os.environ[name] for name in _RANKS if name in os.environ), "0"):
             _install(int(step), how)
     cli.run()
 
@@ -79,7 +81,7 @@ class Run:
     """A command under way, all of whose processes carry a mark."""
 
     def __init__(
-        self, folder: Path, *argv: str, fault: Mapping[str, str] | None = None, torchrun: bool = False
+        self, folder: Path, *argv: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc"
     ) -> None:
         wrapper = folder / "rank"
         wrapper.write_text(f"#!{sys.executable}\nfrom tests.distributed.faults import rank_main\nrank_main()\n")
@@ -93,7 +95,11 @@ class Run:
             f"import signal, sys; {heed}; sys.executable = {str(wrapper)!r}; from dlrm_overlap import cli; cli.run()"
         )
         command = [sys.executable, "-c", program, *argv]
-        if torchrun:
+        if launcher == "mpirun":
+            rank = [str(wrapper), "-m", "dlrm_overlap", *argv]
+            command = [find_mpirun() or "mpirun", "-n", "2", "--bind-to", "none", *rank]
+            environ |= MPI_AS_ROOT
+        if launcher == "torchrun":
             agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
             command = [sys.executable, *agent, "--no-python", str(wrapper), "-m", "dlrm_overlap", *argv]
             environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/torchrun.sh sets it
@@ -160,10 +166,10 @@ class Run:
             time.sleep(0.05)
 
 
-def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, torchrun: bool = False) -> Run:
+def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc") -> Run:
     """Start the quickstart on two CPU ranks, with a loader process each, which saves every 10 steps."""
     argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
-    argv += [] if torchrun else ["--nproc", "2"]
+    argv += ["--nproc", "2"] if launcher == "nproc" else []
     argv += ["--log.dir", str(folder), "--log.name", "run", "--log.every", "5", "--log.tensorboard", "false"]
     argv += ["--data.workers", "1", "--checkpoint.every", "10"]
-    return Run(folder, *argv, *options, fault=fault, torchrun=torchrun)
+    return Run(folder, *argv, *options, fault=fault, launcher=launcher)

@@ -150,14 +150,34 @@ def test_a_full_disk_leaves_what_there_is(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
+def test_goes_on_from_a_checkpoint_that_was_saved_beside_training(whole: Path, tmp_path: Path) -> None:
+    options = [*SAVING, "--checkpoint.asynchronous", "true", "--train.steps", "30"]
+    beside = train_quickstart(tmp_path, "beside", 2, *options)
+    assert read_metrics(beside, "train/loss") == read_metrics(whole, "train/loss")
+    for rank in (0, 1):  # a state dict's order and bytes, and what each rank was dealt
+        written, expected = (run / "checkpoints/step_20" / f"rank_{rank}.safetensors" for run in (beside, whole))
+        assert written.read_bytes() == expected.read_bytes()
+    start = ["--checkpoint.resume", str(beside / "checkpoints/step_20")]
+    _assert_continues(train_quickstart(tmp_path, "run", 2, *options, *start), whole, 0.0)
+
+
+EACH_STEP = [*SAVING, "--checkpoint.every", "1", "--checkpoint.keep", "3", "--train.steps", "60"]
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_quickstart(tmp_path_factory.mktemp("never_killed"), "run", 2, *EACH_STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_kills_while_checkpoints_are_written(never_killed: Path, tmp_path: Path, beside: str) -> None:
     """Killed at random moments of a run that does little but save: what has a name is whole, and the run goes on."""
-    options = [*SAVING, "--checkpoint.every", "1", "--checkpoint.keep", "3", "--train.steps", "60"]
-    whole = train_quickstart(tmp_path, "whole", 2, *options)
+    options = [*EACH_STEP, "--checkpoint.asynchronous", beside]
     argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2", "--log.every", "1"]
     argv += ["--checkpoint.last", "false", "--log.dir", str(tmp_path), "--log.name", "run", *options]
     folder, random = tmp_path / "run" / "checkpoints", Random(0)
-    for _ in range(4):
+    for _ in range(3):
         before = set(folder.glob("step_*"))
         process = subprocess.Popen(
             [sys.executable, "-m", "dlrm_overlap", *argv],
@@ -174,7 +194,7 @@ def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
         for path in folder.glob("step_*"):
             assert find_faults(path, read_manifest(path)) == []
     run = train_quickstart(tmp_path, "run", 2, *options)
-    assert read_metrics(run, "train/loss") == read_metrics(whole, "train/loss")
+    assert read_metrics(run, "train/loss") == read_metrics(never_killed, "train/loss")
     assert sorted(path.name for path in folder.iterdir()) == ["step_58", "step_59", "step_60"]
 
 

@@ -10,6 +10,7 @@ import pytest
 from dlrm_overlap.launching.lifetime import SAVED
 from tests.conftest import read_metrics
 from tests.distributed.faults import children_of, fail_at, sockets_of, train
+from tests.distributed.launchers import NO_MPI, mpi_is_here
 
 FOREVER = ["--train.steps", "1000000"]
 
@@ -125,9 +126,17 @@ def test_an_exception_of_one_rank_is_shown_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not mpi_is_here(), reason=NO_MPI)
+def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> None:
+    code, errors = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "exception"), launcher="mpirun").end(60)
+    assert code, errors
+    assert "RuntimeError: injected" in errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "usr1"])
 def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str) -> None:
-    run = train(tmp_path, "--train.steps", "40", fault=fail_at(1, 12, how), torchrun=True)
+    run = train(tmp_path, "--train.steps", "40", fault=fail_at(1, 12, how), launcher="torchrun")
     code, errors = run.end(150)
     assert code == 0, errors
     (resumed,) = re.findall(r"resume: .*step_(\d+), after step", errors)

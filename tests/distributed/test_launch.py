@@ -1,8 +1,6 @@
 """The same two ranks, started by each launcher for real: they find each other, and one's failure ends the other."""
 
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dlrm_overlap
+from tests.distributed.launchers import MPI_AS_ROOT, NO_MPI, find_mpirun, mpi_is_here
 
 RANK = """\
 import os, sys, time
@@ -34,15 +33,6 @@ assert not dist.is_initialized()
 sys.stdout.flush()
 os._exit(0)
 """
-MPI_AS_ROOT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # two ranks also on a machine of one core: Open MPI 4 and 5
-    "OMPI_MCA_rmaps_base_oversubscribe": "true",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 @pytest.fixture
@@ -62,9 +52,9 @@ def command(launcher: str, program: Path, *arguments: str) -> list[str]:
     if launcher == "torchrun":
         agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         return [sys.executable, *agent, str(program), *arguments]
-    if not shutil.which("mpirun") or not importlib.util.find_spec("mpi4py"):
-        pytest.skip("needs mpirun and mpi4py: pip install mpi4py; apt-get install openmpi-bin")
-    return ["mpirun", "-n", "2", "--bind-to", "none", sys.executable, str(program), *arguments]
+    if not mpi_is_here():
+        pytest.skip(NO_MPI)
+    return [find_mpirun() or "", "-n", "2", "--bind-to", "none", sys.executable, str(program), *arguments]
 
 
 def start(launcher: str, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +70,7 @@ def start(launcher: str, program: Path, *arguments: str) -> subprocess.Completed
         ("single", "single", 1, 1.0),
         ("nproc", "nproc", 2, 3.0),
         pytest.param("torchrun", "torchrun", 2, 3.0, marks=pytest.mark.slow),
-        ("mpirun", "mpi", 2, 3.0),
+        pytest.param("mpirun", "mpi", 2, 3.0, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_meet(program: Path, tmp_path: Path, launcher: str, source: str, size: int, total: float) -> None:
@@ -90,7 +80,7 @@ def test_ranks_meet(program: Path, tmp_path: Path, launcher: str, source: str, s
     assert written == [f"{source} {size} {size} {total}"] * size
 
 
-@pytest.mark.parametrize("launcher", ["nproc", "mpirun"])
+@pytest.mark.parametrize("launcher", ["nproc", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_one_failing_rank_ends_the_run(program: Path, tmp_path: Path, launcher: str) -> None:
     begin = time.monotonic()
     done = start(launcher, program, "fail", str(tmp_path / "out"))

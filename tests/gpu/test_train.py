@@ -60,12 +60,15 @@ def test_row_wise_plan(tmp_path: Path) -> None:
     assert_losses_agree(row_wise, table_wise, LOSS_TOLERANCE["sgd"])
 
 
-def test_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["false", "true"])
+@pytest.mark.parametrize("backend", ["torchrec", "pgas"])
+def test_goes_on_after_a_checkpoint(tmp_path: Path, backend: str, beside: str) -> None:
     nproc = min(2, torch.cuda.device_count())
-    options = ["--checkpoint.every", "25", "--checkpoint.keep", "3"]
+    options = ["--checkpoint.every", "25", "--checkpoint.keep", "3", "--checkpoint.asynchronous", beside]
+    options += ["--embedding.backend", backend]
     whole = _train(tmp_path, "whole", nproc, "adagrad", *options)
     start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_25")]
-    again = _train(tmp_path, "again", nproc, "adagrad", *start)
+    again = _train(tmp_path, "again", nproc, "adagrad", *start, "--embedding.backend", backend)
     losses, expected = read_metrics(again, "train/loss"), read_metrics(whole, "train/loss")
     for step in range(26, 51):
         assert losses[step] == pytest.approx(expected[step], rel=LOSS_TOLERANCE["adagrad"])

@@ -23,7 +23,7 @@ from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.preflight import check_start
 from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison_board import comparison_markdown
-from dlrm_overlap.trainer import NotFiniteError
+from dlrm_overlap.observe.finite import NotFiniteError
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
 

@@ -133,6 +133,7 @@ def test_decay_must_follow_the_warm_up() -> None:
         ("--data.eval_path days", "data.eval_path: days has no effect under data.kind synthetic"),
         ("--data.eval_fraction 0.5", "data.eval_fraction: 0.5 has no effect under data.kind synthetic"),
         ("--log.trace_first 5", "log.trace_first: 5 .* set log.trace_steps"),
+        ("--checkpoint.asynchronous true", "checkpoint.asynchronous: True .* set checkpoint.every"),
     ],
 )
 def test_a_key_without_effect_is_refused(options: str, message: str) -> None:

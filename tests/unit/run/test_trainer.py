@@ -18,8 +18,9 @@ from dlrm_overlap.graphs.parts import innermost
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.preflight import check_runs
+from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.run_log import RunLog
-from dlrm_overlap.trainer import NotFiniteError, Trainer
+from dlrm_overlap.trainer import Trainer
 from tests.conftest import file_limit, read_metrics
 from tests.distributed.workers import quickstart
 
@@ -28,15 +29,15 @@ SMALL = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every",
 SAVES = ["--checkpoint.last", "true"]
 
 
-def _trainer(config: Config) -> Trainer:
+def make_trainer(config: Config) -> Trainer:
     return Trainer(config, World(0, 0, 1, 1, LOOPBACK, 0, "single"), torch.device("cpu"), *open_datasets(config.data))
 
 
 def _fit(folder: Path, *options: str) -> dict[str, Any]:
-    return _trainer(quickstart(folder, "run", *SMALL, *options)).fit()
+    return make_trainer(quickstart(folder, "run", *SMALL, *options)).fit()
 
 
-def _checkpoints(folder: Path) -> list[str]:
+def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*/checkpoints/*"))
 
 
@@ -52,7 +53,7 @@ def info(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 def test_the_last_step_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _fit(tmp_path, *SAVES)
-    assert _checkpoints(tmp_path) == ["step_4"]
+    assert checkpoints(tmp_path) == ["step_4"]
     (line,) = [line for line in caplog.messages if line.startswith("checkpoint: ")]
     assert line.startswith(f"checkpoint: {tmp_path}/run/checkpoints/step_4, 0.")
     assert line.endswith(" s")
@@ -62,7 +63,7 @@ def test_steps_of_the_graphs_pipeline_learn_the_same_without_flat_dense_paramete
     losses = []
     for is_flat in ("true", "false"):
         options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.precision", "bf16"]
-        trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *options, "--train.flat_dense", is_flat))
+        trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options, "--train.flat_dense", is_flat))
         assert isinstance(trainer.pipeline, GraphTrainPipeline)
         dense = innermost(dict(trainer.optimizer.optimizers)["dense"])
         assert isinstance(dense, FlatOptimizer if is_flat == "true" else torch.optim.Adagrad)
@@ -80,7 +81,7 @@ def test_whether_steps_are_captured_is_told_to_the_pipeline(
     told: list[Any] = []
     monkeypatch.setattr("dlrm_overlap.trainer.GraphTrainPipeline", lambda *_, capture, **others: told.append(capture))
     options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.capture", captures]
-    _trainer(quickstart(tmp_path, "run", *SMALL, *options))
+    make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
     assert told == [given]
 
 
@@ -91,7 +92,7 @@ def test_a_step_is_saved_once_and_only_if_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, steps: list[int]
 ) -> None:
     _fit(tmp_path, *options.split())
-    assert _checkpoints(tmp_path) == [f"step_{step}" for step in steps]
+    assert checkpoints(tmp_path) == [f"step_{step}" for step in steps]
     assert sum(line.startswith("checkpoint: ") for line in caplog.messages) == len(steps)
 
 
@@ -99,7 +100,7 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dlrm_overlap.checkpoint._SEEN_WITHIN_S", 0.0)
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
     with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks"):
         trainer.fit()
@@ -117,7 +118,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, place: str, last: str, rea
 
 
 def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (_trainer(quickstart(tmp_path, "run", *SMALL)) for _ in range(2))
+    first, second = (make_trainer(quickstart(tmp_path, "run", *SMALL)) for _ in range(2))
     train, refused = first._train, []
 
     def beside(*arguments: Any) -> int:
@@ -180,7 +181,7 @@ def test_tensorboard_shows_every_step_of_a_run_that_went_on(tmp_path: Path) -> N
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early = ["--train.eval_every", "2", "--train.target_auroc"]
     assert _fit(tmp_path, *SAVES, *early, "0.01")["steps"] == 2
-    assert _checkpoints(tmp_path) == ["step_2"]
+    assert checkpoints(tmp_path) == ["step_2"]
     before = _contents(tmp_path)
     assert _fit(tmp_path, *SAVES, *early, "0.02")["steps"] == 2
     assert _contents(tmp_path) == before
@@ -214,7 +215,7 @@ def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
 def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:
     _fit(tmp_path)
     (tmp_path / "run" / "traces").mkdir()
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, "--train.steps", "2", "--embedding.lr", "1e30"))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, "--train.steps", "2", "--embedding.lr", "1e30"))
     with pytest.raises(NotFiniteError):
         trainer.fit(replace=True)
     assert not (tmp_path / "run" / "traces").exists()
@@ -229,14 +230,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, rate: str, every
         _fit(tmp_path, *options, "--log.every", every)
     assert "1e+38" in str(error.value)
     assert "\n" not in str(error.value)
-    assert _checkpoints(tmp_path) == []
+    assert checkpoints(tmp_path) == []
     assert not (tmp_path / "run" / "summary.json").exists()
     losses = read_metrics(tmp_path / "run", "train/loss")
     assert losses[max(losses)] is None, "the log shows where it ended"
 
 
 def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
     trainer.save(1)
     tables = [tensor for tensor in trainer.model.state_dict().values() if isinstance(tensor, ShardedTensor)]
     table = tables[0].local_shards()[0].tensor.detach()
@@ -244,7 +245,7 @@ def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
         table[3, 2] = broken
         with pytest.raises(NotFiniteError, match="step 2: a weight is nan or infinite"):
             trainer.save(2)
-    assert _checkpoints(tmp_path) == ["step_1"]
+    assert checkpoints(tmp_path) == ["step_1"]
 
 
 @pytest.mark.parametrize(
@@ -261,12 +262,12 @@ def test_a_good_checkpoint_does_not_give_way_to_one_whose_next_loss_is_not_finit
     _fit(tmp_path, *options, "--train.steps", "2")
     with pytest.raises(NotFiniteError, match=r"step 3: .* and must be finite"):
         _fit(tmp_path, *options, f"--{key}.lr", "1e30")
-    assert _checkpoints(tmp_path) == ["step_2"], "step 3's weights are finite, and give a loss that is not"
+    assert checkpoints(tmp_path) == ["step_2"], "step 3's weights are finite, and give a loss that is not"
     assert _fit(tmp_path, *options)["steps"] == 4
 
 
 def test_an_optimizers_state_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
     with trainer.loader(trainer.train_data, 0, 1) as loader:
         trainer.step(iter(loader))
     trainer.save(1)
@@ -275,7 +276,7 @@ def test_an_optimizers_state_that_is_not_finite_is_not_saved(tmp_path: Path) -> 
     part.local_shards()[0].tensor.detach()[3] = math.inf
     with pytest.raises(NotFiniteError, match="step 2: an optimizer's state is nan or infinite"):
         trainer.save(2)
-    assert _checkpoints(tmp_path) == ["step_1"]
+    assert checkpoints(tmp_path) == ["step_1"]
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +334,7 @@ def test_an_id_outside_its_table_ends_the_run_at_the_next_log_line(
     with pytest.raises(ValueError, match="id 20 is outside its table"):
         _fit(tmp_path, *SAVES, "--log.every", "2")
     assert list(read_metrics(tmp_path / "run", "train/loss")) == [2, 4]
-    assert _checkpoints(tmp_path) == []
+    assert checkpoints(tmp_path) == []
 
 
 def test_an_id_outside_its_table_in_the_last_evaluation(
@@ -352,11 +353,11 @@ def test_an_id_outside_its_table_in_the_last_evaluation(
 
 
 def test_no_checkpoint_behind_an_id_outside_its_table(tmp_path: Path, exchange: _Exchange) -> None:
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
     exchange.recorded = True
     with pytest.raises(ValueError, match="id 20 is outside its table"):
         trainer.save(1)
-    assert _checkpoints(tmp_path) == []
+    assert checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(
     name: str,
     error: BaseException,
 ) -> None:
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
 
     def fail(*_: Any, **__: Any) -> None:
         exchange.recorded = True
@@ -394,7 +395,7 @@ def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(
 def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path: Path, backend: str) -> None:
     options = ["--embedding.backend", backend, "--embedding.plan", "table_wise"]
     for bad in (10**6, -7, -1):
-        trainer = _trainer(quickstart(tmp_path, "run", *SMALL, *options))
+        trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
         batch = trainer.train_data.read(0, 64)
         batch.sparse.values()[5] = bad
         with pytest.raises(ValueError, match=r"id.* is outside its table.*; map ids into .* where they are read") as e:
@@ -404,7 +405,7 @@ def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path:
 
 
 def test_an_error_of_another_cause_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")

@@ -1,0 +1,115 @@
+"""Saves beside training, in a world of one: what they hold, and what becomes of those that fail."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_overlap.background_save import BackgroundSaves
+from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.config import InputError
+from dlrm_overlap.observe.finite import NotFiniteError
+from dlrm_overlap.storage.load import find_faults
+from dlrm_overlap.storage.manifest import read_manifest
+from dlrm_overlap.storage.parts import Part
+from dlrm_overlap.storage.snapshot import Snapshot, place_of_copy
+from tests.conftest import file_limit
+from tests.distributed.workers import quickstart
+from tests.unit.run.test_trainer import SMALL, checkpoints, make_trainer
+
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+BESIDE = ["--checkpoint.asynchronous", "true", "--checkpoint.keep", "9"]
+
+
+def _fit(folder: Path, *options: str) -> dict[str, Any]:
+    return make_trainer(quickstart(folder, "run", *SMALL, *options)).fit()
+
+
+def _part(name: str, tensor: torch.Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(name, shape, (0,) * len(shape), shape, tensor)
+
+
+def test_a_save_holds_the_state_behind_its_step_though_steps_follow_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = ["--checkpoint.every", "2"]
+    _fit(tmp_path / "stops", *every)
+    trainer = make_trainer(quickstart(tmp_path / "beside", "run", *SMALL, *BESIDE, *every, "--train.steps", "5"))
+    write = Checkpointer.write
+
+    def late(self: Checkpointer, step: int, *others: Any) -> Path:
+        while trainer.progress.step < min(step + 2, 5):
+            time.sleep(0.001)
+        return write(self, step, *others)
+
+    monkeypatch.setattr(Checkpointer, "write", late)
+    trainer.fit()
+    for name in ("step_2", "step_4"):
+        stops, beside = (tmp_path / folder / "run/checkpoints" / name for folder in ("stops", "beside"))
+        assert find_faults(beside, read_manifest(beside)) == []
+        assert (beside / "rank_0.safetensors").read_bytes() == (stops / "rank_0.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_save_whose_next_loss_is_not_finite_is_not_kept(tmp_path: Path) -> None:
+    options = ["--train.optimizer", "adagrad", "--checkpoint.keep", "1", "--checkpoint.every", "1"]
+    _fit(tmp_path, *options, "--train.steps", "2")
+    with pytest.raises(NotFiniteError, match=r"step [34]: .* and must be finite"):
+        _fit(tmp_path, *options, "--checkpoint.asynchronous", "true", "--train.lr", "1e30")
+    assert checkpoints(tmp_path) == ["step_2"]
+
+
+@pytest.mark.slow
+def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
+    options = [*BESIDE, "--checkpoint.every", "1"]
+    _fit(tmp_path, *options, "--train.steps", "2")
+    with file_limit(100_000), pytest.raises(InputError, match=r"step_3 cannot be written \(rank 0: File too large"):
+        _fit(tmp_path, *options, "--train.steps", "6")
+    assert checkpoints(tmp_path) == ["step_1", "step_2"]
+
+
+@pytest.mark.slow
+def test_a_failed_save_is_raised_at_the_next_log_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only at the next save, which may be hours away."""
+    failing = property(lambda self: self._thread is not None and (self._thread.join() or True) and bool(self._error))
+    monkeypatch.setattr(BackgroundSaves, "failed", failing)  # waits, so that the step is certain
+    trainer = make_trainer(
+        quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "2", "--train.steps", "9")
+    )
+    monkeypatch.setattr(
+        trainer.checkpointer, "write", lambda *_, **__: (_ for _ in ()).throw(InputError("step_2: full"))
+    )
+    with pytest.raises(InputError, match="step_2: full"):
+        trainer.fit()
+    assert trainer.progress.step < 9
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("model.t.weight", math.nan, "a weight is nan or infinite"),
+        ("optimizer.state.t.weight.sum", -math.inf, "an optimizer's state is nan or infinite"),
+        ("model.t.weight", 3e38, ""),
+    ],
+)
+def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str, value: float, fault: str) -> None:
+    source = torch.full((3, 2), 1.5)
+    source[1, 1] = value
+    snapshot = Snapshot(torch.device("cpu"), torch.device("cpu"))
+    (copy,) = snapshot.take([_part(name, source)])
+    before = source.clone()
+    source.zero_()
+    torch.testing.assert_close(snapshot.to_host(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
+    assert (snapshot.fault, snapshot.read_bytes) == (fault, 24)
+    snapshot.take([_part(name, source)])
+    assert (snapshot.fault, snapshot.read_bytes) == ("", 0)
+
+
+def test_a_copy_that_half_of_the_free_memory_does_not_hold_is_not_made() -> None:
+    huge = torch.empty(1).expand(1 << 40)
+    assert place_of_copy([_part("model.t", huge)], torch.device("cpu"), 1) is None
+    assert place_of_copy([_part("model.t", torch.empty(5))], torch.device("cpu"), 8) == torch.device("cpu")
