@@ -1,14 +1,16 @@
 """`bench stage`: how long does the embedding stage's forward take under every backend, on one shape?
 
-Contenders: the baseline; TorchRec's own path; every backend whose exchange is ours; `fused` once more for each put that
-it can be told by name, such as `fused_stores`; and `pgas` once more, which returns a copy of its window, as the drop-in
-does unless it is asked not to. No extra column.
+Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL sends one while FBGEMM looks up the
+next (`nccl_chunked_2` and so on, as far as every rank has so many tables); TorchRec's own path; every backend whose
+exchange is ours; `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once
+more, which returns a copy of its window, as the drop-in does unless it is asked not to. No extra column.
 """
 
 from dataclasses import replace
 
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.bench.figures.forward import measure_forward
+from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
 from dlrm_overlap.bench.request import ForwardRequest
@@ -27,7 +29,13 @@ def make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contend
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
-    return [*every_backend(config, workload), *(Overlap(workload, options) for options in (*by_put, copied))]
+    backends = every_backend(config, workload)
+    return [
+        *backends[:1],
+        *make_chunked(workload),
+        *backends[1:],
+        *(Overlap(workload, options) for options in (*by_put, copied)),
+    ]
 
 
 def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
