@@ -30,7 +30,6 @@ _COMMANDS = (
     "its shapes on four GPUs, and not always that of these rows, since other shapes have files of their own under "
     "configs/bench."
 )
-_MOST_COMMANDS = 3  # of a file's rows are told
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #111 }
 img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
@@ -85,7 +84,8 @@ def _section(measured: Measured, output: Path) -> Section:
         raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
     except InputError as error:
         raise InputError(f"{measured.name}.csv: {error}") from None
-    picture.caption(hardware(measured.rows), "; ".join(_commands(measured, plot)))
+    first, *more = _commands(measured, plot)
+    picture.caption(hardware(measured.rows), first + (f" and {len(more)} commands more" if more else ""))
     svg = picture.svg()
     (output / f"{measured.name}.svg").write_bytes(svg)
     picture.save_png(output / f"{measured.name}.png")
@@ -95,10 +95,7 @@ def _section(measured: Measured, output: Path) -> Section:
 def _commands(measured: Measured, plot: Plot) -> list[str]:
     """Return the commands that the rows name, or the figure's where one of them names none."""
     named = list(dict.fromkeys(row.get("command") or "" for row in measured.rows))
-    if "" in named:
-        return [plot.command]
-    more = len(named) - _MOST_COMMANDS
-    return [*named[:_MOST_COMMANDS], *([f"and {more} more, which the rows name"] if more > 0 else [])]
+    return [plot.command] if "" in named else named
 
 
 def headline(sections: Iterable[Section]) -> Table:

@@ -59,6 +59,18 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert "@import" not in page
 
 
+def test_the_commands_are_those_of_the_rows_where_all_name_theirs() -> None:
+    measured = read_measured(RESULTS / "slice.csv")
+    figure = PLOTS["slice"].command
+    assert f"`{figure}`" in markdown_page([_section(measured)])
+    named = [{**row, "command": f"dlrm-overlap bench slice --seed {i // 2}"} for i, row in enumerate(measured.rows)]
+    page = markdown_page([_section(measured._replace(rows=named))])
+    assert figure not in page
+    assert all(f"--seed {i}`" in page for i in range(4))
+    half = [*named[1:], {**named[0], "command": ""}]
+    assert f"`{figure}`" in markdown_page([_section(measured._replace(rows=half))])
+
+
 def test_a_contender_whose_losses_differ_gets_no_speedup_and_is_not_the_fastest(tmp_path: Path) -> None:
     path = tmp_path / "step.csv"
     _rewrite(RESULTS / "step.csv", path, "pgas_graph", agrees="False", median_ms="0.5")
