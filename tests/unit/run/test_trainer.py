@@ -56,7 +56,7 @@ def test_a_run_yields_behind_each_turn_but_the_last_and_not_among_traced_steps(t
     trainer = _trainer(quickstart(tmp_path, "run", *SMALL))
     turns = trainer.fit_in_turns(3)
     assert next(turns) == 3
-    assert list(read_metrics(trainer.folder, "train/loss")) == [3]
+    assert list(read_metrics(trainer.folder, "train/loss")) == [1, 2, 3]
     with pytest.raises(StopIteration) as end:
         next(turns)
     assert end.value.value["steps"] == 4
