@@ -14,6 +14,7 @@ from dlrm_overlap.bench.request import (
     BackwardRequest,
     CollectivesRequest,
     ConcurrentRequest,
+    EveryoneRequest,
     ForwardRequest,
     InputRequest,
     OccupancyRequest,
@@ -50,7 +51,7 @@ FIGURES = {
     "timeline": Figure(
         "what of a traced step is exposed communication, with a picture (GPU)", TimelineRequest, "timeline"
     ),
-    "stage": Figure("all contenders on one shape", ForwardRequest, "stage"),
+    "stage": Figure("all contenders on one shape", EveryoneRequest, "stage"),
     "weak": Figure("the same on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"),
     "strong": Figure("the same on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"),
     "sweep": Figure("where it pays: a map over pooling factor, dim and batch", SweepRequest, "sweep"),

@@ -279,6 +279,29 @@ class ForwardRequest(StageRequest):
 
 
 @dataclass(frozen=True)
+class EveryoneRequest(ForwardRequest):
+    """What is asked of the figure of all contenders on one shape."""
+
+    copy_engines: bool = option(
+        False, "NCCL's copy engines too, where a rank's tables are like every other's (GPU)", action="store_true"
+    )
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that there are copy engines, and somebody to send to.
+
+        Raises:
+            InputError: naming the key.
+        """
+        super().check_ranks(config, world_size, device_type)
+        tables = self.shape(config, world_size).data.tables.number()
+        if self.copy_engines and (device_type == "cpu" or world_size == 1 or tables % world_size):
+            raise InputError(
+                f"--copy_engines: {tables} tables on {world_size} ranks ({device_type}); NCCL's copy engines need "
+                f"GPUs, two ranks or more, and as many tables on each"
+            )
+
+
+@dataclass(frozen=True)
 class _ScalingRequest(ForwardRequest):
     def worlds(self, world_size: int) -> list[int]:
         """Return the powers of two up to `world_size`."""

@@ -1,5 +1,6 @@
 """The baseline as a skilled user would write it: in chunks, so that NCCL sends one while FBGEMM looks up the next."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
@@ -12,9 +13,16 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.recorded import record_step
+from dlrm_overlap.bench.harness.registered import RegisteredGroup
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 
+log = logging.getLogger("dlrm_overlap")
+
 CHUNKS = (2, 4, 8)
+_COPIED_CHUNKS = 4
+_WARMUP = 3
 NAME = "nccl_chunked"
 
 
@@ -61,20 +69,25 @@ class Chunked(Contender):
         output = torch.empty(self._samples, workload.layout.total_dim, device=workload.device)
         held = []  # until the current stream is behind those that read and write them
         for k, (lookup, (values, offsets)) in enumerate(zip(self._lookups, self._ids[id(batch)], strict=True)):
-            pooled = lookup(values, offsets).to(workload.wire_dtype)
-            receive_sizes = [self._samples * dim for dim in self._dims[k]]
-            send_sizes = [size * self._dims[k][self._rank] for size in workload.batch_sizes]
-            received = pooled.new_empty(sum(receive_sizes))
-            sizes = receive_sizes, send_sizes
-            work = dist.all_to_all_single(received, pooled.view(-1), *sizes, group=workload.group, async_op=True)
-            assert work is not None
+            sent, received, work = self._send(lookup(values, offsets), k)
             with torch.cuda.stream(self._beside) if self._beside else nullcontext():
                 work.wait()
                 self._unpack(received, output, k)
-            held += [pooled, received]
+            held += [sent, received]
         if self._beside:
             torch.cuda.current_stream(workload.device).wait_stream(self._beside)
         return output
+
+    def _send(self, pooled: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Start chunk k's All-to-All; return what is sent, what is received, and what waits for it."""
+        workload = self.workload
+        sent = pooled.to(workload.wire_dtype)
+        receive_sizes = [self._samples * dim for dim in self._dims[k]]
+        send_sizes = [size * self._dims[k][self._rank] for size in workload.batch_sizes]
+        received = sent.new_empty(sum(receive_sizes))
+        sizes = receive_sizes, send_sizes
+        work = dist.all_to_all_single(received, sent.view(-1), *sizes, group=workload.group, async_op=True)
+        return sent, received, work
 
     def _unpack(self, received: torch.Tensor, output: torch.Tensor, k: int) -> None:
         """Copy a chunk's columns of each owner to where the model reads them, in one copy if owners are alike."""
@@ -85,6 +98,57 @@ class Chunked(Contender):
             return
         for part, column, dim in zip(received.split([mine * dim for dim in dims]), columns, dims, strict=True):
             output[:, column : column + dim].copy_(part.view(mine, dim))
+
+
+class CopyEngineChunks(Chunked):
+    """The same by NCCL's copy engines, which take no multiprocessor from the lookup.
+
+    They need registered memory. FBGEMM allocates its output itself, so each chunk is copied to where NCCL can send it
+    from, in the pass that casts it where the wire is narrower.
+    """
+
+    def __init__(self, workload: Workload, chunks: int) -> None:
+        """As `Chunked`; all ranks call this, with tables alike on all of them, which the collective needs."""
+        super().__init__(workload, chunks)
+        assert self._alike, "copy engines carry parts that are alike"
+        self.name = f"nccl_copy_engines_{chunks}"
+        self._registered = RegisteredGroup(workload.device, copy_engines=True)
+        peers, dtype = len(workload.batch_sizes), workload.wire_dtype
+        sizes = [peers * self._samples * dims[self._rank] for dims in self._dims]
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            both = torch.empty(2, sum(sizes), dtype=dtype, device=workload.device)
+            return both[0], both[1]
+
+        sent, received = self._registered.allocate(make)
+        self._parts = list(zip(sent.split(sizes), received.split(sizes), strict=True))
+
+    def _send(self, pooled: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        sent, received = self._parts[k]
+        sent.copy_(pooled.view(-1))
+        return sent, received, dist.all_to_all_single(received, sent, group=self._registered.group, async_op=True)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._parts = []
+        self._registered.close()
+
+
+@torch.no_grad()
+def make_copy_engines(workload: Workload) -> list[Contender]:
+    """Return the baseline in 4 chunks by NCCL's copy engines, if a trace of a step shows that NCCL takes them.
+
+    NCCL takes its kernels, without a word, where it finds no way by copy engines. All ranks call this.
+    """
+    fewest = min(map(len, workload.layout.by_owner))
+    contender = CopyEngineChunks(workload, min(_COPIED_CHUNKS, fewest))
+    kernels = [each.name for each in record_step(contender, workload, _WARMUP) if each.name.startswith("nccl")]
+    if greatest([float(len(kernels))], workload.device, workload.group)[0] == 0:
+        return [contender]
+    log.warning("%s: left out, since NCCL took no copy engines but %s", contender.name, ", ".join(sorted({*kernels})))
+    dist.barrier(workload.group)
+    contender.close()
+    return []
 
 
 def make_chunked(workload: Workload) -> list[Contender]:

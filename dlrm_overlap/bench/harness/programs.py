@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.recorded import begin_together
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.schedule import TaskGrid
-
-_LEAD_CYCLES = 10_000_000  # some milliseconds, in which the host issues the step on every rank
 
 
 @torch.no_grad()
@@ -42,12 +41,6 @@ def trace_programs(workload: Workload, options: ExchangeOptions, steps: int) -> 
     dist.barrier(workload.group)
     halves.close()
     return trace
-
-
-def begin_together(workload: Workload) -> None:
-    """Let what all ranks issue next begin together, behind a kernel that lasts until their hosts have issued it."""
-    dist.barrier(workload.group)
-    torch.cuda._sleep(_LEAD_CYCLES)
 
 
 def _trace_of(forward: Forward) -> torch.Tensor:

@@ -1,24 +1,17 @@
 """What leaves a rank when, in one step of the embedding stage: bytes to the peers by stretches of time."""
 
-import itertools
-import math
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from dlrm_overlap.bench.harness.chunked import Chunked
 from dlrm_overlap.bench.harness.contenders import Baseline
-from dlrm_overlap.bench.harness.programs import begin_together
+from dlrm_overlap.bench.harness.recorded import record_step
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import TaskGrid
-from dlrm_overlap.observe.trace_summary import Span, Work, gpu_work, read_events
-
-_MARK = "spin_kernel"  # of `begin_together`
-_STEPS = 3  # under the profiler; the last one counts
+from dlrm_overlap.observe.trace_summary import Span, Work
 
 
 class Sent(NamedTuple):
@@ -64,7 +57,6 @@ def sending_of_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: 
     return Sending([Sent(span, peer_bytes / len(spans)) for span in spans], end_us / 1e3)
 
 
-@torch.no_grad()
 def sending_of_collectives(contender: Baseline | Chunked, workload: Workload, steps: int) -> Sending:
     """Return what NCCL's kernels send in a step: each its All-to-All's bytes, evenly from its begin to its end.
 
@@ -79,44 +71,30 @@ def sending_of_collectives(contender: Baseline | Chunked, workload: Workload, st
     Raises:
         InputError: if the profiler has not seen a kernel of NCCL for each All-to-All.
     """
-    following = itertools.cycle(workload.batches)
-    for _ in range(steps):
-        contender.step(next(following))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_STEPS):
-            begin_together(workload)
-            contender.step(next(following))
-        torch.cuda.synchronize(workload.device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        work = gpu_work(read_events(path))
-    return sending_of_kernels(work, contender.name, contender.sent_bytes())
+    return sending_of_kernels(record_step(contender, workload, steps), contender.name, contender.sent_bytes())
 
 
 def sending_of_kernels(work: Sequence[Work], name: str, sent_bytes: Sequence[int]) -> Sending:
-    """Return what NCCL's kernels send behind the last mark in `work`; see `sending_of_collectives`.
+    """Return what NCCL's kernels in `work` send; see `sending_of_collectives`.
 
     Args:
-        work: kernels and copies of several steps, each behind a mark.
+        work: kernels and copies of a step, by their begin.
         name: of the contender.
         sent_bytes: of each All-to-All of a step, in their order.
 
     Raises:
         InputError: if there is not a kernel of NCCL for each All-to-All.
     """
-    begin = max((each.span.end for each in work if _MARK in each.name), default=-math.inf)
-    own = sorted((each for each in work if each.span.begin >= begin), key=lambda each: each.span)
-    sends = [each.span for each in own if each.name.startswith("nccl")]
+    sends = [each.span for each in work if each.name.startswith("nccl")]
     if len(sends) != len(sent_bytes):
         raise InputError(
             f"bench volume: {name}: {len(sends)} kernels of NCCL in a step with {len(sent_bytes)} All-to-Alls; leave "
             f"NCCL's own settings as they are, so that a kernel carries each"
         )
-    origin = own[0].span.begin
+    origin = work[0].span.begin
     moved = [Span(span.begin - origin, span.end - origin) for span in sends]
     sent = [Sent(span, float(count)) for span, count in zip(moved, sent_bytes, strict=True)]
-    return Sending(sent, max(each.span.end for each in own) - origin)
+    return Sending(sent, max(each.span.end for each in work) - origin)
 
 
 def bin_bytes(sending: Sending, bins: int, width_us: float) -> list[float]:

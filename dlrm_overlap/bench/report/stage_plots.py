@@ -19,7 +19,7 @@ from dlrm_overlap.bench.report.measured import (
 from dlrm_overlap.bench.report.style import EDGE, LIMIT, Picture, looks
 
 _CHUNKED = "nccl_chunked"
-_BASELINES = ("baseline", "torchrec")
+_BASELINES = ("baseline", "torchrec", _CHUNKED, "nccl_copy_engines")
 _CUT = 1.6  # of the baseline's time, where bars of the backward end
 
 
@@ -62,7 +62,7 @@ def stage_table(measured: Measured) -> Table:
         title = shape(group["baseline"]).replace("\n", ", ")
         lines.append([title, *times, bound, f"{speedups[best]:.2f}x ({best})"])
         if has_chunks:
-            known = {name: row for name, row in group.items() if name in _BASELINES or name.startswith(_CHUNKED)}
+            known = {name: row for name, row in group.items() if name.startswith(_BASELINES)}
             strongest = min(known, key=lambda name: need(known[name], "median_ms"))
             over = need(known[strongest], "median_ms") / need(group[best], "median_ms")
             lines[-1].append(f"{over:.2f}x ({strongest})")

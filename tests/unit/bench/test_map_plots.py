@@ -60,3 +60,18 @@ def test_the_picture_has_a_number_a_cell_in_brackets_where_the_host_decides() ->
     assert texts == [["(1.00)", "(2.00)", "(1.25)", "2.50"], ["1.00"] * 4]
     hatched = [[patch.get_hatch() is not None for patch in axes.patches] for axes in figure.axes]
     assert hatched == [[True, False, False, False], [True] * 4]
+
+
+def test_of_the_stages_baselines_in_chunks_the_fastest_is_drawn_and_the_table_has_all() -> None:
+    shape = {"world_size": "2", "tables": "4", "rows": "1000", "dim": "16", "multi_hot": "1", "global_batch": "64"}
+    times = {"baseline": 4.0, "nccl_chunked_2": 2.5, "nccl_chunked_4": 3.0, "pgas": 2.0}
+    rows = [
+        shape | {"contender": name, "median_ms": str(ms), "speedup": str(4 / ms), "limit_ms": "1"}
+        for name, ms in times.items()
+    ]
+    measured = Measured("stage", "stage", rows)
+    head, line = PLOTS["stage"].table(measured)
+    assert head[1:5] == ["baseline, ms", "nccl_chunked_2, ms", "nccl_chunked_4, ms", "pgas, ms"]
+    assert line[-2:] == ["2.00x (pgas)", "1.25x (nccl_chunked_2)"]
+    (axes,) = PLOTS["stage"].draw(measured).figure.axes
+    assert [text.get_text() for text in axes.texts] == ["4.00", "2.50", "2.00"]

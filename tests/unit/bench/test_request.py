@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.request import BackwardRequest, StageRequest, StepRequest
+from dlrm_overlap.bench.request import BackwardRequest, EveryoneRequest, StageRequest, StepRequest
 from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
@@ -79,6 +79,14 @@ def test_maps_have_their_shapes_in_order_of_their_tables() -> None:
     criteo = parse_config("", "", ["--data.kind", "criteo_tsv", "--data.path", "x"], lambda parser: None)[0]
     with pytest.raises(InputError, match=r"data\.kind: criteo_tsv, but bench sweep takes shapes that no file has"):
         sweep.check_ranks(criteo, 4, "cuda")
+
+
+def test_copy_engines_need_gpus_and_tables_that_are_alike() -> None:
+    request = EveryoneRequest("stage", OUTPUT, copy_engines=True)
+    request.check_ranks(_config("tiny"), 2, "cuda")
+    for ranks, device in ((2, "cpu"), (1, "cuda"), (4, "cuda")):
+        with pytest.raises(InputError, match=f"--copy_engines: 6 tables on {ranks} ranks"):
+            request.check_ranks(_config("tiny"), ranks, device)
 
 
 def test_contenders_are_known_and_named_once() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from dlrm_overlap.bench.figures.volume import describe_bins
+from dlrm_overlap.bench.harness.recorded import last_step
 from dlrm_overlap.bench.harness.volume import Sending, Sent, bin_bytes, sending_of_kernels, sending_of_tasks
 from dlrm_overlap.bench.report.measured import Measured
 from dlrm_overlap.bench.report.plots import PLOTS
@@ -29,11 +30,11 @@ def test_kernels_of_the_last_step_send_evenly() -> None:
         Work("nccl a", 7, Span(110, 114)),
         Work("unpack", 3, Span(118, 122)),
     ]
-    sending = sending_of_kernels(work, "nccl_chunked_2", [80, 40])
+    sending = sending_of_kernels(last_step(work), "nccl_chunked_2", [80, 40])
     assert sending == Sending([Sent(Span(8, 12), 80), Sent(Span(12, 16), 40)], 20)
     assert bin_bytes(sending, 4, 5.0) == [0, 40, 70, 10]
     with pytest.raises(InputError, match="2 kernels of NCCL in a step with 1 All-to-Alls"):
-        sending_of_kernels(work, "baseline", [80])
+        sending_of_kernels(last_step(work), "baseline", [80])
 
 
 def test_rows_end_with_their_stage_and_hold_all_bytes_and_the_plot_draws_them() -> None:
