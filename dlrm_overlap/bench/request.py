@@ -278,10 +278,17 @@ class ForwardRequest(StageRequest):
     )
 
 
+CHUNKS = (2, 4, 8)
+"""of tables, in which a baseline looks up and sends"""
+
+
 @dataclass(frozen=True)
 class EveryoneRequest(ForwardRequest):
     """What is asked of the figure of all contenders on one shape."""
 
+    chunks: tuple[int, ...] = option(
+        CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*", type=PositiveInt
+    )
     copy_engines: bool = option(
         False, "NCCL's copy engines too, where a rank's tables are like every other's (GPU)", action="store_true"
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from jsonargparse.typing import PositiveInt
 
-from dlrm_overlap.bench.request import StageRequest, option
+from dlrm_overlap.bench.request import CHUNKS, StageRequest, option
 from dlrm_overlap.config import Config, InputError
 
 
@@ -13,7 +13,13 @@ from dlrm_overlap.config import Config, InputError
 class MapRequest(StageRequest):
     """What is asked of a figure that measures many shapes. The configuration gives what they have in common."""
 
-    iterations: int = option(20, "timed steps of each contender on each shape", type=PositiveInt)
+    iterations: int = option(12, "timed steps of each contender on each shape", type=PositiveInt)
+    chunks: tuple[int, ...] = option(
+        CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*", type=PositiveInt
+    )
+    most_seconds: int | None = option(
+        None, "end behind the shape at which so many have passed since the first one began", type=PositiveInt
+    )
 
     def points(self, config: Config, world_size: int) -> list[Config]:
         """Return the shapes to measure, those with the same tables one after the other.
@@ -44,7 +50,7 @@ class SweepRequest(MapRequest):
 
     pooling_factors: tuple[int, ...] = option((1, 8, 32, 128), "mean ids a bag, L", nargs="+", type=PositiveInt)
     """bags of a pooling factor L hold 0 to 2 L ids, any number as often"""
-    dims: tuple[int, ...] = option((32, 128, 256, 512), "of the tables", nargs="+", type=PositiveInt)
+    dims: tuple[int, ...] = option((128, 32, 512, 256), "of the tables", nargs="+", type=PositiveInt)
     global_batches: tuple[int, ...] = option((2048, 16384), "samples of all ranks", nargs="+", type=PositiveInt)
 
     def points(self, config: Config, world_size: int) -> list[Config]:

@@ -114,7 +114,8 @@ def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp
     output = tmp_path / "sweep.csv"
     argv = ["bench", "sweep", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
     argv += ["--data.tables.count", "5", "--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64"]
-    result = run_cli(*argv, "--iterations", "1", "--output", str(output))
+    argv += ["--iterations", "1", "--output", str(output)]
+    result = run_cli(*argv)
     assert result.returncode == 0, result.stderr
     assert "GPU's time alone, it pays at dim 8: " in result.stdout
     with output.open(newline="") as file:

@@ -23,16 +23,17 @@ from dlrm_overlap.ranks import Ranks
 
 def run(request: EveryoneRequest, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code of `measure_forward`."""
-    return measure_forward(request, ranks, partial(make_contenders, copy_engines=request.copy_engines))
+    return measure_forward(request, ranks, partial(make_contenders, request))
 
 
-def make_contenders(config: EmbeddingConfig, workload: Workload, copy_engines: bool = False) -> list[Contender]:
+def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
     baseline, *backends = every_backend(config, workload)
-    chunked = [*make_chunked(workload), *(make_copy_engines(workload) if copy_engines else [])]
+    chunked = make_chunked(workload, request.chunks)
+    chunked += make_copy_engines(workload) if request.copy_engines else []
     return [baseline, *chunked, *backends, *(Overlap(workload, options) for options in (*by_put, copied))]
 
 

@@ -24,6 +24,7 @@ from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.limits import count_bytes, find_limit, measure_ceilings
 from dlrm_overlap.bench.harness.rounds import time_contenders
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
@@ -68,8 +69,12 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         faults += wrong
         if ranks.world.rank == 0 and found:
             append_rows(request.output, found)
-        left_s = (time.monotonic() - began) / number * (len(points) - number)
+        (passed_s,) = greatest([time.monotonic() - began], ranks.device, group)
+        left_s = passed_s / number * (len(points) - number)
         log.info("%s: shape %d of %d, %s; about %.0f s left", request.kind, number, len(points), _name(point), left_s)
+        if request.most_seconds and passed_s >= request.most_seconds and number < len(points):
+            log.warning("%s: ends here, %d shapes are left out (--most_seconds)", request.kind, len(points) - number)
+            break
     if ranks.world.rank == 0:
         print_faults(faults)
         if rows:
@@ -89,7 +94,7 @@ def _measure(
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     storing = [name for name, backend in BACKENDS.items() if backend.stores_to_peers]
     exchanges = [Overlap(workload, exchange_options(config.embedding, name)) for name in storing]
-    contenders: list[Contender] = [Baseline(workload), *make_chunked(workload), *exchanges]
+    contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, request.chunks), *exchanges]
     agreements = check_outputs(contenders, workload)
     faults = [
         f"{contender.name} on {_name(config)}: outputs differ from the baseline's by "

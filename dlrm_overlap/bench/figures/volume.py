@@ -22,7 +22,7 @@ from dlrm_overlap.bench.harness.volume import Sending, bin_bytes, sending_of_col
 from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
-from dlrm_overlap.bench.request import VolumeRequest
+from dlrm_overlap.bench.request import CHUNKS, VolumeRequest
 from dlrm_overlap.ranks import Ranks
 
 _BACKEND = "fused"
@@ -42,7 +42,7 @@ def run(request: VolumeRequest, ranks: Ranks) -> int:
     sparse = read_ids(config, group, ranks.device)
     workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size)
     options = replace(exchange_options(config.embedding, _BACKEND), backward="collective", put="in_place")
-    contenders: list[Contender] = [Baseline(workload), *make_chunked(workload), Overlap(workload, options)]
+    contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, CHUNKS), Overlap(workload, options)]
     agreements = check_outputs(contenders, workload)
     dist.barrier(group)
     faults = [

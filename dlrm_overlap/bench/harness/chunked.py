@@ -20,7 +20,6 @@ from dlrm_overlap.bench.harness.workload import Ids, Workload
 
 log = logging.getLogger("dlrm_overlap")
 
-CHUNKS = (2, 4, 8)
 _COPIED_CHUNKS = 4
 _WARMUP = 3
 NAME = "nccl_chunked"
@@ -151,10 +150,10 @@ def make_copy_engines(workload: Workload) -> list[Contender]:
     return []
 
 
-def make_chunked(workload: Workload) -> list[Contender]:
-    """Return the contenders of 2, 4 and 8 chunks, as far as every rank has so many tables; a rank alone has none."""
+def make_chunked(workload: Workload, chunks: Sequence[int]) -> list[Contender]:
+    """Return a contender for each of `chunks`, as far as every rank has so many tables; a rank alone has none."""
     fewest = min(map(len, workload.layout.by_owner))
-    return [Chunked(workload, n) for n in CHUNKS if n <= fewest] if workload.group.size() > 1 else []
+    return [Chunked(workload, n) for n in chunks if n <= fewest] if workload.group.size() > 1 else []
 
 
 def chunk_borders(count: int, chunks: int) -> list[int]:
