@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | compare | bench | simulate | trace | checkpoint | prepare | doctor`.
+"""The command line: `dlrm-overlap train | eval | compare | bench | simulate | trace | checkpoint | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -59,6 +59,13 @@ def train(argv: list[str]) -> int:
         check_runs(config, [config.folder.name])
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy; nothing in the run's folder changes."""
+    from dlrm_overlap import evaluation
+
+    return evaluation.run(argv, evaluate.__doc__ or "")
 
 
 def compare(argv: list[str]) -> int:
@@ -262,7 +269,9 @@ def doctor(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, compare, bench, simulate, trace, checkpoint, prepare, doctor)
+    "train": train,
+    "eval": evaluate,
+    **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
 }
 
 

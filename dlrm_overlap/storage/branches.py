@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 
 _STEP = re.compile(r"step_(\d+)")
@@ -69,6 +70,26 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint in `folder` that a run goes on from if it is whole, None without any."""
     manifests, faults = read_manifests(folder)
     return next(iter([*line(manifests), *reversed(faults)]), None)
+
+
+def locate_checkpoint(path: Path, key: str) -> Path:
+    """Return the checkpoint that `path` names: itself, or, of a run's folder, the one that was written last.
+
+    Args:
+        path: a folder `step_<N>`, or that of a run.
+        key: the option that names it, for the error.
+
+    Raises:
+        InputError: if it is neither.
+    """
+    if is_checkpoint(path):
+        return path
+    if newest := newest_checkpoint(path / "checkpoints"):
+        return newest
+    raise InputError(
+        f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run that has one; give a folder named "
+        f"step_<N>, or that of a run"
+    )
 
 
 def is_checkpoint(path: Path) -> bool:
