@@ -4,14 +4,15 @@ The configuration is the one that the checkpoint keeps; options change its keys,
 Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
 """
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
-from dlrm_overlap.files import replacing
+from dlrm_overlap.files import write_json
 from dlrm_overlap.launching.parsing import Parser, check_keys
 from dlrm_overlap.launching.preflight import check_start, check_writable
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -37,6 +38,8 @@ def run(argv: list[str], description: str) -> int:
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
         parser.told[_OPTION] = ("PATH", text)
+        text = "evaluate, in one process, what checkpoint export --format inference makes of it with this --quantize"
+        parser.add_argument("--exported_as", choices=["none", "int8"], help=text)
         parser.add_argument("--output", help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
@@ -44,15 +47,18 @@ def run(argv: list[str], description: str) -> int:
             _check_output(Path(values.output), named)
 
     def work(ranks: Ranks) -> int:
+        from dlrm_overlap.observe.result_files import nan_as_none
+
         assert named is not None, "--help has ended the process"
-        results = evaluate(ranks, named)
+        quantize = ranks.values.exported_as
+        results = evaluate(ranks, named) if quantize is None else evaluate_exported(ranks, named, quantize)
         if ranks.world.rank == 0:
             print(
                 f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
                 f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, {results['samples']} samples"
             )
             if ranks.values.output is not None:
-                write_json(Path(ranks.values.output), results, "--output")
+                write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
 
     return run_on_ranks(["eval"], description, argv, work, add_options, check, defaults)
@@ -74,19 +80,64 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     check_same_model(path, config, list(held_out.rows))
     ranks.connect()
     manifest, faults = agree_on(path)
-    if manifest is None or faults:
-        raise InputError(f"{_OPTION}: {faults[0]}; evaluate another checkpoint")
+    step = _step_if_whole(manifest, faults)
     trainer = Trainer(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
     values = trainer.evaluate_checkpoint(path)
     trainer.close()
     return {
         "checkpoint": str(path.absolute()),
-        "step": manifest.step,
+        "step": step,
         **values,
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
         "global_batch_size": trainer.global_batch,
         "backend": config.embedding.backend,
+        "device": ranks.device.type,
+    }
+
+
+def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]:
+    """Return what `evaluate` does, of what `inference.export_for_inference` makes of the checkpoint `path`.
+
+    Raises:
+        InputError: as `evaluate` does, and on several ranks.
+    """
+    import torch
+
+    from dlrm_overlap.data.loader import make_loader, open_held_out
+    from dlrm_overlap.inference import Scratch, build_for_inference
+    from dlrm_overlap.observe.metrics import evaluation_metrics
+    from dlrm_overlap.storage.load import find_faults
+
+    config, batch_size = ranks.config, ranks.config.train.samples_per_rank(1)
+    if ranks.world.world_size > 1:
+        raise InputError(f"--exported_as: {quantize} is for one process; leave --nproc out")
+    held_out = open_held_out(config.data, ranks.device)
+    check_same_model(path, config, list(held_out.rows))
+    ranks.connect()
+    manifest = _manifest(path)
+    step = _step_if_whole(manifest, find_faults(path, manifest))
+    samples = held_out.num_samples
+    assert samples is not None, "an endless data set cannot be evaluated"
+    logits, labels = [], []
+    with TemporaryDirectory() as folder:
+        model, squares = build_for_inference(path, manifest, quantize, Scratch(Path(folder)))
+        model = model.to(ranks.device)
+        steps, prefetch = math.ceil(samples / batch_size), config.data.prefetch
+        with torch.no_grad(), make_loader(held_out, batch_size, 0, 1, 0, steps, 0, prefetch, False) as loader:
+            for batch in loader:
+                batch = batch.to(ranks.device)
+                lengths = batch.sparse.lengths().view(len(held_out.rows), -1).long()
+                values = list(batch.sparse.values().long().split(lengths.sum(1).tolist()))
+                logits.append(model.logits(batch.dense, values, lengths))
+                labels.append(batch.labels)
+    return {
+        "checkpoint": str(path.absolute()),
+        "step": step,
+        **evaluation_metrics(torch.cat(logits)[:samples], torch.cat(labels)[:samples]),
+        "samples": samples,
+        "exported_as": quantize,
+        "relative_rms_error_of_weights": squares.relative_rms_error,
         "device": ranks.device.type,
     }
 
@@ -115,6 +166,12 @@ def for_evaluation(config: Config) -> Config:
     return replace(config, embedding=embedding, train=train, log=log)
 
 
+def _step_if_whole(manifest: Manifest | None, faults: list[str]) -> int:
+    if manifest is None or faults:
+        raise InputError(f"{_OPTION}: {faults[0]}; evaluate another checkpoint")
+    return manifest.step
+
+
 def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
     """Check that the checkpoint `path` is one of the model of `config`, with tables of `rows`.
 
@@ -129,21 +186,6 @@ def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
         raise InputError(
             f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
         )
-
-
-def write_json(path: Path, content: dict[str, Any], key: str) -> None:
-    """Write `content` to `path`, NaN as null.
-
-    Raises:
-        InputError: naming `key`, if it cannot be written.
-    """
-    from dlrm_overlap.observe.result_files import nan_as_none
-
-    try:
-        with replacing(path) as stream:
-            stream.write((json.dumps(nan_as_none(content), indent=1) + "\n").encode())
-    except OSError as error:
-        raise InputError(f"{key}: {path} cannot be written ({error.strerror}); name another file") from None
 
 
 def _with_checkpoint(argv: list[str]) -> tuple[list[str], Path | None]:

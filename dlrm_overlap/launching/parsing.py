@@ -93,6 +93,22 @@ def suggest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
+def positionals_first(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with its options, each of which takes a value, behind all else.
+
+    argparse takes an optional positional for left out where an option comes before it.
+    """
+    first, options, each = [], [], iter(argv)
+    for argument in each:
+        if not argument.startswith("-"):
+            first.append(argument)
+            continue
+        options.append(argument)
+        if "=" not in argument and (value := next(each, None)) is not None:
+            options.append(value)
+    return [*first, *options]
+
+
 def suggest_option(name: str, known: Sequence[str]) -> str:
     """Return "did you mean X or Y?" with those of the options `known` that `name` may stand for.
 
