@@ -30,7 +30,7 @@ from dlrm_overlap.storage.parts import Part, Stored, fill
 from dlrm_overlap.storage.tools import verify
 
 QUANTIZE = ("none", "int8")
-_CHUNK_ELEMENTS = 1 << 24  # of a table, that are read, or quantised, at a time
+_CHUNK_ELEMENTS = 1 << 22  # of a table, that are read, or quantised, at a time
 _EXAMPLE_BATCH, _EXAMPLE_IDS = 5, 7  # of the batch that is traced; any other number of either will do later
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,12 +32,13 @@ from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.storage.load import open_checkpoint
 from dlrm_overlap.storage.manifest import read_manifest
 from dlrm_overlap.trainer import Trainer
+from tests.conftest import ROOT
 from tests.distributed.workers import quickstart
 from tests.unit.storage.test_format import NAME, ROWS, WRITERS, D, make_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-TINY = ["--data.tables.rows", "[50, 20, 3]", "--data.tables.multi_hot", "[3, 0..2, 1]", "--train.batch_size", "16"]
-TINY += ["--train.steps", "2", "--data.eval_samples", "32", "--train.lr", "0.02"]
+SHORT = ["--train.batch_size", "16", "--train.steps", "2", "--data.eval_samples", "32", "--train.lr", "0.02"]
+TINY = ["--data.tables.rows", "[50, 20, 3]", "--data.tables.multi_hot", "[3, 0..2, 1]"]
 DCN = ["--model.arch", "dcn", "--model.cross_layers", "2", "--model.cross_rank", "4", "--model.activation", "relu"]
 MODELS = {
     "dot": ["--embedding.data_parallel_rows", "5"],
@@ -47,7 +49,7 @@ TOLERANCE = 1e-5  # of logits: sums in another order
 
 def _train(folder: Path, *options: str) -> tuple[Trainer, Path]:
     """Return the trainer of a finished run, and its checkpoint."""
-    config = quickstart(folder, "run", *TINY, *options, "--checkpoint.last", "true")
+    config = quickstart(folder, "run", *SHORT, *options, "--checkpoint.last", "true")
     world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
     trainer = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data))
     trainer.fit()
@@ -76,9 +78,11 @@ def _batches(config: Config) -> list[Batch]:
     return [*batches, Batch.from_tensors(torch.randn(4, 13), lengths.view(-1), torch.zeros(0).int(), torch.zeros(4))]
 
 
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "options", [MODELS["dot"], pytest.param(MODELS["dcn, fp16"], marks=pytest.mark.slow)], ids=MODELS
+)
 def test_predicts_what_the_trainer_does(tmp_path: Path, options: list[str]) -> None:
-    trainer, path = _train(tmp_path, *options)
+    trainer, path = _train(tmp_path, *TINY, *options)
     for quantize, tolerance in (("none", TOLERANCE), ("int8", 0.1)):
         model, squares = build_for_inference(path, read_manifest(path), quantize, Scratch(tmp_path))
         for batch in _batches(trainer.config):
@@ -161,6 +165,7 @@ for name in sys.argv[2:]:
     print(name)
 found = [name for name in sys.modules if name.split(".")[0] in ("dlrm_overlap", "torchrec", "fbgemm_gpu")]
 assert not found, found
+exec(open("serving.py").read())
 try:
     import dlrm_overlap
 except ImportError:
@@ -172,7 +177,7 @@ except ImportError:
 def test_a_program_runs_in_a_process_with_torch_alone(tmp_path: Path) -> None:
     names = []
     for number, options in enumerate(MODELS.values()):
-        trainer, path = _train(tmp_path / str(number), *options)
+        trainer, path = _train(tmp_path / str(number), *TINY, *options)
         batches = _batches(trainer.config)[:-1]  # the last has no ids that could lie outside their tables
         cases = [(_inputs(batch), _logits(trainer, batch).sigmoid()) for batch in batches]
         for kind in ("none", "int8"):
@@ -180,15 +185,20 @@ def test_a_program_runs_in_a_process_with_torch_alone(tmp_path: Path) -> None:
             signature = export_for_inference(path, Path(names[-1] + ".pt2"), kind)
             assert json.loads(Path(names[-1] + ".json").read_text()) == signature
             torch.save(cases, names[-1] + ".cases")
+    export_for_inference(_train(tmp_path / "quickstart")[1], tmp_path / "dlrm.pt2")
+    program = (ROOT / "docs/serving.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "serving.py").write_text(program)
     assert not list(tmp_path.glob(".*")), "what was made on the way is gone"
     packages = str(Path(torch.__file__).parents[1])
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", CONSUMER, packages, *names],
-        cwd="/",
+        cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert result.stdout.splitlines() == [*names, "alone"], result.stderr
+    *lines, shown, last = result.stdout.splitlines() or [""] * 2
+    assert (lines, last) == (names, "alone"), result.stderr
+    assert re.fullmatch(r"tensor\(\[0\.\d+, 0\.\d+\]\)", shown), "the program of the page gives two probabilities"
