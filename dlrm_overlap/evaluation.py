@@ -159,9 +159,12 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without what training alone needs: no memory for optimizers' states, no trace, no last step."""
+    """Return `config` without what training alone needs: optimizers' states, a compiled or captured dense part, traces.
+
+    None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
+    """
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
-    train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1)
+    train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
     log = replace(config.log, trace_steps=0, trace_first=LogConfig.trace_first)
     return replace(config, embedding=embedding, train=train, log=log)
 

@@ -49,7 +49,8 @@ def _evaluate(path: Path, config: Config) -> dict[str, Any]:
 @pytest.mark.parametrize(("step", "backend"), [(2, "torchrec"), (4, "pgas")])
 def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step: int, backend: str) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
-    config = replace(stored, embedding=replace(stored.embedding, backend=backend))
+    train = replace(stored.train, graph_dense=True)  # which training needs a GPU for
+    config = replace(stored, embedding=replace(stored.embedding, backend=backend), train=train)
     found = _evaluate(run / "checkpoints" / f"step_{step}", config)
     assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[step] for key in KEYS}
     assert (found["step"], found["samples"]) == (step, 250)
