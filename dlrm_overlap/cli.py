@@ -250,7 +250,7 @@ def checkpoint(argv: list[str]) -> int:
         if value != default and not what.startswith(needed):
             raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
     if what == "export --format inference":
-        from dlrm_overlap.inference import export_for_inference
+        from dlrm_overlap.inference.export import export_for_inference
 
         signature = export_for_inference(path, Path(values.output), values.quantize)
         print(f"{values.output}: {signature['bytes'] / 1e9:.3g} GB; its inputs: {Path(values.output).stem}.json")

@@ -97,7 +97,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]:
-    """Return what `evaluate` does, of what `inference.export_for_inference` makes of the checkpoint `path`.
+    """Return what `evaluate` does, of what `inference.export` makes of the checkpoint `path`.
 
     Raises:
         InputError: as `evaluate` does, and on several ranks.
@@ -105,7 +105,7 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
     import torch
 
     from dlrm_overlap.data.loader import make_loader, open_held_out
-    from dlrm_overlap.inference import Scratch, build_for_inference
+    from dlrm_overlap.inference.model import Scratch, build_for_inference
     from dlrm_overlap.observe.metrics import evaluation_metrics
     from dlrm_overlap.storage.load import find_faults
 
@@ -121,7 +121,13 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
     assert samples is not None, "an endless data set cannot be evaluated"
     logits, labels = [], []
     with TemporaryDirectory() as folder:
-        model, squares = build_for_inference(path, manifest, quantize, Scratch(Path(folder)))
+        try:
+            model, squares = build_for_inference(path, manifest, quantize, Scratch(Path(folder)))
+        except OSError as error:
+            raise InputError(
+                f"--exported_as: a table cannot be written to {folder} ({error.strerror}); set TMPDIR to a folder with "
+                f"room for the tables"
+            ) from None
         model = model.to(ranks.device)
         steps, prefetch = math.ceil(samples / batch_size), config.data.prefetch
         with torch.no_grad(), make_loader(held_out, batch_size, 0, 1, 0, steps, 0, prefetch, False) as loader:

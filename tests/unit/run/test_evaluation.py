@@ -11,7 +11,7 @@ import torch
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.evaluation import evaluate, stored_config
+from dlrm_overlap.evaluation import evaluate, evaluate_exported, stored_config
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.ranks import Ranks
@@ -55,6 +55,14 @@ def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step:
     assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[step] for key in KEYS}
     assert (found["step"], found["samples"]) == (step, 250)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("quantize", "tolerance"), [("none", 1e-6), ("int8", 1e-3)])
+def test_as_exported_it_differs_by_rounding(run: Path, stored: Config, quantize: str, tolerance: float) -> None:
+    ranks = Ranks(stored, SimpleNamespace(), WORLD, CPU)
+    found = evaluate_exported(ranks, run / "checkpoints" / "step_4", quantize)
+    assert found["loss"] == pytest.approx(read_metrics(run, "eval/loss")[4], rel=tolerance)
+    assert (found["samples"], found["relative_rms_error_of_weights"] > 0) == (250, quantize == "int8")
 
 
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:

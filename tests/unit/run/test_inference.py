@@ -16,18 +16,9 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.inference import (
-    FloatTable,
-    Int8Table,
-    NarrowTable,
-    Scratch,
-    Squares,
-    _quantised,
-    _table,
-    build_for_inference,
-    export_for_inference,
-    quantise_rows,
-)
+from dlrm_overlap.inference.export import export_for_inference
+from dlrm_overlap.inference.model import Scratch, Squares, build_for_inference, quantised_table, stored_table
+from dlrm_overlap.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.storage.load import open_checkpoint
 from dlrm_overlap.storage.manifest import read_manifest
@@ -115,12 +106,12 @@ def test_tables_of_half_precision_are_summed_in_float32() -> None:
 def test_tables_are_put_together_from_pieces(tmp_path: Path, write: Callable[..., Path]) -> None:
     path, wanted = write(tmp_path, make_table([0, 2, 6])), torch.arange(float(ROWS * D)).view(ROWS, D)
     stored = open_checkpoint(path, read_manifest(path))
-    assert torch.equal(_table(NAME, (ROWS, D), stored, Scratch(tmp_path)), wanted)
+    assert torch.equal(stored_table(NAME, (ROWS, D), stored, Scratch(tmp_path)), wanted)
     for step in (2, ROWS):
-        table = _quantised(NAME, (ROWS, D), step, stored, Scratch(tmp_path), Squares())
+        table = quantised_table(NAME, (ROWS, D), step, stored, Scratch(tmp_path), Squares())
         assert torch.equal(table.codes, quantise_rows(wanted)[0])
     with pytest.raises(InputError, match=r"has model\.t\.weight of shape \[5, 8\]"):
-        _table(NAME, (ROWS + 1, D), stored, Scratch(tmp_path))
+        stored_table(NAME, (ROWS + 1, D), stored, Scratch(tmp_path))
 
 
 @pytest.mark.parametrize(
