@@ -45,6 +45,8 @@ def run(argv: list[str], description: str) -> int:
     def check(config: Config, values: Any) -> None:
         if named and values.output is not None:
             _check_output(Path(values.output), named)
+        if values.exported_as is not None and values.nproc not in (None, 1):
+            raise _one_process(values.exported_as)
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.result_files import nan_as_none
@@ -111,7 +113,7 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
 
     config, batch_size = ranks.config, ranks.config.train.samples_per_rank(1)
     if ranks.world.world_size > 1:
-        raise InputError(f"--exported_as: {quantize} is for one process; leave --nproc out")
+        raise _one_process(quantize)
     held_out = open_held_out(config.data, ranks.device)
     check_same_model(path, config, list(held_out.rows))
     ranks.connect()
@@ -173,6 +175,10 @@ def for_evaluation(config: Config) -> Config:
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
     log = replace(config.log, trace_steps=0, trace_first=LogConfig.trace_first)
     return replace(config, embedding=embedding, train=train, log=log)
+
+
+def _one_process(quantize: str) -> InputError:
+    return InputError(f"--exported_as: {quantize} is evaluated by one process; leave --nproc out")
 
 
 def _step_if_whole(manifest: Manifest | None, faults: list[str]) -> int:

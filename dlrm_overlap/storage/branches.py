@@ -15,13 +15,16 @@ from pathlib import Path
 from dlrm_overlap.config import InputError
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 
-_STEP = re.compile(r"step_(\d+)")
+_STEP = re.compile(r"step_\d+")
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are named as checkpoints are, by step."""
-    found = [(int(m[1]), path) for path in folder.glob("step_*") if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in folder.glob("step_*") if _STEP.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("_")[2])
 
 
 def read_manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:
@@ -80,11 +83,16 @@ def locate_checkpoint(path: Path, key: str) -> Path:
         key: the option that names it, for the error.
 
     Raises:
-        InputError: if it is neither.
+        InputError: if it is neither, or the manifest of the last one is damaged.
     """
     if is_checkpoint(path):
         return path
-    if newest := newest_checkpoint(path / "checkpoints"):
+    manifests, faults = read_manifests(path / "checkpoints")
+    newest = next(iter(line(manifests)), None)
+    for damaged, fault in reversed(faults.items()):
+        if newest is None or _step_of(damaged) > manifests[newest].step:
+            raise InputError(f"{key}: {fault}; name another checkpoint")
+    if newest is not None:
         return newest
     raise InputError(
         f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run that has one; give a folder named "

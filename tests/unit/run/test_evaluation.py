@@ -94,6 +94,8 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {run} --output {run}/eval.json", "is in the run's folder"),
         ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
+        ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
+        ("--checkpoint {run} --exported_as int8 --nproc 2", "int8 is evaluated by one process; leave --nproc out"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -103,7 +105,10 @@ def test_mistakes_are_one_line(
     for name, about in manifests.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_text(dump_manifest(Manifest(1, {}, about=about)))
-    argv = options.format(run=run, **{name: tmp_path / name for name in manifests}).split()
+    for step, text in ((4, dump_manifest(Manifest(4, {}))), (12, "{}")):  # the newest is damaged
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step}" / MANIFEST).write_text(text)
+    argv = options.format(run=run, tmp_path=tmp_path, **{name: tmp_path / name for name in manifests}).split()
     assert main(["eval", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
