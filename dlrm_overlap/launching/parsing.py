@@ -202,6 +202,18 @@ class Parser(ArgumentParser):
         except ArgumentError as error:
             raise InputError(_parse_error(str(error), self._options())) from None
 
+    def take_defaults(self, values: Mapping[str, Any]) -> None:
+        """Let `values`, nested as in a file, take the place of the defaults.
+
+        Raises:
+            InputError: if one is of a wrong type.
+        """
+        try:
+            self.parse_object(dict(values))
+        except ArgumentError as error:
+            raise InputError(_parse_error(str(error), self._options())) from None
+        self.set_defaults(flatten(values))
+
     def print_help(self, file: Any = None) -> None:
         """Print what --help shows."""
         for action in self._actions:
@@ -252,7 +264,8 @@ def parse_sections(
     parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
     add_options(parser)
     parser.add_class_arguments(config)
-    parser.set_defaults(flatten(defaults or {}))
+    if defaults:
+        parser.take_defaults(defaults)
     for option, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if option == "--config" or option.startswith("--config="):
             path = option.partition("=")[2] or following

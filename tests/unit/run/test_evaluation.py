@@ -94,6 +94,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {run} --output {run}/eval.json", "is in the run's folder"),
         ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
+        ("--checkpoint {wrong}", "train.steps: abc is not a whole number above 0 or null"),
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
         ("--checkpoint {run} --exported_as int8 --nproc 2", "int8 is evaluated by one process; leave --nproc out"),
     ],
@@ -102,6 +103,7 @@ def test_mistakes_are_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str
 ) -> None:
     manifests = {"old": {}, "newer": {"config": {"embedding": {"colour": "red"}}}}
+    manifests["wrong"] = {"config": {"train": {"steps": "abc"}}}
     for name, about in manifests.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_text(dump_manifest(Manifest(1, {}, about=about)))
