@@ -194,6 +194,7 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
         "pattern": product.pattern,
         "gather": product.gather,
         "link_gb_per_s": config.gpu.link_gb_per_s,
+        "tflop_per_s": f"{config.gpu.tflop_per_s * config.gpu.dense_efficiency:.4g}",
         "update_factor": product.update_factor,
         "ms": f"{simulated.ms:.4g}",
         "product_ms": f"{simulated.product_ms:.4g}",

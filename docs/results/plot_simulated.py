@@ -13,9 +13,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from simulated_products_table import ASSUMPTIONS, WAYS, product_key
 
 Row = Mapping[str, str]
 
+LAYERS = {"out": "attention out", "fc2": "FC-2", "fc1_backward": "FC-1 backward", "qkv_backward": "QKV backward"}
 LOOKS = {
     "torchrec's exchange": ("#9aa5b1", "o"),
     "fused": ("#e08e45", "s"),
@@ -88,6 +90,29 @@ def draw_slices(folder: Path) -> None:
     _save(figure, folder / "simulated_slices.svg")
 
 
+def draw_products(folder: Path) -> None:
+    """Draw how much faster each way is than product, then reduce-scatter, a group of bars for each product."""
+    rows = read_rows(folder / "simulated_products.csv")
+    assumed = [row for row in rows if all(row[name] == rows[0][name] for name in ASSUMPTIONS)]
+    # The gradient of the first layer's input has the shape of the second layer.
+    serial = [row for row in assumed if row["way"] == "serial" and row["layer"] != "fc1_backward"]
+    labels = [f"{row['name']}\n{row['ranks']} ranks, {LAYERS[row['layer']]}" for row in serial]
+    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    width = 0.8 / len(WAYS)
+    for number, (way, colour) in enumerate(zip(WAYS, ("#9aa5b1", "#e08e45", "#1f6f8b", "#d9dee3"), strict=True)):
+        times = {product_key(row): float(row["ms"]) for row in assumed if row["way"] == way}
+        speedups = [float(row["ms"]) / times[product_key(row)] for row in serial]
+        axes.bar([i + width * (number - 1.5) for i in range(len(serial))], speedups, width, color=colour, label=way)
+    axes.set_xticks(range(len(serial)), labels, fontsize=6, rotation=90)
+    axes.set_ylim(0.9, 1.5)
+    axes.axhline(1, color="black", lw=0.6)
+    axes.set_ylabel("times as fast as serial, simulated")
+    axes.set_title("Simulated: product, reduce-scatter and all-gather of transformers' layers, T3's GPU", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=4)
+    _save(figure, folder / "simulated_products.svg")
+
+
 def _save(figure: plt.Figure, path: Path) -> None:  # pyright: ignore[reportPrivateImportUsage]
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -97,7 +122,7 @@ def main(folder: str | Path = Path(__file__).parent) -> None:
     """Draw all figures of the rows in `folder`."""
     # Text stays text, and the same rows give the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "simulated", "font.size": 8}
-    for draw in (draw_scaling, draw_p1, draw_slices):
+    for draw in (draw_scaling, draw_p1, draw_slices, draw_products):
         draw(Path(folder))
 
 
