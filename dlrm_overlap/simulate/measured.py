@@ -8,7 +8,7 @@
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +19,17 @@ from dlrm_overlap.simulate.config import (
     GpuConfig,
     HostConfig,
     NetworkConfig,
+    ProductConfig,
     SimulateConfig,
     WorkConfig,
 )
+from dlrm_overlap.simulate.product import simulate_product, with_product_ms
 from dlrm_overlap.simulate.step import simulate
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
 _FULLEST = 1.08  # of the balanced plan on 4 ranks, docs/results/step.md
+_MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
 _TWO_GPUS = re.compile(r"\*\*Two GPUs\*\* of another machine: ([\d.]+) ms against ([\d.]+) of `torchrec_strongest`")
@@ -59,6 +62,39 @@ def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> Sim
         ),
         host=host,
     )
+
+
+def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | None:
+    """Return the simulation of what a row of `bench gemm` has measured, or None where there is no model of it.
+
+    There are models of `reduce_scatter` by `serial` and by `copies`: parts are copied to their owners, who sum them at
+    the memory's rate. The product [M, N / W] x [N / W, K] takes as long as it was measured alone, `gemm_ms`, on each
+    rank; all that is simulated is what goes on beside and behind it.
+    """
+    ways = {"serial": "serial", "copies": "software"}
+    if row["operator"] != "reduce_scatter" or row["contender"] not in ways or int(row["world_size"]) < 2:
+        return None
+    config = SimulateConfig(
+        what="product",
+        gpu=gpu,
+        network=NetworkConfig(gpus_per_host=int(row["world_size"])),
+        product=ProductConfig(
+            name="measured",
+            m=int(row["m"]),
+            n=int(row["k"]),
+            k=int(row["n"]),
+            way=ways[row["contender"]],  # pyright: ignore[reportArgumentType]
+            pattern="direct" if row["contender"] == "copies" else "ring",
+            gather=False,
+            programs=_MULTIPROCESSORS,
+            tile_n=256,  # of cuBLAS's usual tile on this GPU
+            cache_mb=50.0,
+            trigger_us=gpu.kernel_us,
+            sum_share=_SUM_SHARE,
+            sum_gb_per_s=gpu.copy_gb_per_s,
+        ),
+    )
+    return with_product_ms(config, float(row["gemm_ms"]))
 
 
 def calibrate_from(folder: Path) -> GpuConfig:
@@ -109,4 +145,15 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
             name = f"step {row['contender']} {row['arch']}, {samples} samples"
             simulated_ms = simulate(step_config(row, gpu, host)).ms
             found.append(Prediction(name, float(row["median_ms"]), simulated_ms))
+    return found
+
+
+def predict_products(rows: Sequence[Mapping[str, str]], gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of each row of `bench gemm` that the simulator has a model of."""
+    found: list[Prediction] = []
+    for row in rows:
+        config = product_config(row, gpu)
+        if config is not None:
+            name = f"{row['operator']} {row['contender']}, {row['m']} x {row['k']} x {row['n']}"
+            found.append(Prediction(name, float(row["median_ms"]), simulate_product(config).ms))
     return found

@@ -102,6 +102,19 @@ def product_alone_ms(config: SimulateConfig) -> float:
     return made.engine.run().seconds * 1e3
 
 
+def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
+    """Return the configuration with that part of the GPU's greatest rate with which the product alone takes `ms`.
+
+    Where the loads and stores of the tiles alone take longer, they set the time.
+    """
+    few, many = 0.01, 100.0
+    for _ in range(24):
+        middle = (few * many) ** 0.5
+        tried = replace(config, gpu=replace(config.gpu, dense_efficiency=middle))
+        few, many = (middle, many) if product_alone_ms(tried) > ms else (few, middle)
+    return replace(config, gpu=replace(config.gpu, dense_efficiency=few))
+
+
 class _Graph:
     """Activities of some ranks, each of which has its products, its memory (in seconds at full rate) and its link."""
 

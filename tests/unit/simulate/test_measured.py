@@ -10,7 +10,8 @@ import yaml
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.simulate.calibrate import read_rows
 from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.measured import calibrate_from, predict_all, step_config
+from dlrm_overlap.simulate.measured import calibrate_from, predict_all, product_config, step_config
+from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
 from dlrm_overlap.traffic import count_dense
 
@@ -86,3 +87,19 @@ def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None
     total = found.hbm_bytes + found.update.hbm + 4 * dense.parameters + 2 * dense.outputs
     assert dense.flop == int(row["dense_flop"])
     assert total == pytest.approx(float(row["uncached_hbm_bytes"]), rel=0.1)
+
+
+def test_a_row_of_bench_gemm_is_simulated_with_its_own_product(gpu: GpuConfig) -> None:
+    row = {"operator": "reduce_scatter", "world_size": "4", "m": "4096", "k": "2048", "n": "8192", "gemm_ms": "0.2"}
+    serial, copies = (product_config(row | {"contender": name}, gpu) for name in ("serial", "copies"))
+    assert serial is not None
+    assert copies is not None
+    for config in (serial, copies):
+        assert product_alone_ms(config) == pytest.approx(0.2, rel=0.01)
+    part = 4096 * 2048 * 2 / 4
+    scatter_ms = (gpu.collective_us + 3 * gpu.peer_us) / 1e3 + 3 * part / gpu.collective_gb_per_s / 1e6
+    assert simulate_product(serial).ms == pytest.approx(0.2 + scatter_ms, rel=0.01)
+    sum_ms = 5 * part / gpu.copy_gb_per_s / 1e6  # behind the last part of the product
+    assert 0.2 + sum_ms < simulate_product(copies).ms < simulate_product(serial).ms
+    assert product_config(row | {"contender": "torch"}, gpu) is None
+    assert product_config(row | {"operator": "all_gather", "contender": "serial"}, gpu) is None

@@ -18,7 +18,7 @@ def _simulate(ranks: int = 1, **product: Any) -> SimulatedProduct:
     gpu = GpuConfig(
         memory_gb_per_s=1000, link_gb_per_s=75, collective_gb_per_s=75, collective_us=0, peer_us=0.5, tflop_per_s=100
     )
-    shape = ProductConfig(**({"m": 2048, "n": 1024, "k": 4096, "programs": 24} | product))
+    shape = replace(ProductConfig(m=2048, n=1024, k=4096, programs=24), **product)
     network = NetworkConfig(gpus_per_host=W)
     return simulate_product(SimulateConfig("product", gpu, network, product=shape), ranks=ranks)
 
@@ -45,7 +45,7 @@ def test_a_cache_that_holds_all_reads_the_inputs_once_and_all_results_are_stored
 
 @pytest.mark.parametrize(("way", "pattern"), [*((way, "ring") for way in WAYS), ("software", "direct")])
 def test_one_rank_stands_for_all(way: str, pattern: str) -> None:
-    one, all_of = (_simulate(ranks, way=way, pattern=pattern) for ranks in (1, W))
+    one, all_of = _simulate(1, way=way, pattern=pattern), _simulate(W, way=way, pattern=pattern)
     assert one.ms == pytest.approx(all_of.ms, rel=1e-9)
     assert one.product_ms == pytest.approx(all_of.product_ms, rel=1e-9)
     assert one.memory.total == pytest.approx(all_of.memory.total)
@@ -88,10 +88,10 @@ def test_sums_in_memory_gain_and_nothing_beats_the_longer_of_both() -> None:
 
 
 def test_slow_sums_in_memory_hold_the_product_up_unless_it_comes_first() -> None:
-    shape = {"k": 16384, "update_factor": 8.0}  # the product is the longer of both
-    free, arbitrated = (_simulate(way=way, **shape) for way in ("near_memory", "arbitrated"))
+    k = 16384  # the product is the longer of both
+    free, arbitrated = (_simulate(way=way, k=k, update_factor=8.0) for way in ("near_memory", "arbitrated"))
     assert arbitrated.product_ms < free.product_ms
-    easy = _simulate(way="near_memory", **(shape | {"update_factor": 1.0}))
+    easy = _simulate(way="near_memory", k=k, update_factor=1.0)
     assert easy.product_ms < arbitrated.product_ms
 
 
