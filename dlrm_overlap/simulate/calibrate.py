@@ -4,11 +4,12 @@ Two numbers describe a lookup, a rate and a time a bag; the two shapes of `weak.
 both. What the exchange adds comes from the rows on two GPUs.
 """
 
+import ast
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,6 +114,11 @@ def _pooled_bytes(row: Row) -> float:
     return int(row["global_batch"]) / int(row["world_size"]) * int(row["tables"]) * int(row["dim"]) * 4
 
 
+def _value(text: str) -> Any:
+    """Return a number or a list of a row's column, or the text where it is neither, as of a range of ids."""
+    return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
+
+
 def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateConfig:
     """Return the simulation of what a row of `bench weak`, `strong`, `stage`, `schedule` or `slice` has measured."""
     dim, world_size = int(row["dim"]), int(row["world_size"])
@@ -123,8 +129,8 @@ def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateCo
         model=ModelConfig(dim=dim, bottom_mlp=[dim]),
         work=WorkConfig(
             tables=int(row["tables"]),
-            rows=int(row["rows"]),
-            multi_hot=row["multi_hot"],
+            rows=_value(row["rows"]),
+            multi_hot=_value(row["multi_hot"]),
             zipf_alpha=float(row["zipf_alpha"]),
             global_batch=int(row["global_batch"]),
         ),
@@ -155,14 +161,30 @@ def simulate_stage_ms(config: SimulateConfig, copies: bool = True) -> float:
     return engine.run().seconds * 1e3
 
 
-def predict(rows: Sequence[Row], gpu: GpuConfig, chosen: Callable[[Row], bool]) -> list[Prediction]:
+def fit_host(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the host's time in ms to issue each contender's stage, from rows on two GPUs which it bounds.
+
+    It is the 10th percentile: what else the machine does only adds to it. The same calls are made on two ranks and on
+    more, so that it holds for any number of ranks of this machine; and for none of another machine.
+    """
+    return {row["contender"]: float(row["p10_ms"]) for row in rows if row["world_size"] == "2"}
+
+
+def predict(
+    rows: Sequence[Row],
+    gpu: GpuConfig,
+    host_ms: Mapping[str, float],
+    chosen: Callable[[Row], bool],
+    column: str = "median_ms",
+) -> list[Prediction]:
     """Return what the simulator says to those rows that are `chosen`, of contenders that it knows."""
     found = []
     for row in rows:
         if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
             schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
             name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
-            found.append(Prediction(name, float(row["median_ms"]), stage_ms(row, gpu)))
+            simulated_ms = max(stage_ms(row, gpu), host_ms[row["contender"]])
+            found.append(Prediction(name, float(row[column]), simulated_ms))
     return found
 
 

@@ -17,6 +17,20 @@ class LookupConfig:
 
 
 @dataclass(frozen=True)
+class UpdateConfig:
+    """How fast rows are updated once their gradients are there."""
+
+    sgd_gb_per_s: PositiveFloat = 4225.0
+    """of rows, places and gradients, each gradient read once, under sgd"""
+    adagrad_gb_per_s: PositiveFloat = 4225.0
+    """the same under rowwise_adagrad and adagrad"""
+    repeated_gb_per_s: PositiveFloat = 4225.0
+    """of gradients that are read again, for further ids of a bag"""
+    us: NonNegativeFloat = 0.0
+    """that an update takes whatever its bytes"""
+
+
+@dataclass(frozen=True)
 class GpuConfig:
     """Rates of one GPU and of what runs on it. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
 
@@ -50,10 +64,14 @@ class GpuConfig:
     """the lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
     """the lookup of the backend fused"""
-    update_of_limit: PositiveFloat = 1.0
-    """time of the kernel that updates rows over that of its bytes, each gradient read as often as ids name it"""
-    baseline_update_of_limit: PositiveFloat = 1.69
-    """the same of FBGEMM's, its sort included"""
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    """the update of rows of the backward push"""
+    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2500.0, 2500.0, 2500.0))
+    """FBGEMM's, of the backward collective, the sort of the ids aside"""
+    sort_ns: NonNegativeFloat = 0.0
+    """that an id takes to be sorted by row: beside the forward where the backward is push, else before the update"""
+    sort_us: NonNegativeFloat = 0.0
+    """that a sort takes whatever the number of ids"""
 
 
 @dataclass(frozen=True)
@@ -255,14 +273,17 @@ class HostConfig:
     """of torchrec, which issues its kernels one by one; 0 is a host that is never waited for"""
     captured_ms: NonNegativeFloat = 0.0
     """of pgas and fused"""
+    stage_ms: NonNegativeFloat = 0.0
+    """of the stage alone, whatever the backend, where its kernels are issued one by one"""
 
 
 @dataclass(frozen=True)
 class SimulateConfig:
     """One simulation."""
 
-    what: Literal["stage", "step", "product"] = "step"
-    """stage: lookup and exchange, forward only; step: a whole training step; product: a matrix product whose results
+    what: Literal["stage", "backward", "step", "product"] = "step"
+    """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows, the ids
+    being sorted under push; step: a whole training step; product: a matrix product whose results
     are summed over the ranks of one host, of which `gpu`, `network` and `product` count"""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """rates of a GPU"""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.calibrate import Measured, Prediction, fit, fit_step, predict, read_rows
+from dlrm_overlap.simulate.calibrate import Measured, Prediction, fit, fit_host, fit_step, predict, read_rows
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
@@ -134,10 +134,17 @@ def _page(folder: Path) -> tuple[float, float, float]:
 
 
 def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
-    """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of."""
+    """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of.
+
+    Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
+    """
     found: list[Prediction] = []
+    small = read_rows(folder / "calibration" / "small_batch.csv")
+    host_ms = fit_host(small)
     for name in ("weak", "strong", "stage", "schedule"):
-        found += predict(read_rows(folder / f"{name}.csv"), gpu, lambda row: row["world_size"] == "4")
+        found += predict(read_rows(folder / f"{name}.csv"), gpu, host_ms, lambda row: row["world_size"] == "4")
+    rows = [row | {"kind": "small batch"} for row in small]
+    found += predict(rows, gpu, host_ms, lambda row: row["world_size"] == "4", "p10_ms")
     host = HostConfig(torchrec_ms=_page(folder)[2])
     for row in read_rows(folder / "step.csv"):
         if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
