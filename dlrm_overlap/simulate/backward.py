@@ -33,7 +33,7 @@ def collective_backward(config: SimulateConfig) -> bool:
 
 def sort_s(config: SimulateConfig, work: Workload) -> float:
     """Return how long a rank's ids take to be sorted, in seconds."""
-    return work.ids * config.gpu.sort_ns / 1e9 + config.gpu.sort_us / 1e6
+    return work.ids * config.gpu.sort_ns / 1e9
 
 
 def rows_s(config: SimulateConfig, work: Workload) -> float:

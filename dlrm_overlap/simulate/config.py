@@ -70,8 +70,6 @@ class GpuConfig:
     """FBGEMM's, of the backward collective, the sort of the ids aside"""
     sort_ns: NonNegativeFloat = 0.0
     """that an id takes to be sorted by row: beside the forward where the backward is push, else before the update"""
-    sort_us: NonNegativeFloat = 0.0
-    """that a sort takes whatever the number of ids"""
 
 
 @dataclass(frozen=True)
