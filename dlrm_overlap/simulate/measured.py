@@ -13,7 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.calibrate import Measured, Prediction, fit, fit_host, fit_step, predict, read_rows
+from dlrm_overlap.simulate.calibrate import (
+    Measured,
+    Prediction,
+    fit,
+    fit_backward,
+    fit_host,
+    fit_step,
+    predict,
+    predict_backward,
+    read_rows,
+)
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
@@ -137,6 +147,7 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of.
 
     Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
+    Those of the backward are the rows without skew, by the rates of updates without skew, which a step does not use.
     """
     found: list[Prediction] = []
     small = read_rows(folder / "calibration" / "small_batch.csv")
@@ -145,6 +156,8 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
         found += predict(read_rows(folder / f"{name}.csv"), gpu, host_ms, lambda row: row["world_size"] == "4")
     rows = [row | {"kind": "small batch"} for row in small]
     found += predict(rows, gpu, host_ms, lambda row: row["world_size"] == "4", "p10_ms")
+    unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
+    found += predict_backward(read_rows(folder / "backward.csv"), unskewed)
     host = HostConfig(torchrec_ms=_page(folder)[2])
     for row in read_rows(folder / "step.csv"):
         if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from dlrm_overlap.simulate.calibrate import Prediction, read_rows
+from dlrm_overlap.simulate.calibrate import Prediction, fit_backward, read_rows
 from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products
 
 
@@ -20,6 +20,11 @@ def main(folder: str | Path = Path(__file__).parent) -> None:
     """Print both for the rows in `folder`."""
     gpu = calibrate_from(Path(folder))
     print(yaml.safe_dump({"gpu": dataclasses.asdict(gpu)}, sort_keys=False))
+    unskewed = fit_backward(read_rows(Path(folder) / "calibration" / "backward.csv"), gpu)
+    for name, rates in {"push": unskewed.update, "baseline": unskewed.baseline_update}.items():
+        sgd, adagrad = rates.sgd_gb_per_s, rates.adagrad_gb_per_s
+        print(f"updates without skew, {name}: {sgd:g} GB/s under sgd, {adagrad:g} under rowwise_adagrad")
+    print(f"a sort takes {unskewed.sort_ns:g} ns an id\n")
     _print(predict_all(Path(folder), gpu))
     products = Path(folder) / "gemm.csv"
     if products.exists():

@@ -17,8 +17,8 @@ from dlrm_overlap.traffic import count_dense
 
 RESULTS = Path("docs/results")
 WITHIN = 0.10
-# Not predicted, and docs/simulator.md says why: the host's time, staged slices under an order that makes all ranks
-# write to one, a step whose kernels are short.
+# Not predicted, and docs/simulator.md says why: the host of another machine, staged slices under an order that makes
+# all ranks write to one, a step whose kernels are short, FBGEMM's update where rows are not the greater part.
 MISSED = {
     "strong torchrec, 0..32 x 64",
     "stage torchrec, 0..32 x 64",
@@ -29,6 +29,10 @@ MISSED = {
     "schedule fused linear, 0..16 x 128",
     "step torchrec_strongest dot, 2048 samples",
     "step pgas_graph dot, 2048 samples",
+    "backward baseline sgd, 0..16 x 128",
+    "backward baseline rowwise_adagrad, 0..16 x 128",
+    "backward baseline sgd, 1 x 64",
+    "backward baseline rowwise_adagrad, 1 x 64",
 }
 
 
@@ -46,7 +50,7 @@ def test_the_file_of_rates_is_what_the_rows_tell(gpu: GpuConfig) -> None:
 def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
     predictions = predict_all(RESULTS, gpu)
     assert {each.name for each in predictions if abs(each.error) > WITHIN} == MISSED
-    assert len(predictions) - len(MISSED) >= 30
+    assert len(predictions) - len(MISSED) >= 50
     page = Path("docs/simulator.md").read_text()
     for each in predictions:
         line = f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |"
