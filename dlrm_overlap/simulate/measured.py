@@ -82,7 +82,7 @@ def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | N
     rank; all that is simulated is what goes on beside and behind it.
     """
     ways = {"serial": "serial", "copies": "software"}
-    if row["operator"] != "reduce_scatter" or row["contender"] not in ways or int(row["world_size"]) < 2:
+    if row["operator"] != "reduce_scatter" or row["contender"] not in ways or row["device"] != "cuda":
         return None
     config = SimulateConfig(
         what="product",

@@ -94,7 +94,8 @@ def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None
 
 
 def test_a_row_of_bench_gemm_is_simulated_with_its_own_product(gpu: GpuConfig) -> None:
-    row = {"operator": "reduce_scatter", "world_size": "4", "m": "4096", "k": "2048", "n": "8192", "gemm_ms": "0.2"}
+    row = {"operator": "reduce_scatter", "device": "cuda", "world_size": "4", "m": "4096", "k": "2048", "n": "8192"}
+    row |= {"gemm_ms": "0.2"}
     serial, copies = (product_config(row | {"contender": name}, gpu) for name in ("serial", "copies"))
     assert serial is not None
     assert copies is not None
@@ -107,3 +108,4 @@ def test_a_row_of_bench_gemm_is_simulated_with_its_own_product(gpu: GpuConfig) -
     assert 0.2 + sum_ms < simulate_product(copies).ms < simulate_product(serial).ms
     assert product_config(row | {"contender": "torch"}, gpu) is None
     assert product_config(row | {"operator": "all_gather", "contender": "serial"}, gpu) is None
+    assert product_config(row | {"device": "cpu", "contender": "serial"}, gpu) is None
