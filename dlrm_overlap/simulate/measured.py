@@ -29,11 +29,11 @@ from dlrm_overlap.simulate.config import (
     GpuConfig,
     HostConfig,
     NetworkConfig,
-    ProductConfig,
     SimulateConfig,
     WorkConfig,
 )
 from dlrm_overlap.simulate.product import simulate_product, with_product_ms
+from dlrm_overlap.simulate.product_config import ProductConfig
 from dlrm_overlap.simulate.step import simulate
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_overlap.simulate.config import ProductConfig
+from dlrm_overlap.simulate.product_config import ProductConfig
 
 
 @dataclass(frozen=True)

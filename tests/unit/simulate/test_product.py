@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, ProductConfig, SimulateConfig
+from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, product_alone_ms, simulate_product
+from dlrm_overlap.simulate.product_config import ProductConfig
 from dlrm_overlap.simulate.tiles import tile_waves
 
 WAYS = ["serial", "software", "near_memory", "arbitrated", "ideal"]
