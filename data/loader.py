@@ -82,6 +82,17 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     return Slice(dataset, 0, kept), Slice(dataset, kept, held)
 
 
+def open_held_out(config: DataConfig, device: torch.device = _CPU) -> Dataset:
+    """Open the samples to evaluate on alone: those to train on need not be there if `config.eval_path` is set.
+
+    Raises:
+        InputError: as `open_datasets` does.
+    """
+    if config.eval_path is None:
+        return open_datasets(config, device)[1]
+    return open_criteo(config, config.eval_path)
+
+
 class Loader(Iterator[Batch]):
     """One rank's batches, read ahead of the training loop, for a single pass.
 

@@ -264,6 +264,14 @@ class Checkpointer:
         return manifest.step
 
 
+def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
+    """Return each field of `shape`, see `checkpoint_shape`, that a checkpoint has otherwise; nothing if none is."""
+    had, has = (_flat({"data_parallel": []} | manifest.shape), _flat(shape))  # old ones had no such tables
+    return "; ".join(
+        f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
+    )
+
+
 def check_fits(
     path: Path, manifest: Manifest, shape: dict[str, Any], settings: dict[str, Any], changed: bool = False
 ) -> None:
@@ -280,13 +288,9 @@ def check_fits(
         InputError: with every difference, if it is one of another model, or, unless `changed` is set, if it was trained
             with other settings.
     """
-    had, has = (_flat({"data_parallel": []} | each) for each in (manifest.shape, shape))  # old ones had none
-    differences = "; ".join(
-        f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
-    )
-    if differences:
+    if parted := differences(manifest, shape):
         raise InputError(
-            f"checkpoint.resume: {path} has {differences}; use the same, or start anew with --checkpoint.resume never "
+            f"checkpoint.resume: {path} has {parted}; use the same, or start anew with --checkpoint.resume never "
             f"and another --log.name"
         )
     before = manifest.settings  # which older checkpoints lack

@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | compare | bench | simulate | trace | checkpoint | prepare | doctor`.
+"""The command line: `dlrm-overlap train | eval | compare | bench | simulate | trace | checkpoint | prepare | doctor`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -22,7 +22,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.lifetime import SAVED
-from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
+from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
@@ -59,6 +59,13 @@ def train(argv: list[str]) -> int:
         check_runs(config, [config.folder.name])
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy; nothing in the run's folder changes."""
+    from dlrm_overlap import evaluation
+
+    return evaluation.run(argv, evaluate.__doc__ or "")
 
 
 def compare(argv: list[str]) -> int:
@@ -227,18 +234,34 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Tell what is in a checkpoint, check that it is whole, or export its tensors for other tools."""
+    """Tell what is in a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
     parser.add_argument("path", metavar="PATH", help="folder step_<N>")
-    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors or .pt")
+    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
+    text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
+    parser.add_argument("--format", choices=["tensors", "inference"], default="tensors", help=text)
+    text = "inference: int8 gives tables 8 bits a weight, and a scale and an offset a row"
+    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help=text)
     parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
-    values = parser.read(argv)
+    values = parser.read(positionals_first(argv))
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
         raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
-    if values.optimizer and values.action != "export":
-        raise InputError(f"--optimizer: true has no effect on checkpoint {values.action}; leave it out")
+    what = f"{values.action} --format {values.format}" if values.action == "export" else values.action
+    for option, value, default, needed in (
+        ("--format", values.format, "tensors", "export"),
+        ("--optimizer", values.optimizer, False, "export --format tensors"),
+        ("--quantize", values.quantize, "none", "export --format inference"),
+    ):
+        if value != default and not what.startswith(needed):
+            raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
+    if what == "export --format inference":
+        from dlrm_overlap.inference.export import export_for_inference
+
+        signature = export_for_inference(path, Path(values.output), values.quantize)
+        print(f"{values.output}: {signature['bytes'] / 1e9:.3g} GB; its inputs: {Path(values.output).stem}.json")
+        return 0
     from dlrm_overlap.storage.tools import export, show, verify
 
     if values.action == "show":
@@ -269,7 +292,9 @@ def doctor(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, compare, bench, simulate, trace, checkpoint, prepare, doctor)
+    "train": train,
+    "eval": evaluate,
+    **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
 }
 
 

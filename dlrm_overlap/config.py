@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -464,6 +464,14 @@ class Config:
         """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""
         # Through JSON, since jsonargparse's checked numbers are of classes of their own.
         return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by dotted keys: {"a.b": 1} for {"a": {"b": 1}}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def parse_multi_hot(spec: int | str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dlrm_overlap.config import InputError
 
@@ -152,6 +152,19 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
         sync_folder(file.parent)  # or else a power cut could undo this renaming and keep a later one
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any, key: str) -> None:
+    """Write `content` to `path`, whole or not at all.
+
+    Raises:
+        InputError: naming `key`, the option that names the file, if it cannot be written.
+    """
+    try:
+        with replacing(path) as stream:
+            stream.write((json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"{key}: {path} cannot be written ({error.strerror}); name another file") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -89,6 +89,7 @@ def run_on_ranks(
     work: Callable[[Ranks], int],
     add_options: Callable[[Parser], None] = lambda parser: None,
     check: Callable[[Config, Any], None] = lambda config, values: None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> int:
     """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
 
@@ -102,6 +103,7 @@ def run_on_ranks(
         work: what a rank does.
         add_options: adds the command's own options.
         check: raises an InputError for options that do not go together, before any rank is started.
+        defaults: take the place of the keys' own, nested as in a file.
 
     Returns:
         The exit code.
@@ -114,7 +116,7 @@ def run_on_ranks(
 
     end_with_launcher()
     with _one_rank_reports():
-        config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all)
+        config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults)
         check(config, values)
         check_resume(config)
         if values.nproc:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +65,7 @@ from dlrm_overlap.pipeline import (
     takes_graph,
 )
 from dlrm_overlap.saving import Saves
+from dlrm_overlap.storage.load import load_weights
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -359,10 +361,22 @@ class Trainer:
         return values
 
     def evaluate(self) -> dict[str, float]:
-        """Return loss, AUROC and NE over the held-out samples of all ranks, bit for bit the same on every rank."""
+        """Return loss, AUROC, NE and accuracy over the held-out samples of all ranks, the same bits on every rank."""
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
         return self._evaluate_on(math.ceil(samples / self.global_batch))
+
+    def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
+        """Load the weights of `checkpoint`, which is whole, and return what `evaluate` does; a collective.
+
+        Raises:
+            InputError: if it lacks a tensor of this model.
+        """
+        with self._raising_the_cause():
+            load_weights(checkpoint, self.model)
+            values = self.evaluate()
+        self._check_exchanges()
+        return values
 
     @torch.no_grad()
     def _evaluate_on(self, steps: int) -> dict[str, float]:

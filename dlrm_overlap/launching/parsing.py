@@ -7,14 +7,14 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, flatten
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -63,10 +63,15 @@ def check_config_file(path: Path, config: type = Config) -> None:
         raise InputError(f"--config: {path} is not YAML in UTF-8: {_one_line(str(error))}; correct it") from None
     if tree is None:
         raise InputError(f"--config: {path} holds no key; write some into it, see configs/, or leave --config out")
-    _check_keys(tree, config, "", path)
+    check_keys(tree, config, "", path)
 
 
-def _check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
+def check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
+    """Check that `tree`, read from `path`, is a section with keys of the dataclass `section`.
+
+    Raises:
+        InputError: naming `path`, the key behind `prefix`, and the nearest known key.
+    """
     if not isinstance(tree, dict):
         raise InputError(
             f"{path}: {prefix.rstrip('.') or 'the file'} must be a section of keys, not {tree!r}; indent them below it"
@@ -79,13 +84,29 @@ def _check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
             )
         nested = fields[key]
         if isinstance(nested, type) and dataclasses.is_dataclass(nested):
-            _check_keys(value, nested, f"{prefix}{key}.", path)
+            check_keys(value, nested, f"{prefix}{key}.", path)
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """Return "did you mean X?" with the nearest of `known`, or a list of them where none is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def positionals_first(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with its options, each of which takes a value, behind all else.
+
+    argparse takes an optional positional for left out where an option comes before it.
+    """
+    first, options, each = [], [], iter(argv)
+    for argument in each:
+        if not argument.startswith("-"):
+            first.append(argument)
+            continue
+        options.append(argument)
+        if "=" not in argument and (value := next(each, None)) is not None:
+            options.append(value)
+    return [*first, *options]
 
 
 def suggest_option(name: str, known: Sequence[str]) -> str:
@@ -167,6 +188,9 @@ class Parser(ArgumentParser):
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, exit_on_error=False)
 
+        self.told: dict[str, tuple[str, str]] = {}
+        """option -> what --help shows instead: (a name for its value, its meaning)"""
+
     def read(self, argv: Sequence[str]) -> Any:
         """Return the values of `argv`, each section as its dataclass.
 
@@ -178,8 +202,23 @@ class Parser(ArgumentParser):
         except ArgumentError as error:
             raise InputError(_parse_error(str(error), self._options())) from None
 
+    def take_defaults(self, values: Mapping[str, Any]) -> None:
+        """Let `values`, nested as in a file, take the place of the defaults.
+
+        Raises:
+            InputError: if one is of a wrong type.
+        """
+        try:
+            self.parse_object(dict(values))
+        except ArgumentError as error:
+            raise InputError(_parse_error(str(error), self._options())) from None
+        self.set_defaults(flatten(values))
+
     def print_help(self, file: Any = None) -> None:
         """Print what --help shows."""
+        for action in self._actions:
+            for option in self.told.keys() & set(action.option_strings):
+                action.metavar, action.help = self.told[option]
         with reader_may_leave():
             super().print_help(file)
 
@@ -191,18 +230,29 @@ class Parser(ArgumentParser):
 
 
 def parse_config(
-    prog: str, description: str, argv: Sequence[str], add_options: Callable[[Parser], None]
+    prog: str,
+    description: str,
+    argv: Sequence[str],
+    add_options: Callable[[Parser], None],
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Config, Any]:
     """Return the configuration that `argv` describes, and all parsed values, among them those of `add_options`.
+
+    `defaults` take the place of the keys' own; they are nested as in a file, and their keys are known.
 
     Raises:
         InputError: if a key, a value or the file is wrong.
     """
-    return parse_sections(Config, prog, description, argv, add_options)
+    return parse_sections(Config, prog, description, argv, add_options, defaults)
 
 
 def parse_sections(
-    config: type[Sections], prog: str, description: str, argv: Sequence[str], add_options: Callable[[Parser], None]
+    config: type[Sections],
+    prog: str,
+    description: str,
+    argv: Sequence[str],
+    add_options: Callable[[Parser], None],
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Sections, Any]:
     """Return what `parse_config` does, for another dataclass of sections than a run's.
 
@@ -214,6 +264,8 @@ def parse_sections(
     parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
     add_options(parser)
     parser.add_class_arguments(config)
+    if defaults:
+        parser.take_defaults(defaults)
     for option, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if option == "--config" or option.startswith("--config="):
             path = option.partition("=")[2] or following

@@ -14,12 +14,13 @@ WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuni
 
 
 def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Return loss, AUROC and NE of predictions gathered from all ranks.
+    """Return loss, AUROC, NE and accuracy of predictions gathered from all ranks.
 
     NE is the mean log loss divided by the entropy of the labels' mean (He et al., Practical lessons from predicting
     clicks on ads at Facebook, 2014, section 2): below 1 is better than always predicting the click rate. AUROC and NE
     are NaN where all labels are alike, since neither is defined then, and where a logit is NaN, since it cannot be
-    ranked.
+    ranked. Accuracy is the share of samples whose predicted probability lies on the label's side of one half, NaN
+    where a logit is.
 
     Args:
         logits: [n] float32.
@@ -28,10 +29,13 @@ def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     logits, labels = logits.double(), labels.double()
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).item()
     rate = labels.mean().item()
-    if rate in (0.0, 1.0) or logits.isnan().any():
-        return {"loss": loss, "auroc": math.nan, "ne": math.nan}
+    has_nan = logits.isnan().any().item()
+    accuracy = math.nan if has_nan else ((logits > 0) == (labels > 0)).double().mean().item()
+    if rate in (0.0, 1.0) or has_nan:
+        return {"loss": loss, "auroc": math.nan, "ne": math.nan, "accuracy": accuracy}
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-    return {"loss": loss, "auroc": binary_auroc(logits.sigmoid(), labels.int()).item(), "ne": loss / entropy}
+    auroc = binary_auroc(logits.sigmoid(), labels.int()).item()
+    return {"loss": loss, "auroc": auroc, "ne": loss / entropy, "accuracy": accuracy}
 
 
 def gather_predictions(

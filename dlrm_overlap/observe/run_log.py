@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint import make_folder
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.launching.launcher import World
@@ -248,7 +248,7 @@ class RunLog:
 
         Args:
             step: the run's last step.
-            values: loss, AUROC and NE of its last evaluation.
+            values: loss, AUROC, NE and accuracy of its last evaluation.
         """
         times = steady_ms(self.step_ms, self.start, self.config.log.traced)
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -276,7 +276,7 @@ class RunLog:
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}
-            self._board.hyperparameters(_flatten(self.config.as_dict()), results)
+            self._board.hyperparameters(flatten(self.config.as_dict()), results)
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
@@ -304,10 +304,3 @@ def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[s
         board.text("breakdown", breakdown_markdown({"this run": parts}))
         board.image("breakdown", draw_breakdown({"this run": parts}), step)
     return parts
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -4,11 +4,12 @@ Two numbers describe a lookup, a rate and a time a bag; the two shapes of `weak.
 both. What the exchange adds comes from the rows on two GPUs.
 """
 
+import ast
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from dlrm_overlap.simulate.config import (
     LookupConfig,
     NetworkConfig,
     SimulateConfig,
+    UpdateConfig,
     WorkConfig,
 )
 from dlrm_overlap.simulate.stage import build_cluster, forward
@@ -29,6 +31,7 @@ from dlrm_overlap.simulate.workload import build_workload
 Row = Mapping[str, str]
 
 _LOOKUPS = {"baseline": "baseline", "pgas": "pgas", "fused": "fused"}
+_FREE = 1e9  # GB/s: what takes no time
 _BACKENDS = {"torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
 
 
@@ -113,6 +116,11 @@ def _pooled_bytes(row: Row) -> float:
     return int(row["global_batch"]) / int(row["world_size"]) * int(row["tables"]) * int(row["dim"]) * 4
 
 
+def _value(text: str) -> Any:
+    """Return a number or a list of a row's column, or the text where it is neither, as of a range of ids."""
+    return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
+
+
 def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateConfig:
     """Return the simulation of what a row of `bench weak`, `strong`, `stage`, `schedule` or `slice` has measured."""
     dim, world_size = int(row["dim"]), int(row["world_size"])
@@ -123,8 +131,8 @@ def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateCo
         model=ModelConfig(dim=dim, bottom_mlp=[dim]),
         work=WorkConfig(
             tables=int(row["tables"]),
-            rows=int(row["rows"]),
-            multi_hot=row["multi_hot"],
+            rows=_value(row["rows"]),
+            multi_hot=_value(row["multi_hot"]),
             zipf_alpha=float(row["zipf_alpha"]),
             global_batch=int(row["global_batch"]),
         ),
@@ -155,14 +163,84 @@ def simulate_stage_ms(config: SimulateConfig, copies: bool = True) -> float:
     return engine.run().seconds * 1e3
 
 
-def predict(rows: Sequence[Row], gpu: GpuConfig, chosen: Callable[[Row], bool]) -> list[Prediction]:
+def fit_host(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the host's time in ms to issue each contender's stage, from rows on two GPUs which it bounds.
+
+    It is the 10th percentile: what else the machine does only adds to it. The same calls are made on two ranks and on
+    more, so that it holds for any number of ranks of this machine; and for none of another machine.
+    """
+    return {row["contender"]: float(row["p10_ms"]) for row in rows if row["world_size"] == "2"}
+
+
+def predict(
+    rows: Sequence[Row],
+    gpu: GpuConfig,
+    host_ms: Mapping[str, float],
+    chosen: Callable[[Row], bool],
+    column: str = "median_ms",
+) -> list[Prediction]:
     """Return what the simulator says to those rows that are `chosen`, of contenders that it knows."""
     found = []
     for row in rows:
         if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
             schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
             name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
-            found.append(Prediction(name, float(row["median_ms"]), stage_ms(row, gpu)))
+            simulated_ms = max(stage_ms(row, gpu), host_ms[row["contender"]])
+            found.append(Prediction(name, float(row[column]), simulated_ms))
+    return found
+
+
+def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
+    """Return the simulation of what a row of `bench backward` has measured, of the contenders baseline and push."""
+    found = stage_config(row, gpu, "torchrec" if row["contender"] == "baseline" else "pgas", "in_place")
+    work = replace(found.work, optimizer=row["optimizer"])  # pyright: ignore[reportArgumentType]
+    return replace(found, what="backward", work=work)
+
+
+def fit_backward(rows: Sequence[Row], gpu: GpuConfig) -> GpuConfig:
+    """Return `gpu` with the rates of updates under ids without skew, from rows of `bench backward` on two GPUs.
+
+    What a sort takes an id is the slope of push's `prepare_ms` over the number of ids. The time of the rows is that
+    with which the simulated backward takes as long as the measured one; over the bytes that remain with a cache without
+    bounds it gives a rate for each optimizer. Gradients that are read again come from the cache and take no time. Rows
+    with skewed ids would tell what they take, and what the longest runs of one row do.
+    """
+    push, baseline = ([row for row in rows if row["contender"] == name] for name in ("push", "baseline"))
+    slope, _ = _line([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
+    gpu = replace(gpu, sort_ns=_round(slope * 1e6))
+    return replace(gpu, update=_fit_update(push, gpu), baseline_update=_fit_update(baseline, gpu))
+
+
+def _fit_update(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        config = backward_config(row, gpu)
+        nbytes = build_workload(config.model, config.work, int(row["world_size"])).update.compulsory
+        rates.setdefault(row["optimizer"], []).append(nbytes / _rows_s(config, float(row["median_ms"])) / 1e9)
+    sgd, adagrad = (_round(float(np.mean(rates[name]))) for name in ("sgd", "rowwise_adagrad"))
+    return UpdateConfig(sgd, adagrad, repeated_gb_per_s=_FREE)
+
+
+def _rows_s(config: SimulateConfig, measured_ms: float) -> float:
+    """Return the time that the update of a rank's rows takes if the whole backward takes `measured_ms`."""
+
+    def with_rows(seconds: float) -> float:
+        update = UpdateConfig(_FREE, _FREE, _FREE, us=seconds * 1e6)
+        return simulate(replace(config, gpu=replace(config.gpu, update=update, baseline_update=update))).ms
+
+    seconds = measured_ms / 1e3
+    for _ in range(8):  # the less is hidden behind the links, the sooner it is found
+        seconds = max(seconds + (measured_ms - with_rows(seconds)) / 1e3, 1e-6)
+    return seconds
+
+
+def predict_backward(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
+    """Return what the simulator says to rows of `bench backward` without skew, of contenders that it knows."""
+    found = []
+    for row in rows:
+        if row["contender"] in ("baseline", "push") and not float(row["zipf_alpha"]):
+            name = f"backward {row['contender']} {row['optimizer']}, {row['multi_hot']} x {row['dim']}"
+            found.append(Prediction(name, float(row["median_ms"]), simulate(backward_config(row, gpu)).ms))
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_overlap.simulate.cluster import Cluster
+from dlrm_overlap.simulate.cluster import Cluster, Demands
 from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
 
@@ -62,7 +62,11 @@ def pairwise_all_to_all(
     W = cluster.world_size
     last = [list(each) for each in after]
     for turn in range(1, W):
-        begun = [_send(engine, cluster, rank, [(rank + turn) % W], nbytes / W, last[rank], name) for rank in range(W)]
+        begun = []
+        for rank in range(W):
+            demands, latency_s = _demands(cluster, rank, [(rank + turn) % W], nbytes / W)
+            size = max(nbytes / W, 1.0)
+            begun.append(engine.add(name, demands, size, last[rank], rank=rank, lane="links", delay_s=latency_s))
         last = [[begun[rank], begun[(rank - turn) % W]] for rank in range(W)]
     every = np.arange(W)
     return [
@@ -71,21 +75,11 @@ def pairwise_all_to_all(
     ]
 
 
-def _send(
-    engine: Engine,
-    cluster: Cluster,
-    source: int,
-    to: Sequence[int],
-    nbytes: float,
-    after: Sequence[int],
-    name: str,
-    latencies: float = 1.0,
-) -> int:
-    """Send from one rank to others in equal parts; it begins some latencies after what it waits for."""
+def _demands(cluster: Cluster, source: int, to: Sequence[int], nbytes: float) -> tuple[Demands, float]:
+    """Return what it takes to send to others in equal parts, and the longest latency."""
     bytes_to = np.zeros(cluster.world_size)
     np.add.at(bytes_to, list(to), nbytes / len(to))
-    demands, delay_s = cluster.sent(source, bytes_to), cluster.latency_s(source, to) * latencies
-    return engine.add(name, demands, max(nbytes, 1.0), after, rank=source, lane="links", delay_s=delay_s)
+    return cluster.sent(source, bytes_to), cluster.latency_s(source, to)
 
 
 def ring(
@@ -108,19 +102,16 @@ def ring(
     rounds = min(steps, _MOST_ROUNDS)
     last = [list(each) for each in after]
     near = {rank: (group[(i + 1) % len(group)], group[i - 1]) for group in groups for i, rank in enumerate(group)}
+    to = {rank: near[rank] if both_ways else near[rank][:1] for rank in near}
+    # All rounds are alike, so that what a send takes is found once.
+    takes = {rank: _demands(cluster, rank, to[rank], sent_bytes / rounds) for rank in near}
+    size = max(sent_bytes / rounds, 1.0)
     for _ in range(rounds):
         begun = {
-            rank: _send(
-                engine,
-                cluster,
-                rank,
-                near[rank] if both_ways else near[rank][:1],
-                sent_bytes / rounds,
-                last[rank],
-                name,
-                steps / rounds,
+            rank: engine.add(
+                name, demands, size, last[rank], rank=rank, lane="links", delay_s=latency_s * (steps / rounds)
             )
-            for rank in near
+            for rank, (demands, latency_s) in takes.items()
         }
         last = [[begun[rank], *(begun[each] for each in near[rank])] for rank in range(cluster.world_size)]
     return [engine.add(f"{name}: done", {}, after=last[r], rank=r, lane="flags") for r in range(cluster.world_size)]

@@ -1,24 +1,27 @@
-"""`dlrm-overlap simulate`: simulate a stage or a step, or many that differ in some keys; rows, a trace, a table."""
+"""`dlrm-overlap simulate`: simulate a stage, a step or a product, or many that differ in some keys; rows, a trace."""
 
 import csv
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
 from dlrm_overlap.simulate.step import Simulated, simulate
 
 _TRACED_RANKS = 8
 _SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
+_SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
 
 
 def run(argv: Sequence[str], description: str) -> int:
@@ -45,15 +48,21 @@ def run(argv: Sequence[str], description: str) -> int:
     rows, last = [], None
     with _progress() as progress:
         for number, config in enumerate(configs):
-            title = f"{number + 1} of {len(configs)}: {config.exchange.backend}, {config.network.world_size} GPUs"
+            kind = config.product.way if config.what == "product" else config.exchange.backend
+            title = f"{number + 1} of {len(configs)}: {kind}, {config.network.world_size} GPUs"
             task = progress.add_task(title, total=None)
-            last = simulate(config, lambda done, all_of, task=task: progress.update(task, completed=done, total=all_of))
-            rows.append(describe(last))
+
+            def tell(done: int, all_of: int, task: TaskID = task) -> None:
+                progress.update(task, completed=done, total=all_of)
+
+            last = simulate_product(config, tell) if config.what == "product" else simulate(config, tell)
+            rows.append(describe_product(last) if isinstance(last, SimulatedProduct) else describe(last))
     if output:
         _write(output, rows, values.append)
     with reader_may_leave():
         print("simulated, not measured")
-        print(format_table([_SHOWN, *([str(row[name]) for name in _SHOWN] for row in rows)]))
+        shown = _SHOWN_OF_PRODUCTS if first.what == "product" else _SHOWN
+        print(format_table([shown, *([str(row[name]) for name in shown] for row in rows)]))
         if last is not None and len(rows) == 1:
             print(f"\nrank 0, us\n{format_table(phases(last))}")
     if trace and last is not None:
@@ -66,7 +75,10 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
     parser.add_argument("--append", action="store_true", help="instead: write the rows behind those of the file")
     parser.add_argument("--trace", help="file for a trace of the first ranks, for chrome://tracing or Perfetto")
-    text = "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations"
+    text = (
+        "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations, and keys "
+        "joined by / change together: --vary network.hosts/work.samples=1/4096,2/2048"
+    )
     parser.add_argument("--vary", action="append", metavar="KEY=A,B,..", help=text)
 
 
@@ -108,9 +120,18 @@ def _combinations(argv: Sequence[str]) -> Iterator[list[str]]:
         key, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
             raise InputError(f"--vary {text}: it takes a key and its values; write --vary network.hosts=1,2,4")
-        varied.append([[f"--{key}", value] for value in values.split(",")])
+        varied.append([_together(key.split("/"), value.split("/"), text) for value in values.split(",")])
     for chosen in itertools.product(*varied):
         yield [*_without_vary(argv), *itertools.chain(*chosen)]
+
+
+def _together(keys: Sequence[str], values: Sequence[str], text: str) -> list[str]:
+    """Return the options that give each key its value."""
+    if len(keys) != len(values) or not all(values):
+        raise InputError(
+            f"--vary {text}: {'/'.join(values)} for the keys {'/'.join(keys)}; give as many values as keys"
+        )
+    return [part for key, value in zip(keys, values, strict=True) for part in (f"--{key}", value)]
 
 
 def _progress() -> Progress:
@@ -157,7 +178,33 @@ def describe(simulated: Simulated) -> dict[str, Any]:
     }
 
 
-def phases(simulated: Simulated) -> list[tuple[str, ...]]:
+def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
+    """Return the row of a simulated product."""
+    config, product, memory = simulated.config, simulated.config.product, simulated.memory
+    return {
+        "kind": "simulated",
+        "what": config.what,
+        "name": product.name,
+        "layer": product.layer if product.k is None else "",
+        "ranks": config.network.world_size,
+        "m": product.m,
+        "n": product.n,
+        "k": product.terms,
+        "way": product.way,
+        "pattern": product.pattern,
+        "gather": product.gather,
+        "link_gb_per_s": config.gpu.link_gb_per_s,
+        "tflop_per_s": f"{config.gpu.tflop_per_s * config.gpu.dense_efficiency:.4g}",
+        "update_factor": product.update_factor,
+        "ms": f"{simulated.ms:.4g}",
+        "product_ms": f"{simulated.product_ms:.4g}",
+        "scatter_ms": f"{simulated.scatter_ms:.4g}",
+        "memory_mb": f"{memory.total / 1e6:.4g}",
+        **{f"{name}_mb": f"{nbytes / 1e6:.4g}" for name, nbytes in asdict(memory).items()},
+    }
+
+
+def phases(simulated: Simulated | SimulatedProduct) -> list[tuple[str, ...]]:
     """Return a table of what rank 0 does: name, lane, first start and last end."""
     timeline = simulated.timeline
     found: dict[tuple[str, str], tuple[float, float]] = {}
@@ -169,7 +216,7 @@ def phases(simulated: Simulated) -> list[tuple[str, ...]]:
     return [("what", "lane", "from", "to"), *lines]
 
 
-def chrome_trace(simulated: Simulated) -> dict[str, Any]:
+def chrome_trace(simulated: Simulated | SimulatedProduct) -> dict[str, Any]:
     """Return a trace of the first ranks, a process a rank and a thread a lane, times in us."""
     timeline = simulated.timeline
     events = [

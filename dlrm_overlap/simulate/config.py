@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dlrm_overlap.config import InputError, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, parse_multi_hot
+from dlrm_overlap.simulate.product_config import ProductConfig
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,20 @@ class LookupConfig:
     """of rows, ids, offsets and pooled embeddings together"""
     bag_ns: NonNegativeFloat = 0.1034
     """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How fast rows are updated once their gradients are there."""
+
+    sgd_gb_per_s: PositiveFloat = 4225.0
+    """of rows, places and gradients, each gradient read once, under sgd"""
+    adagrad_gb_per_s: PositiveFloat = 4225.0
+    """the same under rowwise_adagrad and adagrad"""
+    repeated_gb_per_s: PositiveFloat = 4225.0
+    """of gradients that are read again, for further ids of a bag"""
+    us: NonNegativeFloat = 0.0
+    """that an update takes whatever its bytes"""
 
 
 @dataclass(frozen=True)
@@ -50,10 +65,12 @@ class GpuConfig:
     """the lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
     """the lookup of the backend fused"""
-    update_of_limit: PositiveFloat = 1.0
-    """time of the kernel that updates rows over that of its bytes, each gradient read as often as ids name it"""
-    baseline_update_of_limit: PositiveFloat = 1.69
-    """the same of FBGEMM's, its sort included"""
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    """the update of rows of the backward push"""
+    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2500.0, 2500.0, 2500.0))
+    """FBGEMM's, of the backward collective, the sort of the ids aside"""
+    sort_ns: NonNegativeFloat = 0.0
+    """that an id takes to be sorted by row: beside the forward where the backward is push, else before the update"""
 
 
 @dataclass(frozen=True)
@@ -192,14 +209,18 @@ class HostConfig:
     """of torchrec, which issues its kernels one by one; 0 is a host that is never waited for"""
     captured_ms: NonNegativeFloat = 0.0
     """of pgas and fused"""
+    stage_ms: NonNegativeFloat = 0.0
+    """of the stage alone, whatever the backend, where its kernels are issued one by one"""
 
 
 @dataclass(frozen=True)
 class SimulateConfig:
     """One simulation."""
 
-    what: Literal["stage", "step"] = "step"
-    """stage: lookup and exchange, forward only; step: a whole training step"""
+    what: Literal["stage", "backward", "step", "product"] = "step"
+    """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows, the ids
+    being sorted under push; step: a whole training step; product: a matrix product whose results
+    are summed over the ranks of one host, of which `gpu`, `network` and `product` count"""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """rates of a GPU"""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -212,6 +233,8 @@ class SimulateConfig:
     """the exchange"""
     host: HostConfig = field(default_factory=HostConfig)
     """the host"""
+    product: ProductConfig = field(default_factory=ProductConfig)
+    """the matrix product"""
 
     def __post_init__(self) -> None:
         world_size = self.network.world_size
@@ -219,3 +242,15 @@ class SimulateConfig:
             raise InputError(
                 f"work.global_batch: {self.work.global_batch} is no multiple of {world_size} ranks; give one that is"
             )
+        if self.what == "product":
+            self._check_product(world_size)
+
+    def _check_product(self, ranks: int) -> None:
+        if self.network.hosts > 1 or ranks < 2:
+            raise InputError(
+                f"network: {self.network.hosts} hosts of {self.network.gpus_per_host} GPUs, but a product is simulated "
+                f"on one host of 2 GPUs or more; set network.hosts 1 and network.gpus_per_host"
+            )
+        for key, value in (("product.m", self.product.m), ("product.k", self.product.terms)):
+            if value % ranks:
+                raise InputError(f"{key}: {value} is no multiple of {ranks} ranks; give one that is")

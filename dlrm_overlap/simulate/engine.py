@@ -10,8 +10,9 @@ amount. That describes a copy over several links, an all-to-all of one rank, and
 stores over a link. A rate is the fraction of an activity that is done in a second.
 
 Rates are those of progressive filling: the rates of all running activities rise together, each in proportion to
-1 / size, until a resource is full. The activities that use it keep their rates, and the others rise on. Between two
-events, which are starts and ends, rates are constant. Activities that begin or end together make one event.
+1 / size, until a resource is full. The activities that use it keep their rates, and the others rise on. Those of a
+higher priority rise first, as if alone, and the others share what they leave. Between two events, which are starts and
+ends, rates are constant. Activities that begin or end together make one event.
 """
 
 import heapq
@@ -41,6 +42,8 @@ class Activity:
     """between the end of what it comes after and its start"""
     least_s: float
     """it takes no less time, be resources ever so free"""
+    priority: int
+    """those of a greater number get their rates first"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class _Running:
     amounts: np.ndarray
     weights: np.ndarray
     caps: np.ndarray
+    priorities: np.ndarray
 
 
 @dataclass
@@ -95,6 +99,7 @@ class Engine:
         lane: str = "",
         delay_s: float = 0.0,
         least_s: float = 0.0,
+        priority: int = 0,
     ) -> int:
         """Add an activity that begins `delay_s` after all of `after` have ended; return its number."""
         if isinstance(demands, Mapping):
@@ -104,7 +109,9 @@ class Engine:
         number = len(self.activities)
         assert all(each < number for each in after), "an activity comes after earlier ones"
         assert size > 0, "an activity has a size"
-        self.activities.append(Activity(name, rank, lane, resources[used], amounts[used], size, delay_s, least_s))
+        self.activities.append(
+            Activity(name, rank, lane, resources[used], amounts[used], size, delay_s, least_s, priority)
+        )
         self._after.append(tuple(after))
         return number
 
@@ -122,7 +129,8 @@ class Engine:
         running, now, ended, events = self._running([], []), 0.0, 0, 0
         rates = np.empty(0)
         while due or len(running.numbers):
-            next_end = float((running.left / rates).min()) + now if len(rates) else np.inf
+            with np.errstate(divide="ignore"):  # one that others of a higher priority leave nothing
+                next_end = float((running.left / rates).min()) + now if len(rates) else np.inf
             later = min(next_end, due[0][0]) if due else next_end
             step = later - now
             done = rates * step
@@ -171,14 +179,22 @@ class Engine:
             amounts=np.concatenate([each.amounts for each in chosen] or empty),
             weights=1.0 / np.array([each.size for each in chosen], np.float64),
             caps=caps,
+            priorities=np.array([each.priority for each in chosen], np.int64),
         )
 
     def _rates(self, running: _Running) -> np.ndarray:
-        """Return the rate of each running activity by progressive filling."""
-        count, resources = len(running.numbers), len(self.capacities)
-        rates, rising = np.zeros(count), np.ones(count, bool)
+        """Return the rate of each running activity, from the highest priority on."""
+        rates = np.zeros(len(running.numbers))
         free = self.capacities.astype(np.float64).copy()
-        entry_of, of, amounts = running.entry_of, running.resources, running.amounts
+        for priority in sorted(set(running.priorities.tolist()), reverse=True):
+            self._fill(running, running.priorities == priority, rates, free)
+        return rates
+
+    def _fill(self, running: _Running, rising: np.ndarray, rates: np.ndarray, free: np.ndarray) -> None:
+        """Set the rates of the activities that are `rising` by progressive filling, and take them from `free`."""
+        resources = len(self.capacities)
+        chosen = rising[running.entry_of]
+        entry_of, of, amounts = running.entry_of[chosen], running.resources[chosen], running.amounts[chosen]
         levels = running.caps / running.weights  # at which an activity has its greatest rate
         while rising.any():
             slopes = np.bincount(of, amounts * running.weights[entry_of], minlength=resources)
@@ -190,9 +206,8 @@ class Engine:
             fixed[entry_of[full[of] <= level * (1 + _TOGETHER)]] = True
             fixed &= rising
             rates[fixed] = level * running.weights[fixed]
-            rising &= ~fixed
+            rising = rising & ~fixed
             taken = fixed[entry_of]
             free -= np.bincount(of[taken], amounts[taken] * rates[entry_of[taken]], minlength=resources)
             keep = ~taken
             entry_of, of, amounts = entry_of[keep], of[keep], amounts[keep]
-        return rates

@@ -8,12 +8,22 @@
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.calibrate import Measured, Prediction, fit, fit_step, predict, read_rows
+from dlrm_overlap.simulate.calibrate import (
+    Measured,
+    Prediction,
+    fit,
+    fit_backward,
+    fit_host,
+    fit_step,
+    predict,
+    predict_backward,
+    read_rows,
+)
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
@@ -22,11 +32,14 @@ from dlrm_overlap.simulate.config import (
     SimulateConfig,
     WorkConfig,
 )
+from dlrm_overlap.simulate.product import simulate_product, with_product_ms
+from dlrm_overlap.simulate.product_config import ProductConfig
 from dlrm_overlap.simulate.step import simulate
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
 _FULLEST = 1.08  # of the balanced plan on 4 ranks, docs/results/step.md
+_MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
 _TWO_GPUS = re.compile(r"\*\*Two GPUs\*\* of another machine: ([\d.]+) ms against ([\d.]+) of `torchrec_strongest`")
@@ -59,6 +72,39 @@ def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> Sim
         ),
         host=host,
     )
+
+
+def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | None:
+    """Return the simulation of what a row of `bench gemm` has measured, or None where there is no model of it.
+
+    There are models of `reduce_scatter` by `serial` and by `copies`: parts are copied to their owners, who sum them at
+    the memory's rate. The product [M, N / W] x [N / W, K] takes as long as it was measured alone, `gemm_ms`, on each
+    rank; all that is simulated is what goes on beside and behind it.
+    """
+    ways = {"serial": "serial", "copies": "software"}
+    if row["operator"] != "reduce_scatter" or row["contender"] not in ways or row["device"] != "cuda":
+        return None
+    config = SimulateConfig(
+        what="product",
+        gpu=gpu,
+        network=NetworkConfig(gpus_per_host=int(row["world_size"])),
+        product=ProductConfig(
+            name="measured",
+            m=int(row["m"]),
+            n=int(row["k"]),
+            k=int(row["n"]),
+            way=ways[row["contender"]],  # pyright: ignore[reportArgumentType]
+            pattern="direct" if row["contender"] == "copies" else "ring",
+            gather=False,
+            programs=_MULTIPROCESSORS,
+            tile_n=256,  # of cuBLAS's usual tile on this GPU
+            cache_mb=50.0,
+            trigger_us=gpu.kernel_us,
+            sum_share=_SUM_SHARE,
+            sum_gb_per_s=gpu.copy_gb_per_s,
+        ),
+    )
+    return with_product_ms(config, float(row["gemm_ms"]))
 
 
 def calibrate_from(folder: Path) -> GpuConfig:
@@ -98,10 +144,20 @@ def _page(folder: Path) -> tuple[float, float, float]:
 
 
 def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
-    """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of."""
+    """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of.
+
+    Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
+    Those of the backward are the rows without skew, by the rates of updates without skew, which a step does not use.
+    """
     found: list[Prediction] = []
+    small = read_rows(folder / "calibration" / "small_batch.csv")
+    host_ms = fit_host(small)
     for name in ("weak", "strong", "stage", "schedule"):
-        found += predict(read_rows(folder / f"{name}.csv"), gpu, lambda row: row["world_size"] == "4")
+        found += predict(read_rows(folder / f"{name}.csv"), gpu, host_ms, lambda row: row["world_size"] == "4")
+    rows = [row | {"kind": "small batch"} for row in small]
+    found += predict(rows, gpu, host_ms, lambda row: row["world_size"] == "4", "p10_ms")
+    unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
+    found += predict_backward(read_rows(folder / "backward.csv"), unskewed)
     host = HostConfig(torchrec_ms=_page(folder)[2])
     for row in read_rows(folder / "step.csv"):
         if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
@@ -109,4 +165,15 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
             name = f"step {row['contender']} {row['arch']}, {samples} samples"
             simulated_ms = simulate(step_config(row, gpu, host)).ms
             found.append(Prediction(name, float(row["median_ms"]), simulated_ms))
+    return found
+
+
+def predict_products(rows: Sequence[Mapping[str, str]], gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of each row of `bench gemm` that the simulator has a model of."""
+    found: list[Prediction] = []
+    for row in rows:
+        config = product_config(row, gpu)
+        if config is not None:
+            name = f"{row['operator']} {row['contender']}, {row['m']} x {row['k']} x {row['n']}"
+            found.append(Prediction(name, float(row["median_ms"]), simulate_product(config).ms))
     return found

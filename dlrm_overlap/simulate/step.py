@@ -1,13 +1,14 @@
 """A training step as activities: the graph of docs/architecture.md, "The step as CUDA graphs", and the baseline's.
 
     ids of the next batch     | over the links, beside everything
+    ids are sorted            | beside the forward
     lookup, exchange          | the bottom MLP's forward beside it
     head, forward             | when the embeddings and the bottom MLP's output are there
     head's backward           | up to the embeddings' gradient
     weights' gradients        | pgas, fused: of the cross network, behind the backward
     push of gradients         | behind the first of these products, or behind the head's backward
     bottom MLP's backward     | beside the push
-    rows are updated          | when all gradients are there
+    rows are updated          | part by part, when their gradients are there and the ids are sorted
     all-reduce, optimizer     | behind the products of all weights, and behind the push
 
 That is the step of pgas and fused. Under torchrec, or with `exchange.backward: collective`, all weights' gradients are
@@ -21,6 +22,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dlrm_overlap.simulate import stage
+from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_s
 from dlrm_overlap.simulate.cluster import Cluster
 from dlrm_overlap.simulate.collectives import hierarchical_all_reduce, ring_all_reduce
 from dlrm_overlap.simulate.config import SimulateConfig
@@ -30,11 +32,6 @@ from dlrm_overlap.traffic import DenseCounts, count_dense
 
 _OPTIMIZER_BYTES = 26  # a parameter: what an update under Adagrad with a bfloat16 shadow reads and writes
 _BUCKETS = 4  # in which the collective backward sums dense gradients
-
-
-def _collective_backward(config: SimulateConfig) -> bool:
-    exchange = config.exchange
-    return exchange.backward == "collective" or (exchange.backward == "auto" and exchange.backend == "torchrec")
 
 
 class DenseSeconds(NamedTuple):
@@ -62,7 +59,7 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
     bottom_backward = 2 * bottom - 2 * work.samples * layers[0][0] * layers[0][1]
     head = (counts.flop - bottom - bottom_backward) / 3
     cross = 0.0
-    if model.arch == "dcn" and not _collective_backward(config):
+    if model.arch == "dcn" and not collective_backward(config):
         width = (tables + 1) * model.dim
         cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
     return DenseSeconds(
@@ -92,7 +89,7 @@ class Simulated:
         """The time of the GPUs or of the host, whichever is longer."""
         torchrec = self.config.exchange.backend == "torchrec"
         host_ms = self.config.host.torchrec_ms if torchrec else self.config.host.captured_ms
-        return max(self.gpu_ms, host_ms if self.config.what == "step" else 0.0)
+        return max(self.gpu_ms, host_ms if self.config.what == "step" else self.config.host.stage_ms)
 
 
 def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None = None) -> Simulated:
@@ -102,6 +99,8 @@ def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None
     engine = cluster.engine()
     if config.what == "stage":
         stage.forward(engine, cluster, config, work, [[]] * cluster.world_size)
+    elif config.what == "backward":
+        add_backward(engine, cluster, config, work, [[]] * cluster.world_size, [[]] * cluster.world_size)
     else:
         _add_step(engine, cluster, config, work)
     timeline = engine.run(progress)
@@ -111,7 +110,7 @@ def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None
 def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload) -> None:
     ranks, gpu, dense = range(cluster.world_size), config.gpu, dense_seconds(config, work)
     several, baseline = cluster.world_size > 1, config.exchange.backend == "torchrec"
-    collective = _collective_backward(config)
+    collective = collective_backward(config)
 
     def products(name: str, seconds: float, after: list[list[int]], kernels: float) -> list[int]:
         delay_s = kernels * gpu.kernel_us / 1e6
@@ -122,18 +121,6 @@ def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Wo
             )
             for r in ranks
         ]  # fmt: skip
-
-    def memory(name: str, seconds: float, after: list[list[int]], scaled: bool = False) -> list[int]:
-        numbers = []
-        for r in ranks:
-            taken = seconds * (config.work.fullest if scaled and r == 0 else 1.0)
-            numbers.append(
-                engine.add(
-                    name, {cluster.memory(r): taken}, max(taken, 1e-12), after[r], rank=r, lane="memory",
-                    delay_s=gpu.kernel_us / 1e6,
-                )
-            )  # fmt: skip
-        return numbers
 
     def each(*numbers: list[int]) -> list[list[int]]:
         return [list(together) for together in zip(*numbers, strict=True)]
@@ -158,13 +145,10 @@ def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Wo
         first = products("weights' gradients, first", dense.weights / layers, each(back), 1)
         weights = products("weights' gradients", dense.weights * (layers - 1) / layers, each(first), 1)
     bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_kernels)
-    arrived = back if collective else first
-    if several and collective:
-        arrived = memory("pack", 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9, each(back))
-    if several:
-        arrived = stage.send_all(engine, cluster, config, work.pair_bytes, each(arrived), "push", collective)
-    of_limit = gpu.baseline_update_of_limit if baseline else gpu.update_of_limit
-    memory("rows", work.update.hbm / gpu.memory_gb_per_s / 1e9 * of_limit, each(arrived), scaled=True)
+    sorts_s = 0.0 if collective else sort_s(config, work)
+    ids = [engine.add("sort", {}, after=[begun[r]], rank=r, lane="ids", least_s=sorts_s) for r in ranks if sorts_s]
+    gradients = each(back if collective else first)
+    arrived, _ = add_backward(engine, cluster, config, work, gradients, each(ids) if ids else none)
     parameters = dense.counts.parameters
     summed = bottom_back
     if several:
@@ -183,4 +167,9 @@ def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Wo
             ]
             summed = way(engine, cluster, 4.0 * parameters / len(parts), each(numbers))
         assert summed is not None
-    memory("optimizer", _OPTIMIZER_BYTES * parameters / gpu.optimizer_gb_per_s / 1e9, each(summed))
+    seconds = _OPTIMIZER_BYTES * parameters / gpu.optimizer_gb_per_s / 1e9
+    for r in ranks:
+        engine.add(
+            "optimizer", {cluster.memory(r): seconds}, seconds, [summed[r]], rank=r, lane="memory",
+            delay_s=gpu.kernel_us / 1e6,
+        )  # fmt: skip

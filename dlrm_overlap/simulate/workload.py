@@ -35,6 +35,8 @@ class Workload:
     """of the backward"""
     id_bytes: float
     """of ids and offsets that a rank sends to others"""
+    ids: float
+    """that a rank looks up"""
 
 
 def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Workload:
@@ -81,6 +83,7 @@ def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Wor
         pooled_bytes=samples * total_dim * work.wire_bytes,
         update=update,
         id_bytes=(own_ids + bags) * work.id_bytes * (world_size - 1) / world_size,
+        ids=own_ids,
     )
 
 

@@ -12,15 +12,19 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 
-_STEP = re.compile(r"step_(\d+)")
+_STEP = re.compile(r"step_\d+")
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are named as checkpoints are, by step."""
-    found = [(int(m[1]), path) for path in folder.glob("step_*") if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in folder.glob("step_*") if _STEP.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("_")[2])
 
 
 def read_manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:
@@ -69,6 +73,31 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint in `folder` that a run goes on from if it is whole, None without any."""
     manifests, faults = read_manifests(folder)
     return next(iter([*line(manifests), *reversed(faults)]), None)
+
+
+def locate_checkpoint(path: Path, key: str) -> Path:
+    """Return the checkpoint that `path` names: itself, or, of a run's folder, the one that was written last.
+
+    Args:
+        path: a folder `step_<N>`, or that of a run.
+        key: the option that names it, for the error.
+
+    Raises:
+        InputError: if it is neither, or the manifest of the last one is damaged.
+    """
+    if is_checkpoint(path):
+        return path
+    manifests, faults = read_manifests(path / "checkpoints")
+    newest = next(iter(line(manifests)), None)
+    for damaged, fault in reversed(faults.items()):
+        if newest is None or _step_of(damaged) > manifests[newest].step:
+            raise InputError(f"{key}: {fault}; name another checkpoint")
+    if newest is not None:
+        return newest
+    raise InputError(
+        f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run that has one; give a folder named "
+        f"step_<N>, or that of a run"
+    )
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, Piece, check_file, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
-from dlrm_overlap.storage.parts import Stored
+from dlrm_overlap.storage.parts import Stored, fill, local_parts
 from dlrm_overlap.storage.save import gather
 from dlrm_overlap.storage.tensor_file import read_tensors
 
@@ -42,6 +43,21 @@ def open_checkpoint(path: Path, manifest: Manifest) -> Stored:
         DamagedError: if what describes them is damaged.
     """
     return Checkpoint(path, manifest) if manifest.format else OldCheckpoint(path)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load the weights of the checkpoint `path` into what this rank holds of `model`, and no optimizer's state.
+
+    Raises:
+        InputError: if it lacks a tensor of this model.
+    """
+    state, stored = model.state_dict(), open_checkpoint(path, read_manifest(path))
+    for part in local_parts(state, {"state": {}}):
+        try:
+            fill(part, stored)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+    model.load_state_dict(state)
 
 
 def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:

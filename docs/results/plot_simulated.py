@@ -13,9 +13,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from simulated_products_table import ASSUMPTIONS, WAYS, product_key
 
 Row = Mapping[str, str]
 
+LINK_GB_PER_S, MEMORY_GB_PER_S = 354.1, 4225.0  # of configs/simulate/h200.yaml
+
+LAYERS = {"out": "attention out", "fc2": "FC-2", "fc1_backward": "FC-1 backward", "qkv_backward": "QKV backward"}
 LOOKS = {
     "torchrec's exchange": ("#9aa5b1", "o"),
     "fused": ("#e08e45", "s"),
@@ -55,13 +59,26 @@ def lines(axes: Axes, rows: Sequence[Row], x: str, name: Callable[[Row], str] = 
 
 def draw_scaling(folder: Path) -> None:
     """Draw weak and strong scaling of MLPerf's step, side by side."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    titles = {"weak": "8192 samples a GPU", "strong": "262144 samples in all"}
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
-        lines(axes, read_rows(folder / f"simulated_{name}.csv"), "world_size")
-        axes.set_title(f"Simulated: MLPerf's step, {title}", fontsize=9)
-        axes.set_xlabel("GPUs, 8 a host, 400 Gb/s each")
-    _save(figure, folder / "simulated_scaling.svg")
+    titles = {"weak": "MLPerf's step, 8192 samples a GPU", "strong": "MLPerf's step, 262144 samples in all"}
+    _draw_panels(folder, titles, "GPUs, 8 a host, 400 Gb/s each", "simulated_scaling")
+
+
+def draw_p1_scaling(folder: Path) -> None:
+    """Draw weak and strong scaling of the step of arXiv 2305.06942's model, side by side."""
+    titles = {"p1_weak": "43 layers of 682, 1024 samples a node", "p1_strong": "the same, 131072 samples in all"}
+    _draw_panels(folder, titles, "nodes of a 2-D torus, 200 Gb/s", "simulated_p1_scaling")
+
+
+def _draw_panels(folder: Path, titles: Mapping[str, str], x_label: str, name: str) -> None:
+    figure, panels = plt.subplots(1, len(titles), figsize=(9, 3.2), layout="constrained")
+    for axes, (rows, title) in zip(panels, titles.items(), strict=True):
+        lines(axes, read_rows(folder / f"simulated_{rows}.csv"), "world_size")
+        if rows == "p1_strong":
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=5)
+        axes.set_title(f"Simulated: {title}", fontsize=9)
+        axes.set_xlabel(x_label)
+    _save(figure, folder / f"{name}.svg")
 
 
 def draw_p1(folder: Path) -> None:
@@ -88,6 +105,56 @@ def draw_slices(folder: Path) -> None:
     _save(figure, folder / "simulated_slices.svg")
 
 
+def draw_pays(folder: Path) -> None:
+    """Draw how much faster the fused stage is, over the memory's time by the links' time, a line for each network."""
+    rows = read_rows(folder / "simulated_pays.csv")
+    networks = {
+        ("1", "400.0"): ("one host of 8", LINK_GB_PER_S),
+        ("16", "1600.0"): ("16 hosts of 8, 1600 Gb/s a GPU", 200.0),
+        ("16", "400.0"): ("16 hosts of 8, 400 Gb/s a GPU", 50.0),
+        ("16", "100.0"): ("16 hosts of 8, 100 Gb/s a GPU", 12.5),
+    }
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for key, (label, gb_per_s) in networks.items():
+        of = [row for row in rows if (row["hosts"], row["nic_gbit_per_s"]) == key]
+        baseline, fused = ([row for row in of if row["backend"] == name] for name in ("torchrec", "fused"))
+        speedups = [float(a["ms"]) / float(b["ms"]) for a, b in zip(baseline, fused, strict=True)]
+        ratios = [float(b["hbm_bytes"]) / MEMORY_GB_PER_S / (float(b["link_bytes"]) / gb_per_s) for b in fused]
+        axes.plot(ratios, speedups, marker="o", ms=4, label=label)
+    axes.set_xscale("log")
+    axes.axhline(1, color="black", lw=0.6)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("time of the memory over that of the slowest links, for their bytes alone")
+    axes.set_ylabel("times as fast as torchrec's exchange")
+    axes.set_title("Simulated: where fusing the embedding stage pays, 1 to 128 ids a bag", fontsize=9)
+    axes.legend(frameon=False)
+    _save(figure, folder / "simulated_pays.svg")
+
+
+def draw_products(folder: Path) -> None:
+    """Draw how much faster each way is than product, then reduce-scatter, a group of bars for each product."""
+    rows = read_rows(folder / "simulated_products.csv")
+    assumed = [row for row in rows if all(row[name] == rows[0][name] for name in ASSUMPTIONS)]
+    # The gradient of the first layer's input has the shape of the second layer.
+    serial = [row for row in assumed if row["way"] == "serial" and row["layer"] != "fc1_backward"]
+    labels = [f"{row['name']}\n{row['ranks']} ranks, {LAYERS[row['layer']]}" for row in serial]
+    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    width = 0.8 / len(WAYS)
+    for number, (way, colour) in enumerate(zip(WAYS, ("#9aa5b1", "#e08e45", "#1f6f8b", "#d9dee3"), strict=True)):
+        times = {product_key(row): float(row["ms"]) for row in assumed if row["way"] == way}
+        speedups = [float(row["ms"]) / times[product_key(row)] for row in serial]
+        axes.bar([i + width * (number - 1.5) for i in range(len(serial))], speedups, width, color=colour, label=way)
+    axes.set_xticks(range(len(serial)), labels, fontsize=6, rotation=90)
+    axes.set_ylim(0.9, 1.6)
+    axes.axhline(1, color="black", lw=0.6)
+    axes.set_ylabel("times as fast as serial, simulated")
+    axes.set_title("Simulated: product, reduce-scatter and all-gather of transformers' layers, T3's GPU", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=4)
+    _save(figure, folder / "simulated_products.svg")
+
+
 def _save(figure: plt.Figure, path: Path) -> None:  # pyright: ignore[reportPrivateImportUsage]
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -97,7 +164,7 @@ def main(folder: str | Path = Path(__file__).parent) -> None:
     """Draw all figures of the rows in `folder`."""
     # Text stays text, and the same rows give the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "simulated", "font.size": 8}
-    for draw in (draw_scaling, draw_p1, draw_slices):
+    for draw in (draw_scaling, draw_p1, draw_p1_scaling, draw_slices, draw_pays, draw_products):
         draw(Path(folder))
 
 

@@ -1,26 +1,52 @@
 """Print what rows on one and two GPUs tell of a GPU, and what the simulator says to the rows on four, as Markdown.
 
-Run it as `python docs/results/simulator_check.py [FOLDER]`; by default it reads the rows beside this file. The first
-part is the section `gpu` of `configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`.
+Run it as `python docs/results/simulator_check.py [--write]`. The first part is the section `gpu` of
+`configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`, which `--write` puts there. Where there are
+rows of `bench gemm`, a third tells what the simulator says to them.
 """
 
 import dataclasses
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from dlrm_overlap.simulate.measured import calibrate_from, predict_all
+from dlrm_overlap.simulate.calibrate import Prediction, fit_backward, read_rows
+from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "simulator.md"
+HEAD = "| row | measured, ms | simulated, ms | error |\n|---|---|---|---|\n"
 
 
-def main(folder: str | Path = Path(__file__).parent) -> None:
-    """Print both for the rows in `folder`."""
-    gpu = calibrate_from(Path(folder))
+def main(write: bool) -> None:
+    """Print all parts; put the table on the page if `write`."""
+    gpu = calibrate_from(FOLDER)
     print(yaml.safe_dump({"gpu": dataclasses.asdict(gpu)}, sort_keys=False))
-    print("| row | measured, ms | simulated, ms | error |\n|---|---|---|---|")
-    for each in predict_all(Path(folder), gpu):
-        print(f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |")
+    unskewed = fit_backward(read_rows(FOLDER / "calibration" / "backward.csv"), gpu)
+    for name, rates in {"push": unskewed.update, "baseline": unskewed.baseline_update}.items():
+        sgd, adagrad = rates.sgd_gb_per_s, rates.adagrad_gb_per_s
+        print(f"updates without skew, {name}: {sgd:g} GB/s under sgd, {adagrad:g} under rowwise_adagrad")
+    print(f"a sort takes {unskewed.sort_ns:g} ns an id\n")
+    table = make_table(predict_all(FOLDER, gpu))
+    print(table)
+    if write:
+        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: table, PAGE.read_text(), count=1))
+    products = FOLDER / "gemm.csv"
+    if products.exists():
+        print(make_table(predict_products(read_rows(products), gpu)))
+
+
+def make_table(predictions: Sequence[Prediction]) -> str:
+    """Return a line for each prediction; print how many are within 10%."""
+    lines = [
+        f"| {e.name} | {e.measured_ms:.3f} | {e.simulated_ms:.3f} | {100 * e.error:+.1f}% |\n" for e in predictions
+    ]
+    print(f"{sum(abs(e.error) <= 0.1 for e in predictions)} of {len(predictions)} rows within 10%\n")
+    return HEAD + "".join(lines)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main("--write" in sys.argv[1:])

@@ -69,6 +69,19 @@ def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_evaluated_on_its_own_it_gives_what_the_run_logged(whole: Path, tmp_path: Path) -> None:
+    logged = {key: read_metrics(whole, f"eval/{key}")[30] for key in ("loss", "auroc", "ne", "accuracy")}
+    for options, tolerance in (([], 0.0), (["--embedding.backend", "fused", "--train.global_batch_size", "200"], 1e-5)):
+        output = tmp_path / "eval.json"
+        result = run_cli("eval", "--checkpoint", str(whole), "--nproc", "2", "--output", str(output), *options)
+        assert result.returncode == 0, result.stderr
+        found = json.loads(output.read_text())
+        assert {key: found[key] for key in logged} == pytest.approx(logged, rel=tolerance, abs=0)
+        assert (found["step"], found["samples"], found["world_size"]) == (30, 2000, 2)
+        assert result.stdout.startswith(f"step 30: AUROC {logged['auroc']:.4f}, NE {logged['ne']:.4f}, ")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 4])
 def test_goes_on_with_another_number_of_ranks(whole: Path, tmp_path: Path, nproc: int) -> None:
     start = ["--checkpoint.resume", str(whole / "checkpoints" / "step_20")]

@@ -1,12 +1,13 @@
 """Training on GPUs: the same losses for any number of them, and with the dense part compiled or as CUDA graphs."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.agreement import LOSS_TOLERANCE
-from tests.conftest import assert_losses_agree, read_metrics, train_quickstart
+from tests.conftest import assert_losses_agree, read_metrics, run_cli, train_quickstart
 
 pytestmark = pytest.mark.gpu
 FIFTY_STEPS = ["--train.device", "cuda", "--train.steps", "50", "--train.global_batch_size", "1024"]
@@ -72,3 +73,16 @@ def test_goes_on_after_a_checkpoint(tmp_path: Path, backend: str, beside: str) -
     losses, expected = read_metrics(again, "train/loss"), read_metrics(whole, "train/loss")
     for step in range(26, 51):
         assert losses[step] == pytest.approx(expected[step], rel=LOSS_TOLERANCE["adagrad"])
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "fused"])
+def test_evaluated_on_its_own_a_checkpoint_gives_what_the_run_logged(tmp_path: Path, backend: str) -> None:
+    nproc = min(2, torch.cuda.device_count())
+    options = ["--embedding.backend", backend, "--train.precision", "bf16", "--checkpoint.every", "50"]
+    run = _train(tmp_path, "run", nproc, "adagrad", *options)
+    output = tmp_path / "eval.json"
+    result = run_cli("eval", "--checkpoint", str(run), "--nproc", str(nproc), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(output.read_text())
+    for key in ("loss", "auroc", "ne", "accuracy"):
+        assert found[key] == pytest.approx(read_metrics(run, f"eval/{key}")[50], rel=1e-6), key

@@ -23,6 +23,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
 from dlrm_overlap.data.criteo_text import TextRows, read_rows
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
+from dlrm_overlap.data.vocabulary import ValueCounter
 from tests.conftest import ROOT, run_cli
 
 BLOCK = 2000
@@ -103,7 +104,7 @@ def test_a_single_file_is_day_0(source: Path, target: Path) -> None:
 def test_rows_by_frequency_agree_with_plain_python(
     source: Path, target: Path, min_count: int, least_pending: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module._Counter, "_LEAST_PENDING", least_pending)
+    monkeypatch.setattr(ValueCounter, "_LEAST_PENDING", least_pending)
     meta = prepare_criteo(source, target, min_count=min_count, block_bytes=BLOCK)
     lines = [(source / "day_0").read_bytes(), gzip.decompress((source / "day_1.gz").read_bytes())]
     lines = [
@@ -171,7 +172,7 @@ def test_a_crash_while_counting_is_not_mistaken_for_a_count(
     prepare_criteo(source, target, min_count=2)
     (source / "day_10").write_bytes(text(60, 5))
     with monkeypatch.context() as patch:
-        patch.setattr(module._Counter, "frequent", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(ValueCounter, "frequent", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare_criteo(source, target, min_count=2)
     with pytest.raises(InputError, match="did not finish day_0"):

@@ -25,6 +25,8 @@ def test_auroc_and_ne_against_their_definitions() -> None:
     assert result["loss"] == pytest.approx(loss, abs=1e-9)
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     assert result["ne"] == pytest.approx(loss / entropy, abs=1e-9)
+    right = [(chance > 0.5) == (label == 1) for chance, label in zip(p.tolist(), labels.tolist(), strict=True)]
+    assert result["accuracy"] == sum(right) / 300
 
 
 def test_always_answering_the_click_rate_has_ne_1() -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import runpy
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +14,9 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_sections
-from dlrm_overlap.simulate.command import describe
+from dlrm_overlap.simulate.command import describe, describe_product
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.product import simulate_product
 from dlrm_overlap.simulate.stage import waves
 from dlrm_overlap.simulate.step import Simulated, simulate
 
@@ -87,6 +89,30 @@ def test_the_shown_rows_are_what_is_simulated_now(backend: str) -> None:
     assert shown[0] == {name: str(value) for name, value in now.items()}
 
 
+@pytest.mark.parametrize("way", ["software", "arbitrated", "ideal"])
+def test_the_shown_products_are_what_is_simulated_now(way: str) -> None:
+    with Path("docs/results/simulated_products.csv").open(newline="") as file:
+        shown = [row for row in csv.DictReader(file) if (row["name"], row["layer"], row["way"]) == ("PaLM", "fc2", way)]
+    options = ["--network.gpus_per_host", "32", "--product.name", "PaLM", "--product.m", "6144", "--product.n", "18432"]
+    config = _read(Path("configs/simulate/t3.yaml"), *options, "--product.way", way)
+    now = describe_product(simulate_product(config))
+    assert shown == [{name: str(value) for name, value in now.items()}]
+
+
+def test_the_page_shows_the_table_of_products() -> None:
+    made = runpy.run_path("docs/results/simulated_products_table.py")
+    with Path("docs/results/simulated_products.csv").open(newline="") as file:
+        assert "\n".join(made["table"](list(csv.DictReader(file)))) in Path("docs/simulator.md").read_text()
+
+
+def test_keys_that_change_together(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    vary = ["--vary", "product.name/product.m=a/1024,b/2048"]
+    assert main(["simulate", "--config", "configs/simulate/t3.yaml", *vary, "--output", str(rows)]) == 0
+    with rows.open(newline="") as file:
+        assert [(row["name"], row["m"]) for row in csv.DictReader(file)] == [("a", "1024"), ("b", "2048")]
+
+
 def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, trace = tmp_path / "rows.csv", tmp_path / "trace.json"
     assert main(["simulate", *SMALL, "--vary", "exchange.backend=torchrec,fused", "--output", str(rows)]) == 0
@@ -116,7 +142,11 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--vary", "network.hosts"], "--vary network.hosts"),
         (["--vary", "network.hosts=1,x"], "network.hosts"),
         (["--vary", "network.hosts=1,2", "--trace", "trace.json"], "--trace"),
+        (["--vary", "network.hosts/work.samples=1,2"], "as many values as keys"),
         (["--output", "no/folder/rows.csv"], "no folder"),
+        (["--what", "product"], "one host of 2 GPUs or more"),
+        (["--what", "product", "--network.hosts", "1", "--product.m", "7"], "no multiple of 2"),
+        (["--product.way", "arbitrated", "--product.pattern", "direct"], "set product.pattern ring"),
     ],
 )
 def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,201 @@
+"""Days of samples as arrays, read one after the other; what all of Criteo's formats share.
+
+All bags of a table hold the same number of ids. Samples keep the order of the files. Positions count on from day to
+day; beyond the last sample comes the first one again. Every value is checked when it is read.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from dlrm_overlap.config import CRITEO_DENSE, InputError
+from dlrm_overlap.data.batch import Batch, Dataset
+
+_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is not what it is taken for
+_ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
+
+
+@dataclass(frozen=True)
+class Day:
+    """The samples of one day."""
+
+    name: str
+    """path of the files without their last part, such as folder/day_0"""
+    labels: np.ndarray
+    """[n], any number type"""
+    dense: np.ndarray
+    """[n, 13] float32"""
+    ids: Sequence[np.ndarray] | np.ndarray
+    """of each table: [n, pooling factor] int32"""
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Where samples are copied to: views of a batch's arrays."""
+
+    labels: np.ndarray
+    """[n] float32"""
+    dense: np.ndarray
+    """[n, 13] float32"""
+    bags: Sequence[np.ndarray]
+    """of each table: [n, pooling factor] int32"""
+
+
+class Days(Dataset):
+    """Days, read one after the other. All bags of a table hold the same number of ids."""
+
+    def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None, bad_rows: str = "error"):
+        """Take the rows that each table's ids were made for, and the cap to which larger tables' ids are folded.
+
+        `bad_rows` is `data.bad_rows`: error | skip.
+        """
+        self._skips = bad_rows == "skip"
+        self.rows: list[int] = cap_rows(rows, max_rows)
+        self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
+        self._days = days
+        self._ends = list(accumulate(len(day.labels) for day in days))
+        self.num_samples: int = self._ends[-1]
+        if self.num_samples == 0:
+            raise InputError(f"{days[0].name}: no samples; give a data set that has some")
+        self._borders = [0, self.num_samples]
+        self._pooling = [ids.shape[1] for ids in days[0].ids]
+        self.pooling: list[float] = [float(factor) for factor in self._pooling]
+        """ids a bag, of each table"""
+        self.bag_sizes: list[tuple[int, int]] = [(factor, factor) for factor in self._pooling]
+        self.max_ids, self.dense_features = sum(self._pooling), CRITEO_DENSE
+
+    def separate(self, position: int) -> None:
+        """Let no sample on one side of `position` stand in for one on the other, as of samples that are held out."""
+        self._borders = sorted({*self._borders, position})
+
+    def read(self, first: int, count: int) -> Batch:
+        """Return the samples [first, first + count), modulo the number of samples.
+
+        dense: [count, 13] float32. lengths and values: int32, table after table. labels: [count] float32.
+
+        A bad sample has a label other than 0 or 1, a dense feature that is not finite, or an id that is not a row of
+        its table. Ids of tables above `max_rows` are folded by modulo instead, unless they are negative. Under
+        `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep their
+        positions, and every rank finds the same in the same place.
+
+        Raises:
+            InputError: naming the day, the sample and the value of a bad one, unless another stands in for it.
+        """
+        dense = np.empty((count, CRITEO_DENSE), np.float32)
+        labels = np.empty(count, np.float32)
+        values = np.empty(count * sum(self._pooling), np.int32)
+        table_ends = [count * end for end in accumulate(self._pooling)]
+        bags = [table.reshape(count, -1) for table in np.split(values, table_ends[:-1])]
+        stand_ins = 0
+        for day, source, target in self._stretches(first, count):
+            into = _Samples(labels[target], dense[target], [table[target] for table in bags])
+            try:
+                self._copy(day, source, into)
+            except InputError:
+                if not self._skips:
+                    raise
+                stand_ins += self._replace_bad(day, source, into, (first + target.start) % self.num_samples)
+        lengths = np.repeat(np.array(self._pooling, np.int32), count)
+        batch = Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
+        batch.stand_ins = stand_ins
+        return batch
+
+    def _copy(self, day: Day, source: slice, into: _Samples) -> None:
+        """Copy samples of `day` into `into`, and check them."""
+        into.labels[:] = day.labels[source]
+        _check(into.labels, _is_label, f"{day.name}: label", source.start, "0 or 1; correct the file")
+        into.dense[:] = day.dense[source]
+        _check(into.dense, np.isfinite, f"{day.name}: dense feature", source.start, "finite; correct the file")
+        for t, table in enumerate(into.bags):
+            table[:] = day.ids[t][source]
+            self._fold_and_check(t, table, day, source.start)
+
+    def _replace_bad(self, day: Day, source: slice, into: _Samples, position: int) -> int:
+        """Copy samples of `day`, the first of which is at `position`, one by one; return how many others stand in."""
+        stand_ins = 0
+        for i in range(len(into.labels)):
+            one = _Samples(into.labels[i : i + 1], into.dense[i : i + 1], [table[i : i + 1] for table in into.bags])
+            place = slice(source.start + i, source.start + i + 1)
+            try:
+                self._copy(day, place, one)
+            except InputError as error:
+                self._stand_in(position + i, one, error)
+                stand_ins += 1
+        return stand_ins
+
+    def _stand_in(self, position: int, into: _Samples, error: InputError) -> None:
+        """Copy the sample that stands in for the bad one at `position`: the next good one, or else the one before.
+
+        It is looked for on this side of the borders, not further than 1000 samples away. Raises `error`, which says
+        what is wrong with the bad one, where all of these are bad: then the file is, or the tables' rows are.
+        """
+        border = bisect_right(self._borders, position)
+        begin, end = self._borders[border - 1], self._borders[border]
+        behind = range(position + 1, min(end, position + _STAND_IN_REACH))
+        before = range(position - 1, max(begin, position - _STAND_IN_REACH) - 1, -1)
+        for candidate in (*behind, *before):
+            ((day, place, _),) = self._stretches(candidate, 1)
+            try:
+                self._copy(day, place, into)
+                return
+            except InputError:
+                continue
+        raise error
+
+    def _stretches(self, first: int, count: int) -> Iterator[tuple[Day, slice, slice]]:
+        """Yield each day that holds some of the samples [first, first + count), their places there and in the batch."""
+        done = 0
+        while done < count:
+            position = (first + done) % self.num_samples
+            i = bisect_right(self._ends, position)
+            day, size = self._days[i], min(count - done, self._ends[i] - position)
+            start = position - (self._ends[i] - len(day.labels))
+            yield day, slice(start, start + size), slice(done, done + size)
+            done += size
+
+    def _fold_and_check(self, t: int, ids: np.ndarray, day: Day, first: int) -> None:
+        # The least and the greatest id show whether all are valid, and cost a fraction of what a mask does.
+        rows, what = self.rows[t], f"{day.name}: table {t}, id"
+        if ids.min() < 0:
+            _check(ids, lambda x: x >= 0, what, first, "at least 0; correct the file")
+        if ids.max() >= rows:
+            if not self._folded[t]:
+                _check(ids, lambda x: x < rows, what, first, f"below {rows}, the table's rows; {_ROWS_CURE}")
+            ids -= ids // rows * rows  # numpy vectorises the division by a scalar, but not `%`
+
+
+def _is_label(values: np.ndarray) -> np.ndarray:
+    return (values == 0) | (values == 1)
+
+
+def _check(values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], what: str, first: int, words: str) -> None:
+    """Raise an InputError for the first of `values` that breaks `rule`.
+
+    Args:
+        values: [n] or [n, columns], of the samples from `first` on.
+        rule: maps values to as many booleans, true for those that are valid.
+        what: the start of the message: the day, and what the values are.
+        first: position of the first sample in its day.
+        words: the end of the message: the rule in words, and the cure.
+    """
+    good = rule(values)
+    if not good.all():
+        place = np.argwhere(~good)[0]
+        column = f", column {place[1]}" if place.size > 1 else ""
+        raise InputError(f"{what} of sample {first + place[0]}{column} is {values[tuple(place)]}, not {words}")
+
+
+def cap_rows(rows: Sequence[int], max_rows: int | None) -> list[int]:
+    """Return the rows of each table, none above `max_rows`.
+
+    Raises:
+        InputError: if ids would not fit in int32.
+    """
+    capped = [min(table_rows, max_rows or table_rows) for table_rows in rows]
+    if max(capped) >= 2**31:
+        raise InputError(f"data.tables.rows: {max(capped)} overflows int32 ids; stay below {2**31}")
+    return capped

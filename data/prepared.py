@@ -1,0 +1,135 @@
+"""A folder of prepared days: the files of each, and meta.json, which says how they were made.
+
+Of day i there are day_i_dense.npy (float32 [n, 13]), day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy
+(int32 [n, 1]).
+"""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError
+from dlrm_overlap.data.npy_files import NOT_NPY
+from dlrm_overlap.files import replacing
+
+_META = "meta.json"
+_DENSE = "log1p of the count; 0 where it is missing or negative"
+_CHECKED_BYTES = 1 << 24  # read at once where a checksum is taken
+
+PARTS = {"dense": ("<f4", CRITEO_DENSE), "sparse": ("<i4", CRITEO_TABLES), "labels": ("<i4", 1)}
+"""part of a day -> type and columns of its array"""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of a day, as it was written."""
+
+    size_bytes: int
+    crc32: int
+    """of the array's bytes, which follow the npy header"""
+
+
+@dataclass(frozen=True)
+class SourceDay:
+    """A text file as it was when its day was prepared, and what was made of it."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    samples: int | None = None
+    """None until the day's arrays are whole"""
+    skipped: int = 0
+    """lines that were no samples, and were left out"""
+    files: dict[str, Written] | None = None
+    """dense, sparse, labels -> the day's file; None until they are whole, and in folders of earlier versions"""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says of a folder of prepared days."""
+
+    hash_rows: int | None
+    """rows of every table, where ids are made by hashing; else None"""
+    min_count: int | None
+    """how often a value must be seen to get a row, where ids are made by frequency; else None"""
+    rows: list[int] | None
+    """rows of each table; None until the values are counted"""
+    days: list[SourceDay]
+    dense: str = _DENSE
+    """what the dense features are, in words"""
+
+
+def day_file(folder: Path, day: int, part: str) -> Path:
+    """Return the file of a day's `part`: dense, sparse or labels."""
+    return folder / f"day_{day}_{part}.npy"
+
+
+def read_meta(folder: Path) -> Meta | None:
+    """Return the contents of the meta.json in `folder`, or None where there is none.
+
+    Raises:
+        InputError: if the file is not one that `prepare_criteo` writes.
+    """
+    file = folder / _META
+    try:
+        fields = json.loads(file.read_text())
+        return Meta(**{**fields, "days": [_read_day(day) for day in fields["days"]]})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
+        ) from error
+
+
+def _read_day(fields: dict[str, Any]) -> SourceDay:
+    files = fields.get("files")
+    return SourceDay(**{**fields, "files": files and {part: Written(**file) for part, file in files.items()}})
+
+
+def write_meta(target: Path, meta: Meta) -> None:
+    """Write `meta` to the folder `target`."""
+    with replacing(target / _META) as stream:
+        stream.write(json.dumps(asdict(meta), indent=1).encode())
+
+
+def check_sizes(folder: Path, day: int, files: dict[str, Written]) -> None:
+    """Check that a day's files have the sizes that meta.json gives.
+
+    Raises:
+        InputError: naming the file that has not.
+    """
+    for part, written in files.items():
+        file = day_file(folder, day, part)
+        if file.exists() and (size := file.stat().st_size) != written.size_bytes:
+            raise InputError(
+                f"{file}: {size} bytes, but prepare wrote {written.size_bytes}; run `prepare` again, which makes "
+                f"this day anew, or copy the file again"
+            )
+
+
+def is_whole(target: Path, i: int, day: SourceDay) -> bool:
+    """Return whether day `i` of the folder `target` has the samples, sizes and checksums that meta.json gives."""
+    try:
+        arrays = {part: _map(day_file(target, i, part)) for part in PARTS}
+        if any(len(array) != day.samples for array in arrays.values()):
+            return False
+        check_sizes(target, i, day.files or {})
+    except (OSError, *NOT_NPY):  # InputError is a ValueError
+        return False
+    return all(_crc32(array) == day.files[part].crc32 for part, array in arrays.items() if day.files)
+
+
+def _map(file: Path) -> np.ndarray:
+    return np.load(file, mmap_mode="r", allow_pickle=False)
+
+
+def _crc32(array: np.ndarray) -> int:
+    crc, block = 0, max(1, _CHECKED_BYTES // max(1, array[:1].nbytes))
+    for first in range(0, len(array), block):
+        crc = zlib.crc32(np.ascontiguousarray(array[first : first + block]).data, crc)
+    return crc

@@ -1,0 +1,113 @@
+"""The embedding stage's backward as activities: gradients travel to the owners of their rows, which are updated.
+
+**push.** Gradients travel in parts of a rank's tables, the first half as long as the others; the rows of a part are
+updated while the next one travels. The ids have been sorted beside the forward.
+
+**collective.** Gradients are packed, sent by a collective, the ids sorted, and all rows updated by FBGEMM.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dlrm_overlap.simulate import stage
+from dlrm_overlap.simulate.cluster import Cluster
+from dlrm_overlap.simulate.config import SimulateConfig, UpdateConfig
+from dlrm_overlap.simulate.engine import Engine
+from dlrm_overlap.simulate.workload import Workload
+
+_PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.protocol.gradients` cuts a rank's window
+
+
+class Backward(NamedTuple):
+    """For each rank, the activities with whose ends all gradients have come, and all rows are updated."""
+
+    arrived: list[int]
+    updated: list[int]
+
+
+def collective_backward(config: SimulateConfig) -> bool:
+    """Return whether gradients travel by a collective; else they are pushed."""
+    exchange = config.exchange
+    return exchange.backward == "collective" or (exchange.backward == "auto" and exchange.backend == "torchrec")
+
+
+def sort_s(config: SimulateConfig, work: Workload) -> float:
+    """Return how long a rank's ids take to be sorted, in seconds."""
+    return work.ids * config.gpu.sort_ns / 1e9
+
+
+def rows_s(config: SimulateConfig, work: Workload) -> float:
+    """Return how long the rows of a rank take to be updated, in seconds, those of the whole rank at once."""
+    rates: UpdateConfig = config.gpu.baseline_update if config.exchange.backend == "torchrec" else config.gpu.update
+    once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
+    update = work.update
+    seconds = update.compulsory / once / 1e9 + (update.hbm - update.compulsory) / rates.repeated_gb_per_s / 1e9
+    return seconds + rates.us / 1e6
+
+
+def gradient_parts(config: SimulateConfig, work: Workload) -> list[float]:
+    """Return the share of each part in which gradients are pushed; all together are 1.
+
+    Example: a window of 100 MB is cut into 2, of which the first is half as long: [1 / 3, 2 / 3].
+    """
+    window_bytes = work.pair_bytes * work.world_size
+    count = max(1, min(_MOST_PARTS, int(window_bytes) // _PART_BYTES)) if work.world_size > 1 else 1
+    return [(0.5 if part == 0 else 1.0) / (count - 0.5) if count > 1 else 1.0 for part in range(count)]
+
+
+def add_backward(
+    engine: Engine,
+    cluster: Cluster,
+    config: SimulateConfig,
+    work: Workload,
+    after: Sequence[Sequence[int]],
+    sorted_ids: Sequence[Sequence[int]],
+) -> Backward:
+    """Add the backward of all ranks.
+
+    Args:
+        engine: gets the activities.
+        cluster: its ranks.
+        config: says how gradients travel.
+        work: of a rank.
+        after: for each rank, what ends when its gradient is there.
+        sorted_ids: for each rank, what ends when its ids are sorted; the collective sorts them itself.
+    """
+    gpu, ranks, several = config.gpu, range(cluster.world_size), cluster.world_size > 1
+
+    def memory(name: str, seconds: float, begins: Sequence[Sequence[int]], scaled: bool = False) -> list[int]:
+        numbers = []
+        for r in ranks:
+            taken = seconds * (config.work.fullest if scaled and r == 0 else 1.0)
+            numbers.append(
+                engine.add(
+                    name, {cluster.memory(r): taken}, max(taken, 1e-12), begins[r], rank=r, lane="memory",
+                    delay_s=gpu.kernel_us / 1e6,
+                )
+            )  # fmt: skip
+        return numbers
+
+    if collective_backward(config):
+        begun = memory("pack", 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9, after) if several else None
+        gradients = [[number] for number in begun] if begun else after
+        arrived = gradients
+        if several:
+            numbers = stage.send_all(engine, cluster, config, work.pair_bytes, gradients, "push", collective=True)
+            arrived = [[number] for number in numbers]
+        seconds = sort_s(config, work) + rows_s(config, work)
+        return Backward(_joined(engine, arrived), memory("rows", seconds, arrived, scaled=True))
+    sent, rows = [list(each) for each in after], [list(each) for each in sorted_ids]
+    for share in gradient_parts(config, work):
+        if several:
+            numbers = stage.send_all(engine, cluster, config, work.pair_bytes * share, sent, "push", collective=False)
+            sent = [[number] for number in numbers]
+        begins = [[*sent[r], *rows[r]] for r in ranks]
+        rows = [[number] for number in memory("rows", rows_s(config, work) * share, begins, scaled=True)]
+    return Backward(_joined(engine, sent), [number for (number,) in rows])
+
+
+def _joined(engine: Engine, after: Sequence[Sequence[int]]) -> list[int]:
+    return [
+        each[0] if len(each) == 1 else engine.add("gradients are there", {}, after=each, rank=rank)
+        for rank, each in enumerate(after)
+    ]

@@ -1,0 +1,280 @@
+"""A matrix product and the sum of its results over the ranks, as activities: T3's hardware (Pati et al. 2024).
+
+Each rank multiplies [m, k / W] x [k / W, n]; the results are summed over the ranks, each of which keeps a part of the
+sums, and gathered where they are needed on all. There are W parts, equal runs of tiles. Every rank computes them in an
+order of its own, one further than the rank before, so that a part which rank r computes i-th is computed (i + 1)-th by
+rank r + 1: there the sum goes next. All ranks do the same at the same time, one part apart. So one rank stands for all,
+with what it sends arriving at itself; `ranks` simulates more of them, to the same times.
+
+| way | result of a part | on its way | summed by |
+|---|---|---|---|
+| serial | stored | ring by a kernel, behind the product | that kernel: reads both, writes the sum |
+| software | stored, counted | a copy engine's copy, when it is complete | a kernel beside the product |
+| near_memory | added by the memory; the first part straight to the next rank | a triggered copy | the memory |
+| arbitrated | the same; if the product is the longer of both, its accesses come first | the same | the memory |
+| ideal | product and reduce-scatter of `serial`, each alone; the longer of both counts | | |
+
+A wave of tiles loads the first of its inputs, then computes while it loads the others, then stores; the next wave's
+programs begin when its stores are taken. Memory is shared fairly by whatever asks for it, save under `arbitrated`,
+which leaves copies what the product does not take, unless the links need longer than the product: copies do not starve.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.engine import Engine, Timeline
+from dlrm_overlap.simulate.tiles import Wave, tile_waves
+
+_SUMS, _USUAL, _COPIES_LAST = 1, 0, -1  # priorities: programs that sum hold their multiprocessors
+
+
+@dataclass
+class MemoryBytes:
+    """What one rank's memory reads and writes, by whom; an update counts as a write."""
+
+    product_read: float = 0.0
+    product_written: float = 0.0
+    scatter_read: float = 0.0
+    scatter_written: float = 0.0
+    gather_read: float = 0.0
+    gather_written: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        scattered = self.scatter_read + self.scatter_written
+        return self.product_read + self.product_written + scattered + self.gather_read + self.gather_written
+
+
+@dataclass(frozen=True)
+class SimulatedProduct:
+    """One simulated product with its communication."""
+
+    config: SimulateConfig
+    timeline: Timeline
+    memory: MemoryBytes
+    ms: float
+    product_ms: float
+    """until the product has ended, whatever runs beside it"""
+    scatter_ms: float
+    """from the end of the product until the sums are there"""
+
+
+def simulate_product(
+    config: SimulateConfig, progress: Callable[[int, int], None] | None = None, ranks: int = 1
+) -> SimulatedProduct:
+    """Simulate what the configuration says; `ranks` of them one by one, the others are like them."""
+    if config.product.way == "ideal":
+        return _ideal(config, progress)
+    made = _Graph(config, ranks, config.product.way == "arbitrated" and _product_is_longer(config))
+    products = made.add_product()
+    sums = made.add_scatter(products)
+    ends = made.add_gather(sums) if config.product.gather else sums
+    timeline = made.engine.run(progress)
+    assert len(ends) == ranks, "every rank has an end"
+    product_s, sums_s = (float(timeline.end_s[numbers].max()) for numbers in (made.last_stores, sums))
+    return SimulatedProduct(
+        config, timeline, made.memory, timeline.seconds * 1e3, product_s * 1e3, (sums_s - product_s) * 1e3
+    )
+
+
+def _ideal(config: SimulateConfig, progress: Callable[[int, int], None] | None) -> SimulatedProduct:
+    """Return the serial way less the shorter of product and reduce-scatter."""
+    serial = simulate_product(replace(config, product=replace(config.product, way="serial")), progress)
+    hidden = min(serial.product_ms, serial.scatter_ms)
+    return replace(serial, config=config, ms=serial.ms - hidden, scatter_ms=serial.scatter_ms - hidden)
+
+
+def _product_is_longer(config: SimulateConfig) -> bool:
+    """Return whether the product alone takes longer than the links need for the reduce-scatter."""
+    product, W = config.product, config.network.world_size
+    sent_bytes = (W - 1) / W * product.m * product.n * product.element_bytes
+    return product_alone_ms(config) > sent_bytes / config.gpu.link_gb_per_s / 1e6
+
+
+def product_alone_ms(config: SimulateConfig) -> float:
+    """Return the time of the product without any communication, in the serial order of its tiles."""
+    made = _Graph(replace(config, product=replace(config.product, way="serial")), 1)
+    made.add_product()
+    return made.engine.run().seconds * 1e3
+
+
+def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
+    """Return the configuration with that part of the GPU's greatest rate with which the product alone takes `ms`.
+
+    Where the loads and stores of the tiles alone take longer, they set the time.
+    """
+    few, many = 0.01, 100.0
+    for _ in range(24):
+        middle = (few * many) ** 0.5
+        tried = replace(config, gpu=replace(config.gpu, dense_efficiency=middle))
+        few, many = (middle, many) if product_alone_ms(tried) > ms else (few, middle)
+    return replace(config, gpu=replace(config.gpu, dense_efficiency=few))
+
+
+class _Graph:
+    """Activities of some ranks, each of which has its products, its memory (in seconds at full rate) and its link."""
+
+    def __init__(self, config: SimulateConfig, ranks: int, product_first: bool = False) -> None:
+        self.ranks, self.parts = ranks, config.network.world_size
+        self.product, self.gpu = config.product, config.gpu
+        self.memory = MemoryBytes()
+        self.last_stores: list[int] = []
+        self.link = self.gpu.link_gb_per_s * 1e9
+        self.engine = Engine(np.concatenate([np.ones(2 * ranks), np.full(ranks, self.link)]))
+        self.part_bytes = self.product.m * self.product.n * self.product.element_bytes / self.parts
+        self.near_memory = self.product.way in ("near_memory", "arbitrated")
+        self.copies = _COPIES_LAST if product_first else _USUAL
+        self.latency_s = self.gpu.peer_us / 1e6
+
+    def _memory_s(self, nbytes: float, added: bool = False) -> float:
+        factor = self.product.update_factor if added else 1.0
+        return nbytes * factor / self.gpu.memory_gb_per_s / 1e9
+
+    def _move(
+        self, rank: int, to: int, name: str, nbytes: float, read: float, written: float, after: list[int],
+        wait_s: float = 0.0, link_factor: float = 1.0, added: bool = False, priority: int = _USUAL,
+    ) -> int:  # fmt: skip
+        """Add a transfer of `nbytes` to a rank, for which this one reads and that one writes so many bytes."""
+        demands = {2 * self.ranks + rank: nbytes * link_factor}
+        for of, seconds in ((rank, self._memory_s(read)), (to, self._memory_s(written, added))):
+            demands[self.ranks + of] = demands.get(self.ranks + of, 0.0) + seconds
+        return self.engine.add(
+            name, demands, nbytes, after, rank=rank, lane="link", delay_s=wait_s + self.latency_s, priority=priority
+        )
+
+    def add_product(self) -> list[list[list[int]]]:
+        """Add the product; return for each rank and part the activities with whose ends it is there, or has left."""
+        serial = self.product.way == "serial"
+        terms = self.product.terms // self.parts
+        waves = tile_waves(self.product, terms, 1 if serial else self.parts, cached_results=not self.near_memory)
+        per_s = self.gpu.tflop_per_s * 1e12 * self.gpu.dense_efficiency
+        flop = 2.0 * self.product.tile_m * self.product.tile_n * terms * self.product.programs
+        first = min(1.0, self.product.k_step / terms)
+        return [self._add_waves(rank, waves, flop / per_s, first) for rank in range(self.ranks)]
+
+    def _add_waves(self, rank: int, waves: list[Wave], computes_s: float, first: float) -> list[list[int]]:
+        add, of, memory = self.engine.add, self.ranks + rank, self._memory_s
+        done: list[list[int]] = [[] for _ in range(len(waves[0].stored_bytes))]
+        last: list[int] = []
+        sent: list[int] = []  # what goes to the next rank, of the wave before; the programs are one wave ahead of it
+        for wave in waves:
+            loaded, rest = wave.read_bytes * first, wave.read_bytes * (1 - first)
+            begun = add("load", {of: memory(loaded)}, max(loaded, 1.0), last, rank=rank, lane="product")
+            demands = {rank: computes_s, of: memory(rest)}
+            last = [add("compute", demands, max(rest, 1.0), [begun], rank=rank, lane="product")]
+            away = float(wave.stored_bytes[0]) if self.near_memory else 0.0
+            here = float(wave.stored_bytes.sum()) - away
+            before, computed = sent, last
+            if here:
+                seconds = memory(here, self.near_memory)
+                last = [add("store", {of: seconds}, here, computed, rank=rank, lane="product")]
+            if away:
+                to = (rank + 1) % self.ranks
+                name, after = "store to next", [*computed, *before]
+                sent = [self._move(rank, to, name, away, 0.0, away, after, added=True, priority=self.copies)]
+            for part in np.nonzero(wave.stored_bytes)[0]:
+                done[part] = sent if away and part == 0 else last
+            last = [*last, *before]
+            if rank == 0:
+                self.memory.product_read += wave.read_bytes
+                self.memory.product_written += away + here
+        self.last_stores.append(last[0])
+        return done if len(done) == self.parts else [done[0]] * self.parts
+
+    def add_scatter(self, done: list[list[list[int]]]) -> list[int]:
+        """Add the reduce-scatter; return for each rank the activity with whose end its sums are there."""
+        if self.product.way == "serial":
+            return self._ring_by_kernel(done)
+        if self.product.way == "software":
+            return self._direct_by_copies(done) if self.product.pattern == "direct" else self._ring_by_copies(done)
+        return self._ring_in_memory(done)
+
+    def _ended(self, after: list[list[int]]) -> list[int]:
+        return [self.engine.add("sums are there", {}, after=each, rank=rank) for rank, each in enumerate(after)]
+
+    def _count(self, read: float, written: float) -> None:
+        self.memory.scatter_read += read * self.part_bytes
+        self.memory.scatter_written += written * self.part_bytes
+
+    def _ring_by_kernel(self, done: list[list[list[int]]]) -> list[int]:
+        """Send a part in each of W - 1 steps: the first as it is, the others summed with what has come."""
+        last = [each[-1] for each in done]
+        factor = self.link / self.gpu.collective_gb_per_s / 1e9
+        for step in range(1, self.parts):
+            read, written = (1 if step == 1 else 2), 1
+            if step == self.parts - 1:  # what arrives is summed at once: both are read, the sum is written
+                written += 3
+            self._count(read + (2 if step == self.parts - 1 else 0), 2 if step == self.parts - 1 else 1)
+            wait_s = self.gpu.collective_us / 1e6 if step == 1 else 0.0
+            b = self.part_bytes
+            sent = [
+                self._move(r, (r + 1) % self.ranks, "reduce-scatter", b, read * b, written * b, last[r], wait_s, factor)
+                for r in range(self.ranks)
+            ]
+            last = [[sent[r], sent[r - 1]] for r in range(self.ranks)]
+        return self._ended(last)
+
+    def _sum(self, rank: int, read: float, after: list[int]) -> int:
+        """Add a kernel that reads so many parts and writes one, on a share of the multiprocessors."""
+        nbytes = (read + 1) * self.part_bytes
+        least_s = nbytes / min(self.product.sum_gb_per_s, self.gpu.memory_gb_per_s) / 1e9
+        demands = {rank: least_s * self.product.sum_share, self.ranks + rank: self._memory_s(nbytes)}
+        if rank == 0:
+            self._count(read, 1)
+        return self.engine.add("sum", demands, nbytes, after, rank=rank, lane="sum", least_s=least_s, priority=_SUMS)
+
+    def _copy(self, rank: int, to: int, after: list[int]) -> int:
+        b = self.part_bytes
+        if rank == 0:
+            self._count(1, 1)
+        return self._move(rank, to, "copy", b, b, b, after, self.product.trigger_us / 1e6)
+
+    def _ring_by_copies(self, done: list[list[list[int]]]) -> list[int]:
+        ready = [each[0] for each in done]
+        for part in range(1, self.parts):
+            sent = [self._copy(r, (r + 1) % self.ranks, ready[r]) for r in range(self.ranks)]
+            ready = [[self._sum(r, 2, [sent[r - 1], *done[r][part]])] for r in range(self.ranks)]
+        return self._ended(ready)
+
+    def _direct_by_copies(self, done: list[list[list[int]]]) -> list[int]:
+        copied: list[list[int]] = [[] for _ in range(self.ranks)]  # one after the other, to a rank
+        last: list[list[int]] = [[] for _ in range(self.ranks)]
+        for part in range(self.parts - 1):
+            for r in range(self.ranks):
+                to = (r + 1 + part) % self.ranks
+                last[r] = [self._copy(r, to, [*done[r][part], *last[r]])]
+                copied[to] += last[r]
+        return self._ended([[self._sum(r, self.parts, [*copied[r], *done[r][-1]])] for r in range(self.ranks)])
+
+    def _ring_in_memory(self, done: list[list[list[int]]]) -> list[int]:
+        arrived, b = [done[r - 1][0] for r in range(self.ranks)], self.part_bytes
+        for part in range(1, self.parts - 1):
+            self._count(1, 1)
+            sent = [
+                self._move(
+                    r, (r + 1) % self.ranks, "triggered copy", b, b, b, [*arrived[r], *done[r][part]],
+                    added=True, priority=self.copies,
+                )
+                for r in range(self.ranks)
+            ]  # fmt: skip
+            arrived = [[sent[r - 1]] for r in range(self.ranks)]
+        return self._ended([[*arrived[r], *done[r][-1]] for r in range(self.ranks)])
+
+    def add_gather(self, sums: list[int]) -> list[int]:
+        """Add the all-gather, by a kernel, along the ring."""
+        last, b = [[number] for number in sums], self.part_bytes
+        factor = self.link / self.gpu.collective_gb_per_s / 1e9
+        for step in range(1, self.parts):
+            wait_s = self.gpu.collective_us / 1e6 if step == 1 else 0.0
+            sent = [
+                self._move(r, (r + 1) % self.ranks, "all-gather", b, b, b, last[r], wait_s, factor)
+                for r in range(self.ranks)
+            ]
+            last = [[sent[r], sent[r - 1]] for r in range(self.ranks)]
+            self.memory.gather_read += b
+            self.memory.gather_written += b
+        return [each[0] for each in last]

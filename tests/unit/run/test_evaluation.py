@@ -1,0 +1,124 @@
+"""A checkpoint evaluated on its own gives what the run that saved it logged, and changes nothing in its folder."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.evaluation import evaluate, evaluate_exported, stored_config
+from dlrm_overlap.launching.launcher import LOOPBACK, World
+from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.storage.manifest import MANIFEST, Manifest, dump_manifest
+from dlrm_overlap.trainer import Trainer
+from tests.conftest import read_metrics
+from tests.distributed.workers import quickstart
+
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+WORLD = World(0, 0, 1, 1, LOOPBACK, 0, "single")
+CPU = torch.device("cpu")
+KEYS = ("loss", "auroc", "ne", "accuracy")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that evaluated and saved every two, with optimizers that have states."""
+    options = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "2", "--checkpoint.every", "2"]
+    config = quickstart(tmp_path_factory.mktemp("eval"), "run", *options, "--data.eval_samples", "250")
+    trainer = Trainer(config, WORLD, CPU, *open_datasets(config.data))
+    trainer.fit()
+    return trainer.folder
+
+
+@pytest.fixture(scope="module")
+def stored(run: Path) -> Config:
+    """The configuration that the run's newest checkpoint keeps."""
+    return parse_config("eval", "", [], lambda parser: None, stored_config(run / "checkpoints" / "step_4"))[0]
+
+
+def _evaluate(path: Path, config: Config) -> dict[str, Any]:
+    return evaluate(Ranks(config, SimpleNamespace(), WORLD, CPU), path)
+
+
+@pytest.mark.parametrize(("step", "backend"), [(2, "torchrec"), (4, "pgas")])
+def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step: int, backend: str) -> None:
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
+    train = replace(stored.train, graph_dense=True)  # which training needs a GPU for
+    config = replace(stored, embedding=replace(stored.embedding, backend=backend), train=train)
+    found = _evaluate(run / "checkpoints" / f"step_{step}", config)
+    assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[step] for key in KEYS}
+    assert (found["step"], found["samples"]) == (step, 250)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("quantize", "tolerance"), [("none", 1e-6), ("int8", 1e-3)])
+def test_as_exported_it_differs_by_rounding(run: Path, stored: Config, quantize: str, tolerance: float) -> None:
+    ranks = Ranks(stored, SimpleNamespace(), WORLD, CPU)
+    found = evaluate_exported(ranks, run / "checkpoints" / "step_4", quantize)
+    assert found["loss"] == pytest.approx(read_metrics(run, "eval/loss")[4], rel=tolerance)
+    assert (found["samples"], found["relative_rms_error_of_weights"] > 0) == (250, quantize == "int8")
+
+
+def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:
+    data = replace(stored.data, tables=replace(stored.data.tables, max_rows=500))
+    config = replace(stored, model=replace(stored.model, dim=8, bottom_mlp=[8]), data=data)
+    with pytest.raises(InputError) as error:
+        _evaluate(run / "checkpoints" / "step_4", config)
+    for text in ("model.dim 16, this run has 8", "model.bottom_mlp [64, 16], this run has [8]", "rows [2000, "):
+        assert text in str(error.value)
+
+
+def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Path) -> None:
+    path = tmp_path / "step_4"
+    path.mkdir()
+    for file in (run / "checkpoints" / "step_4").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    file = path / "rank_0.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\1\1\1\1")
+    with pytest.raises(InputError, match=r"rank_0\.safetensors is not what was written"):
+        _evaluate(path, stored)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("", "nothing to evaluate"),
+        ("--checkpoint", "nothing is named"),
+        ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
+        ("--checkpoint {run} --output {run}/eval.json", "is in the run's folder"),
+        ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
+        ("--checkpoint {newer}", "embedding.colour is not a key"),
+        ("--checkpoint {wrong}", "train.steps: abc is not a whole number above 0 or null"),
+        ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
+        ("--checkpoint {run} --exported_as int8 --nproc 2", "int8 is evaluated by one process; leave --nproc out"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str
+) -> None:
+    manifests = {"old": {}, "newer": {"config": {"embedding": {"colour": "red"}}}}
+    manifests["wrong"] = {"config": {"train": {"steps": "abc"}}}
+    for name, about in manifests.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text(dump_manifest(Manifest(1, {}, about=about)))
+    for step, text in ((4, dump_manifest(Manifest(4, {}))), (12, "{}")):  # the newest is damaged
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step}" / MANIFEST).write_text(text)
+    argv = options.format(run=run, tmp_path=tmp_path, **{name: tmp_path / name for name in manifests}).split()
+    assert main(["eval", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+def test_a_file_takes_the_place_of_the_stored_configuration(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 5}\n")
+    assert main(["eval", "--checkpoint", str(run), "--config", str(tmp_path / "config.yaml")]) == 2
+    assert "no list gives the number of tables" in capsys.readouterr().err, "which the stored one would give"

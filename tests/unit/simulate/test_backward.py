@@ -1,0 +1,60 @@
+"""The simulated backward: parts, and times that can be told by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.simulate.backward import gradient_parts, rows_s, sort_s
+from dlrm_overlap.simulate.config import (
+    ExchangeConfig,
+    GpuConfig,
+    NetworkConfig,
+    SimulateConfig,
+    UpdateConfig,
+    WorkConfig,
+)
+from dlrm_overlap.simulate.step import simulate
+
+RATES = UpdateConfig(sgd_gb_per_s=2000.0, adagrad_gb_per_s=1000.0, repeated_gb_per_s=5000.0, us=50.0)
+GPU = GpuConfig(kernel_us=0.0, peer_us=0.0, update=RATES, baseline_update=RATES, sort_ns=0.1)
+CONFIG = SimulateConfig(
+    what="backward",
+    gpu=GPU,
+    network=NetworkConfig(gpus_per_host=4),
+    model=ModelConfig(dim=64, bottom_mlp=[64]),
+    work=WorkConfig(tables=96, multi_hot="0..32", global_batch=16384),
+)
+
+
+def test_rows_are_updated_while_the_next_part_travels() -> None:
+    found = simulate(CONFIG)
+    assert gradient_parts(CONFIG, found.work) == pytest.approx([0.2, 0.4, 0.4])  # a window of 100 MB
+    push_ms = 3 * found.work.pair_bytes / GPU.link_gb_per_s / 1e6
+    rows_ms = 1e3 * rows_s(CONFIG, found.work)
+    assert rows_ms > push_ms
+    assert found.ms == pytest.approx(0.2 * push_ms + rows_ms, rel=1e-6)  # the first part has nothing beside it
+    fast = replace(RATES, sgd_gb_per_s=1e6, repeated_gb_per_s=1e6, us=0.0)
+    assert simulate(replace(CONFIG, gpu=replace(GPU, update=fast))).ms == pytest.approx(push_ms, rel=0.02)
+
+
+def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
+    config = replace(CONFIG, exchange=ExchangeConfig(backend="torchrec"))
+    found = simulate(config)
+    work = found.work
+    parts_ms = [
+        2 * work.pooled_bytes / GPU.copy_gb_per_s / 1e6,
+        GPU.collective_us / 1e3 + 3 * work.pair_bytes / GPU.collective_gb_per_s / 1e6,
+        1e3 * sort_s(config, work),
+        1e3 * rows_s(config, work),
+    ]
+    assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
+    assert sort_s(config, work) == pytest.approx(work.ids * 0.1e-9)
+
+
+def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:
+    work = simulate(CONFIG).work
+    adagrad = replace(CONFIG, work=replace(CONFIG.work, optimizer="rowwise_adagrad"))
+    repeated = (work.update.hbm - work.update.compulsory) / 5e12
+    assert rows_s(CONFIG, work) == pytest.approx(work.update.compulsory / 2e12 + repeated + 50e-6)
+    assert rows_s(adagrad, work) == pytest.approx(work.update.compulsory / 1e12 + repeated + 50e-6)
