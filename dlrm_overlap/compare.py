@@ -1,4 +1,4 @@
-"""Trains one configuration with one backend after another, and compares their losses and speeds.
+"""Trains one configuration with one backend after another, or with all in turns, and compares their losses and speeds.
 
 Correct before fast: a backend whose losses part from the reference's gets no speedup. On GPUs the reference is not
 deterministic: FBGEMM adds up the gradients of hot rows by atomics, in an order of chance, which training amplifies. So
@@ -91,31 +91,78 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
                 stack.enter_context(hold_run_folder(Path(config.log.dir)))
             folders[name] = _train(trainer, config)
             del trainer
-            gc.collect()  # the parts of a trainer refer to each other
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            _collect()
     return folders
 
 
+def _collect() -> None:
+    """Free the memory of trainers that nothing uses any more, and begin to count the peak anew."""
+    gc.collect()  # the parts of a trainer refer to each other
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def train_in_turns(
+    configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int
+) -> dict[str, Path]:
+    """Train all of `configs` at once, `turn` steps of one after those of the other, as `train_runs`; a collective.
+
+    What slows the host for a while slows all of them. All trainers are in memory at once.
+    """
+    folders = _take_turns(configs, make_trainer, turn)
+    _collect()
+    return folders
+
+
+def _take_turns(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int) -> dict[str, Path]:
+    with ExitStack() as stack:
+        trainers: dict[str, Trainer] = {}
+        for name, config in configs.items():
+            trainers[name] = make_trainer(config)
+            if len(trainers) == 1:
+                stack.enter_context(hold_run_folder(Path(config.log.dir)))
+            _announce(config)
+        left = {name: trainer.fit_in_turns(turn, replace=True) for name, trainer in trainers.items()}
+        while left:
+            for name, turns in list(left.items()):
+                try:
+                    next(turns)
+                except StopIteration:
+                    del left[name]
+                except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
+                    log.info("backend %s: %s", name, error)
+                    del left[name]
+        for trainer in trainers.values():
+            trainer.close()
+        return {name: trainer.folder for name, trainer in trainers.items()}
+
+
+def _announce(config: Config) -> None:
+    earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
+    log.info("backend %s%s", config.folder.name, earlier)
+
+
 def _train(trainer: Trainer, config: Config) -> Path:
-    name = config.folder.name
-    log.info("backend %s%s", name, ", in place of the run that lay there" if has_results(config.folder) else "")
+    _announce(config)
     try:
         trainer.fit(replace=True)
-    except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
-        log.info("backend %s: %s", name, error)
+    except NotFiniteError as error:  # see `train_in_turns`
+        log.info("backend %s: %s", config.folder.name, error)
     trainer.close()
     return trainer.folder
 
 
-def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) -> dict[str, Any]:
+def compare_runs(
+    folders: Mapping[str, Path], rtol: float, noise_runs: int = 0, turn: int | None = None
+) -> dict[str, Any]:
     """Return the contents of `comparison.json` for the runs in `folders`.
 
     Args:
         folders: run -> its folder. The first backend is the reference, and the `noise_runs` after it train it again.
         rtol: greatest relative difference of a logged training loss that agrees, where noise does not widen it.
         noise_runs: runs of the reference that measure by how much it parts from itself.
+        turn: steps of a turn, if the backends took turns.
     """
     reference, *others = folders
     again, backends = others[:noise_runs], [reference, *others[noise_runs:]]
@@ -133,7 +180,7 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "breakdown_ms": summary.get("breakdown_ms"),
             "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
-            "speedup_interval": _interval(reference_ms, folders[backend])
+            "speedup_interval": _interval(reference_ms, folders[backend], turn is not None)
             if backend != reference and verdict.fault is None
             else None,
             "max_relative_difference": verdict.max_difference,
@@ -145,6 +192,7 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     return {
         "reference": reference,
         "rtol": rtol,
+        "interleave": turn,
         "noise": _noise(reference_losses, again, summaries, rtol) if again else None,
         "agree": all(result["agree"] for result in results.values()),
         **{key: shared.get(key) for key in _SHARED},
@@ -152,8 +200,8 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     }
 
 
-def _interval(reference_ms: Sequence[float], folder: Path) -> list[float] | None:
-    interval = speedup_interval(reference_ms, read_step_ms(folder))
+def _interval(reference_ms: Sequence[float], folder: Path, in_turns: bool) -> list[float] | None:
+    interval = speedup_interval(reference_ms, read_step_ms(folder), in_turns)
     return list(interval) if interval else None
 
 
@@ -200,7 +248,8 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
         )
     found = [(name, each["speedup_interval"]) for name, each in comparison["backends"].items()]
     intervals = ", ".join(f"{name} {each[0]:.3g} to {each[1]:.3g}" for name, each in found if each)
-    text = format_table(rows) + (f"\nspeedup, 95% of the noise within runs: {intervals}" if intervals else "")
+    noise = "within runs" if comparison["interleave"] is None else "of turns side by side"
+    text = format_table(rows) + (f"\nspeedup, 95% of the noise {noise}: {intervals}" if intervals else "")
     parts = {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
     if not parts:
         return text
@@ -234,16 +283,21 @@ def _show(value: float | None, spec: str) -> str:
 
 
 def report(
-    folders: Mapping[str, Path], rtol: float, output: Path, noise_runs: int = 0, tensorboard: bool = False
+    folders: Mapping[str, Path],
+    rtol: float,
+    output: Path,
+    noise_runs: int = 0,
+    tensorboard: bool = False,
+    turn: int | None = None,
 ) -> list[str]:
     """Write the comparison to `output`, print its table, and return a line for each backend that disagrees.
 
     Args:
-        folders: see `compare_runs`, as for `rtol` and `noise_runs`.
+        folders: see `compare_runs`, as for `rtol`, `noise_runs` and `turn`.
         output: JSON file; TensorBoard's part comes into the folder `comparison` beside it, and into the runs' folders.
         tensorboard: whether that is written.
     """
-    comparison = compare_runs(folders, rtol, noise_runs)
+    comparison = compare_runs(folders, rtol, noise_runs, turn)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     if tensorboard:
         losses = {name: _read_losses(folder) for name, folder in folders.items()}

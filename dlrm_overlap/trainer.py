@@ -19,7 +19,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -216,14 +216,40 @@ class Trainer:
             NotFiniteError: if a loss or a weight is not finite.
             AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
         """
+        turns = self.fit_in_turns(0, replace)
+        while True:
+            try:
+                next(turns)
+            except StopIteration as end:
+                return end.value
+
+    def fit_in_turns(self, turn: int, replace: bool = False) -> Generator[int, None, dict[str, Any]]:
+        """Train as `fit` does, in turns: a generator that yields the step behind each turn, and returns the summary.
+
+        Where it yields, no batch is on its way, so another trainer of these ranks may take steps. Steps that are traced
+        are in one turn, which is longer for it.
+
+        Args:
+            turn: steps of a turn; 0 makes all of them one.
+            replace: see `fit`, as for what it raises.
+        """
         with hold_run_folder(self.folder):
             try:
-                return self._fit(replace)
+                return (yield from self._fit(replace, turn))
             except Exception as error:
                 self.saves.close(error)
                 raise
 
-    def _fit(self, replace: bool) -> dict[str, Any]:
+    def _turn_end(self, step: int, turn: int) -> int:
+        """Return the step behind which the turn of the step after `step` ends, or the last step."""
+        traced = self.config.log.traced
+        while step < self.steps:
+            step = (step // turn + 1) * turn
+            if not traced or not traced.start - 1 <= step <= traced.stop:
+                return step
+        return self.steps
+
+    def _fit(self, replace: bool, turn: int) -> Generator[int, None, dict[str, Any]]:
         if not replace:
             from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
@@ -238,9 +264,10 @@ class Trainer:
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step behind which the run evaluates, stops to save, or ends.
+                # The next step behind which the run evaluates, stops to save, ends or ends its turn.
+                turn_end = self._turn_end(step, turn) if turn else self.steps
                 stops = (every_eval, every_save if self.saves.stop_the_run else 0)
-                border = min([self.steps, *((step // n + 1) * n for n in stops if n)])
+                border = min([self.steps, turn_end, *((step // n + 1) * n for n in stops if n)])
                 step = self._train(step, border, batches, loader, run_log)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
@@ -253,6 +280,10 @@ class Trainer:
                     if save_last:
                         self.save(step, values)
                     break
+                if step == turn_end < self.steps:
+                    run_log.pause()
+                    yield step
+                    run_log.resume()
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_save()

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,25 @@ def file_limit(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find_browser() -> str | None:
+    """Return the path of a Chromium: what CHROMIUM names, or the first on the path; None where there is none."""
+    names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else _BROWSERS
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def dump_page(address: str, profile: Path, wait_ms: int = 0) -> str:
+    """Return the document that a headless Chromium has of `address` when `wait_ms` of its own time are over."""
+    browser = find_browser()
+    assert browser is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-unsafe-swiftshader", "--dump-dom"]
+    options += [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
+    command = [browser, *options, f"--user-data-dir={profile}", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

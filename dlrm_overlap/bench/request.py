@@ -1,6 +1,6 @@
 """What a user can ask of each figure, beside the configuration. Loads no torch: mistakes are reported at once.
 
-A class here is what a figure takes; a field made by `_option` is an option on the command line.
+A class here is what a figure takes; a field made by `option` is an option on the command line.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from dlrm_overlap.bench.step_contenders import (
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
 
-def _option(default: Any, help: str, **settings: Any) -> Any:
+def option(default: Any, help: str, **settings: Any) -> Any:
     """Return a field that is also an option; `help` and `settings` are those of the parser's `add_argument`."""
     return field(default=default, metadata={"help": help, **settings})
 
@@ -36,14 +36,16 @@ class Request:
     """CSV file to append the rows to"""
 
     output_help: ClassVar[str] = "CSV file to append the rows to"
+    lacks_on_cpu: ClassVar[str | None] = None
+    """what a CPU lacks that the figure needs, as in "a CPU has no clock"; None where it can be rehearsed on one"""
 
     @classmethod
     def options(cls, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield every option of the figure `kind`: its name without dashes, and what `add_argument` takes."""
-        for option in fields(cls):
-            if option.metadata:
-                default = list(option.default) if isinstance(option.default, tuple) else option.default
-                yield option.name, {"default": default, **option.metadata}
+        for each in fields(cls):
+            if each.metadata:
+                default = list(each.default) if isinstance(each.default, tuple) else each.default
+                yield each.name, {"default": default, **each.metadata}
         yield "output", {"default": f"runs/bench/{kind}.csv", "help": cls.output_help}
 
     @classmethod
@@ -53,7 +55,7 @@ class Request:
         Raises:
             InputError: if two options contradict each other, or one contradicts the figure.
         """
-        own = {option.name: getattr(values, option.name) for option in fields(cls) if option.metadata}
+        own = {each.name: getattr(values, each.name) for each in fields(cls) if each.metadata}
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
         return cls(kind, Path(values.output), **own)
 
@@ -61,15 +63,17 @@ class Request:
         """Check what depends on the number of ranks and on their device; needs no process group.
 
         Raises:
-            InputError: naming the key.
+            InputError: naming the key, or because the ranks are on a CPU and the figure needs GPUs.
         """
+        if device_type == "cpu" and self.lacks_on_cpu:
+            raise InputError(f"bench {self.kind}: {self.lacks_on_cpu}; run it on GPUs")
 
 
 @dataclass(frozen=True)
 class InputRequest(Request):
     """What is asked of the figure of the input."""
 
-    steps: int = _option(200, "timed steps of each kind", type=PositiveInt)
+    steps: int = option(200, "timed steps of each kind", type=PositiveInt)
 
     output_help: ClassVar[str] = "CSV file to append the row to"
 
@@ -78,13 +82,13 @@ class InputRequest(Request):
 class StepRequest(Request):
     """What is asked of the figure of the whole training step."""
 
-    contenders: tuple[str, ...] = _option(USUAL, "who takes part; losses are compared with the first one's", nargs="+")
-    steps: int = _option(200, "timed steps of each contender", type=PositiveInt)
-    batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
-    pinned_host: bool = _option(
+    contenders: tuple[str, ...] = option(USUAL, "who takes part; losses are compared with the first one's", nargs="+")
+    steps: int = option(200, "timed steps of each contender", type=PositiveInt)
+    batches: int = option(16, "different batches, read once and trained on in turn", type=PositiveInt)
+    pinned_host: bool = option(
         False, "time all once more with each rank held to one core, which a busy process shares", action="store_true"
     )
-    dense_tflop_per_s: float = _option(
+    dense_tflop_per_s: float = option(
         790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
     )
 
@@ -110,13 +114,13 @@ class StepRequest(Request):
 class AblationRequest(Request):
     """What is asked of the ablation of the whole step."""
 
-    contenders: tuple[str, ...] = _option(
+    contenders: tuple[str, ...] = option(
         tuple(name for others in ABLATION.values() for name in others),
         "who takes part beside the references torchrec and pgas_graph",
         nargs="+",
     )
-    steps: int = _option(100, "timed steps of each contender", type=PositiveInt)
-    batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
+    steps: int = option(100, "timed steps of each contender", type=PositiveInt)
+    batches: int = option(16, "different batches, read once and trained on in turn", type=PositiveInt)
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, {name: others for others in ABLATION.values() for name in others})
@@ -138,16 +142,16 @@ COLLECTIVE_CONTENDERS = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", 
 class CollectivesRequest(Request):
     """What is asked of the figure of the collectives."""
 
-    contenders: tuple[str, ...] = _option(COLLECTIVE_CONTENDERS, "who takes part; on CPUs those that can", nargs="+")
-    operations: tuple[str, ...] = _option(("all_to_all",), "all_to_all, all_gather, or both", nargs="+")
-    beside: tuple[str, ...] = _option(
+    contenders: tuple[str, ...] = option(COLLECTIVE_CONTENDERS, "who takes part; on CPUs those that can", nargs="+")
+    operations: tuple[str, ...] = option(("all_to_all",), "all_to_all, all_gather, or both", nargs="+")
+    beside: tuple[str, ...] = option(
         ("nothing", "compute"), "nothing, compute (a product of two bf16 matrices of 8192 x 8192), or both", nargs="+"
     )
-    sizes_mb: tuple[int, ...] = _option(
+    sizes_mb: tuple[int, ...] = option(
         (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "to each peer, of 2^20 bytes", nargs="+", type=PositiveInt
     )
-    iterations: int = _option(20, "timed calls of each contender at each size", type=PositiveInt)
-    store_programs: int = _option(64, "programs of the kernel of stores", type=PositiveInt)
+    iterations: int = option(20, "timed calls of each contender at each size", type=PositiveInt)
+    store_programs: int = option(64, "programs of the kernel of stores", type=PositiveInt)
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))
@@ -172,15 +176,16 @@ class CollectivesRequest(Request):
 class TimelineRequest(Request):
     """What is asked of the figure of a step's timeline, which needs GPUs."""
 
-    contenders: tuple[str, ...] = _option(
+    contenders: tuple[str, ...] = option(
         ("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced", nargs="+"
     )
-    steps: int = _option(5, "traced steps of each contender", type=PositiveInt)
-    batches: int = _option(16, "different batches, read once and trained on in turn", type=PositiveInt)
+    steps: int = option(5, "traced steps of each contender", type=PositiveInt)
+    batches: int = option(16, "different batches, read once and trained on in turn", type=PositiveInt)
 
     output_help: ClassVar[str] = (
         "CSV file to append the rows to; the picture is beside it as .svg, the traces are in a folder of its name"
     )
+    lacks_on_cpu: ClassVar[str | None] = "a CPU's trace has no kernels and no streams"
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, STEP_CONTENDERS)
@@ -198,17 +203,16 @@ class TimelineRequest(Request):
         """
         for name in self.contenders:
             contender_config(config, STEP_CONTENDERS[name], device_type)
-        if device_type == "cpu":
-            raise InputError(f"bench {self.kind}: a CPU's trace has no kernels and no streams; run it on GPUs")
+        super().check_ranks(config, world_size, device_type)
 
 
 @dataclass(frozen=True)
 class ConcurrentRequest(Request):
     """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
 
-    repetitions: int = _option(15, "timed runs of each strategy in each case", type=PositiveInt)
-    write_table: str | None = _option(None, "JSON file for the table that comm/choose.py chooses by")
-    without: tuple[str, ...] = _option((), "strategies that are left out", nargs="*")
+    repetitions: int = option(15, "timed runs of each strategy in each case", type=PositiveInt)
+    write_table: str | None = option(None, "JSON file for the table that comm/choose.py chooses by")
+    without: tuple[str, ...] = option((), "strategies that are left out", nargs="*")
 
     def __post_init__(self) -> None:
         check_left_out(self.without)
@@ -227,8 +231,8 @@ class ConcurrentRequest(Request):
 class StageRequest(Request):
     """What is asked of every figure of the embedding stage. The configuration gives the shape."""
 
-    iterations: int = _option(100, "timed steps of each contender", type=PositiveInt)
-    tables_per_rank: int | None = _option(
+    iterations: int = option(100, "timed steps of each contender", type=PositiveInt)
+    tables_per_rank: int | None = option(
         None,
         "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs",
         type=PositiveInt,
@@ -253,11 +257,12 @@ class StageRequest(Request):
         return config
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that every number of ranks to measure on has a shape.
+        """Check also that every number of ranks to measure on has a shape.
 
         Raises:
-            InputError: naming the key.
+            InputError: naming the key, or because the ranks are on a CPU and the figure needs GPUs.
         """
+        super().check_ranks(config, world_size, device_type)
         for size in self.worlds(world_size):
             self.shape(config, size)
 
@@ -266,11 +271,41 @@ class StageRequest(Request):
 class ForwardRequest(StageRequest):
     """What is asked of a figure of the stage's forward."""
 
-    check_ids: bool = _option(True, "bounds checks, for all alike", type=bool)
+    check_ids: bool = option(True, "bounds checks, for all alike", type=bool)
     """whether the baseline and the exchanges check the ids' bounds; training does"""
-    beside_product: bool = _option(
+    beside_product: bool = option(
         False, "time each contender once more beside a matrix product of 8192 x 8192 x 8192", action="store_true"
     )
+
+
+CHUNKS = (2, 4, 8)
+"""of tables, in which a baseline looks up and sends"""
+
+
+@dataclass(frozen=True)
+class EveryoneRequest(ForwardRequest):
+    """What is asked of the figure of all contenders on one shape."""
+
+    chunks: tuple[int, ...] = option(
+        CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*", type=PositiveInt
+    )
+    copy_engines: bool = option(
+        False, "NCCL's copy engines too, where a rank's tables are like every other's (GPU)", action="store_true"
+    )
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that there are copy engines, and somebody to send to.
+
+        Raises:
+            InputError: naming the key.
+        """
+        super().check_ranks(config, world_size, device_type)
+        tables = self.shape(config, world_size).data.tables.number()
+        if self.copy_engines and (device_type == "cpu" or world_size == 1 or tables % world_size):
+            raise InputError(
+                f"--copy_engines: {tables} tables on {world_size} ranks ({device_type}); NCCL's copy engines need "
+                f"GPUs, two ranks or more, and as many tables on each"
+            )
 
 
 @dataclass(frozen=True)
@@ -304,40 +339,44 @@ class StrongRequest(_ScalingRequest):
 class OccupancyRequest(ForwardRequest):
     """What is asked of the figure of the occupancy, which needs GPUs."""
 
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that the ranks are on GPUs.
-
-        Raises:
-            InputError: naming the key, or because the ranks are on a CPU.
-        """
-        if device_type == "cpu":
-            raise InputError(f"bench {self.kind}: a CPU has no multiprocessors; run it on GPUs")
-        super().check_ranks(config, world_size, device_type)
+    lacks_on_cpu: ClassVar[str | None] = "a CPU has no multiprocessors"
 
 
 @dataclass(frozen=True)
 class ProgramsRequest(StageRequest):
     """What is asked of the figure of the persistent kernel's programs, which needs GPUs."""
 
-    iterations: int = _option(10, "steps before the one that is traced", type=PositiveInt)
-    programs: int = _option(32, "of the kernel, whose tasks are told", type=PositiveInt)
+    iterations: int = option(10, "steps before the one that is traced", type=PositiveInt)
+    programs: int = option(32, "of the kernel, whose tasks are told", type=PositiveInt)
+
+    lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
+
+
+@dataclass(frozen=True)
+class VolumeRequest(StageRequest):
+    """What is asked of the figure of the bytes on the links over time, which needs GPUs."""
+
+    iterations: int = option(10, "steps before the one that is recorded", type=PositiveInt)
+    bins: int = option(100, "stretches of time that the longest stage is cut into", type=PositiveInt)
+
+    lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that the ranks are on GPUs.
+        """Check also that there is somebody to send to.
 
         Raises:
-            InputError: naming the key, or because the ranks are on a CPU.
+            InputError: naming the key, for one rank, or because the ranks are on a CPU.
         """
-        if device_type == "cpu":
-            raise InputError(f"bench {self.kind}: a CPU's kernels have no clock; run it on GPUs")
         super().check_ranks(config, world_size, device_type)
+        if world_size == 1:
+            raise InputError(f"bench {self.kind}: 1 rank has nobody to send to; start two or more (--nproc 2)")
 
 
 @dataclass(frozen=True)
 class BackwardRequest(StageRequest):
     """What is asked of the figure of the backward. Its ids have been checked by the forward."""
 
-    optimizers: tuple[str, ...] = _option(
+    optimizers: tuple[str, ...] = option(
         ("sgd", "rowwise_adagrad"), "of the rows, one after the other: sgd, rowwise_adagrad, adagrad", nargs="+"
     )
 

@@ -3,7 +3,8 @@
 Steps near each other in time are slow or fast together, so single steps cannot be drawn as if they were independent.
 Each run is therefore cut into segments of consecutive steps, whole segments are drawn with replacement, and the ratio
 is taken of what was drawn: a block bootstrap (Künsch 1989), with blocks that do not overlap. What is slower than a
-segment, or changes from one run to the next one, as a host's load may, is not in the interval.
+segment, or changes from one run to the next one, as a host's load may, is not in the interval. Of runs that took turns
+the same segments are drawn, so what a host's load did to both at one time cancels in their ratio.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def speedup_interval(reference_ms: Sequence[float], own_ms: Sequence[float]) -> Interval | None:
+def speedup_interval(reference_ms: Sequence[float], own_ms: Sequence[float], in_turns: bool = False) -> Interval | None:
     """Return the 95% interval of the median of `reference_ms` over that of `own_ms`.
 
     The same times give the same interval. Example: of 100 steps of 10 ms and 100 of 5 ms, all alike, any draw gives 2,
@@ -33,6 +34,8 @@ def speedup_interval(reference_ms: Sequence[float], own_ms: Sequence[float]) -> 
     Args:
         reference_ms: times of the reference's steps in ms, in the order in which they were taken.
         own_ms: the same of the other run.
+        in_turns: whether the two took turns, so that their steps of one number are near in time. Then the same segments
+            are drawn of both, and what slowed both alike widens nothing.
 
     Returns:
         None if a run has fewer than 40 steps, two a segment.
@@ -40,13 +43,15 @@ def speedup_interval(reference_ms: Sequence[float], own_ms: Sequence[float]) -> 
     if min(len(reference_ms), len(own_ms)) < _LEAST_STEPS:
         return None
     generator = np.random.default_rng(_SEED)
-    ratios = _drawn_medians(reference_ms, generator) / _drawn_medians(own_ms, generator)
+    drawn = [generator.integers(SEGMENTS, size=(_DRAWS, SEGMENTS)) for _ in range(2)]
+    if in_turns and len(reference_ms) == len(own_ms):
+        drawn[1] = drawn[0]
+    ratios = _drawn_medians(reference_ms, drawn[0]) / _drawn_medians(own_ms, drawn[1])
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Interval(float(low), float(high))
 
 
-def _drawn_medians(times_ms: Sequence[float], generator: np.random.Generator) -> np.ndarray:
-    """Return [_DRAWS] medians, each of as many segments as there are, drawn with replacement."""
+def _drawn_medians(times_ms: Sequence[float], drawn: np.ndarray) -> np.ndarray:
+    """Return [_DRAWS] medians, each of the segments that a row of `drawn` [_DRAWS, SEGMENTS] numbers."""
     segments = np.array_split(np.asarray(times_ms, dtype=np.float64), SEGMENTS)
-    drawn = generator.integers(SEGMENTS, size=(_DRAWS, SEGMENTS))
     return np.array([np.median(np.concatenate([segments[i] for i in each])) for each in drawn])

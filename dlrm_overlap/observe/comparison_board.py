@@ -24,6 +24,10 @@ LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
     "training loss, relative difference from the reference": ["Multiline", [DIFFERENCE]],
     "samples a second": ["Multiline", ["speed/samples_per_s"]],
 }
+_TURNS = (
+    "The backends took turns of {} steps, so what slowed the host for longer than that slowed all of them; the "
+    "interval is a bootstrap over segments of their steps, the same ones of both."
+)
 _ORDER = (
     "Each run was trained after the one before it, so what changed on the host between two runs is in their ratio; the "
     "interval is a bootstrap over segments of each run's steps, and holds the noise within the runs alone."
@@ -50,7 +54,8 @@ def write_board(
         board.close()
     board = TensorBoard(place, start_step=0)
     board.layout(LAYOUT)
-    board.text("comparison", f"{comparison_markdown(comparison)}\n\n{_ORDER}")
+    order = _TURNS.format(turn) if (turn := comparison["interleave"]) else _ORDER
+    board.text("comparison", f"{comparison_markdown(comparison)}\n\n{order}")
     if parts := {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}:
         board.text("breakdown", breakdown_markdown(parts))
         board.image("breakdown", draw_breakdown(parts))

@@ -161,6 +161,16 @@ class RunLog:
         if self._board:
             self._board.close()
 
+    def pause(self) -> None:
+        """Take the progress bar away, while another run has its turn."""
+        if self._progress:
+            self._progress.stop()
+
+    def resume(self) -> None:
+        """Show the progress bar again."""
+        if self._progress:
+            self._progress.start()
+
     def advance(self) -> None:
         """Count one step."""
         self._tracer.advance()

@@ -34,9 +34,11 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["contender"] for row in rows] == [
-        "baseline", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"
+        "baseline", "nccl_chunked_2", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"
     ]  # fmt: skip
     for row in rows:
+        assert row["command"].startswith("dlrm-overlap bench stage --config configs/bench/tiny.yaml --train.device cpu")
+        assert row["command"].endswith("--nproc 2")
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
         assert shape == ["2", "6", "16", "128", "4"]
         assert float(row["max_abs_difference"]) <= float(row["tolerance"])
@@ -105,6 +107,29 @@ def test_backward_measures_all_contenders_under_each_optimizer(
         assert row["schedule"] == ("" if row["contender"] == "baseline" else "balanced")
     if options:
         assert rows[0]["packing"] == "by_owner"
+
+
+@pytest.mark.slow
+def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp_path: Path) -> None:
+    output = tmp_path / "sweep.csv"
+    argv = ["bench", "sweep", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--data.tables.count", "5", "--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64"]
+    argv += ["--iterations", "1", "--output", str(output)]
+    result = run_cli(*argv)
+    assert result.returncode == 0, result.stderr
+    assert "GPU's time alone, it pays at dim 8: " in result.stdout
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ("baseline", "nccl_chunked_2", "pgas", "fused")
+    found = [(row["dim"], row["pooling_factor"], row["contender"]) for row in rows]
+    assert found == [(dim, pooling, name) for dim in ("8", "16") for pooling in ("1", "4") for name in names]
+    for first in range(0, len(rows), len(names)):
+        shape = rows[first : first + len(names)]
+        assert [row["is_baseline"] for row in shape] == ["True", "True", "False", "False"]
+        for time, column in (("median_ms", "speedup_over_strongest"), ("gpu_ms", "gpu_speedup_over_strongest")):
+            strongest = min(float(row[time]) for row in shape[:2])
+            for row in shape:
+                assert float(row[column]) == pytest.approx(strongest / float(row[time]), rel=1e-2)
 
 
 @pytest.mark.slow

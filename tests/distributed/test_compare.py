@@ -1,13 +1,16 @@
 """`compare` trains one backend after the other in the same processes, and each as if it were alone."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
-from tests.conftest import ROOT, read_metrics, run_cli, train_quickstart
+from tests.conftest import ROOT, dump_page, find_browser, read_metrics, run_cli, train_quickstart
 
 BACKENDS = ["torchrec", "pgas", "fused"]
 SHORT = ["--train.steps", "20", "--train.eval_every", "0", "--data.eval_samples", "1000"]
@@ -73,12 +76,69 @@ def test_table_and_where_to_look(folder: Path) -> None:
     assert lines[-1].endswith(f"--logdir {folder}")
 
 
+@pytest.fixture
+def board(folder: Path) -> Iterator[str]:
+    """The address of a TensorBoard that shows the comparison."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", "0", "--load_fast", "false"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = (re.search(r"http://\S+", line) for line in process.stderr)
+        address = next((match.group() for match in found if match), None)
+        assert address, "TensorBoard has ended without an address"
+        yield address
+        process.kill()
+
+
+@pytest.mark.slow
+def test_tensorboard_serves_the_same_curves_of_every_run(board: str) -> None:
+    wanted = {"train/loss", "speed/step_ms_p50", "speed/samples_per_s", "compare/loss_difference"}
+    with urlopen(f"{board}data/plugin/scalars/tags", timeout=60) as answer:
+        tags = json.loads(answer.read())
+    assert all(wanted <= set(tags[backend]) for backend in BACKENDS)
+    with urlopen(f"{board}data/plugin/scalars/scalars?run=pgas&tag=train/loss", timeout=60) as answer:
+        assert [step for _, step, _ in json.loads(answer.read())] == list(range(1, 21))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium: install one, or name it by CHROMIUM")
+def test_a_browser_shows_every_runs_curves(board: str, tmp_path: Path) -> None:
+    shown = dump_page(f"{board}?darkMode=false#scalars", tmp_path / "profile", wait_ms=30_000)
+    assert all(name in shown for name in (*BACKENDS, "speed/step_ms_p50", "train/loss"))
+
+
 @pytest.mark.slow
 def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
     """The last of the three is compared: what the ones before it left behind in the process would show."""
     alone = train_quickstart(tmp_path, "alone", 2, "--embedding.backend", BACKENDS[-1], *SHORT)
     assert read_metrics(folder / BACKENDS[-1], "train/loss") == read_metrics(alone, "train/loss")
     assert read_metrics(folder / BACKENDS[-1], "eval/auroc") == read_metrics(alone, "eval/auroc")
+
+
+@pytest.mark.slow
+def test_runs_in_turns_are_those_that_follow_each_other(folder: Path, tmp_path: Path) -> None:
+    """Turns of 6 steps, the last of 2; each run holds what the other must not touch."""
+    argv = [
+        *COMPARE,
+        "--backends",
+        "torchrec",
+        "fused",
+        "--interleave",
+        "6",
+        "--nproc",
+        "2",
+        "--log.dir",
+        str(tmp_path),
+    ]
+    result = run_cli(*argv)
+    assert result.returncode == 0, result.stderr
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert (comparison["interleave"], list(comparison["backends"])) == (6, ["torchrec", "fused"])
+    for backend in ("torchrec", "fused"):
+        for key in ("train/loss", "eval/auroc"):
+            assert read_metrics(tmp_path / backend, key) == read_metrics(folder / backend, key), backend
+    lines = [line.split("rank 0: ")[1].split(":")[0] for line in result.stderr.splitlines() if "step " in line]
+    steps = [int(line.removeprefix("step ")) for line in lines if line.startswith("step ")]
+    assert steps[:13] == [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 7], "the second backend's turn comes behind step 6"
 
 
 @pytest.mark.slow

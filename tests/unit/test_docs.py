@@ -151,7 +151,9 @@ def test_the_report_is_that_of_the_rows() -> None:
     files = [read_measured(path) for path in measured if not path.name.startswith("simulated_")]
     assert {each.kind for each in files} <= set(PLOTS), "each figure has a plot"
     files.sort(key=report_order)
-    sections = [Section(each, PLOTS[each.kind], PLOTS[each.kind].table(each), b"") for each in files]
+    plots = [PLOTS[each.kind] for each in files]
+    found = zip(files, plots, strict=True)
+    sections = [Section(each, plot, plot.table(each), b"", plot.words(each)) for each, plot in found]
     made, page = markdown_page(sections), Path("docs/results/report/report.md").read_text()
     assert made == page, "make it again: dlrm-overlap bench report docs/results"
 

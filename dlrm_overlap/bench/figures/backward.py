@@ -46,7 +46,7 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     world, device, group = ranks.world, ranks.device, dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     config = request.shape(ranks.config, world.world_size)
-    sparse = read_ids(config, group)
+    sparse = read_ids(config, group, ranks.device)
     ceilings = measure_ceilings(group, device)
     gradients: list[torch.Tensor] = []
     rows: list[dict[str, Any]] = []

@@ -70,7 +70,7 @@ def measure_forward(
         if world.rank < world_size:
             assert isinstance(group, dist.ProcessGroup)
             shape = request.shape(config, world_size)
-            sparse = read_ids(shape, group)
+            sparse = read_ids(shape, group, device)
             workload = make_workload(shape, sparse, group, device, world.local_world_size, request.check_ids)
             measured.append(_measure(request, shape, workload, make_contenders, extra_columns))
             agreed = not measured[-1][1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline, Overlap
-from dlrm_overlap.bench.harness.programs import trace_programs
+from dlrm_overlap.bench.harness.programs import describe_tasks, trace_programs
 from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import report
@@ -34,7 +34,7 @@ def run(request: ProgramsRequest, ranks: Ranks) -> int:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     config = request.shape(ranks.config, ranks.world.world_size)
-    sparse = read_ids(config, group)
+    sparse = read_ids(config, group, ranks.device)
     workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size, check_ids=True)
     options = replace(exchange_options(config.embedding, _BACKEND), backward="collective")
     contenders = [Baseline(workload), Overlap(workload, options)]
@@ -46,7 +46,8 @@ def run(request: ProgramsRequest, ranks: Ranks) -> int:
     rows: list[dict[str, Any]] = []
     faults = [] if agreement.agrees else [f"{_BACKEND}: outputs differ from the baseline's; nothing is told"]
     if agreement.agrees:
-        traced = trace_programs(workload, replace(options, trace=True), request.iterations, schedule, request.programs)
+        trace = trace_programs(workload, options, request.iterations)
+        traced = describe_tasks(trace, schedule, workload.rank, group.size(), request.programs)
         shape = describe(config, workload)
         head = {"kind": request.kind, "contender": _BACKEND, "put": options.resolved_put, "schedule": schedule}
         rows = [head | {"rank": 0} | task | shape for task in traced]

@@ -1,33 +1,40 @@
 """`bench stage`: how long does the embedding stage's forward take under every backend, on one shape?
 
-Contenders: the baseline; TorchRec's own path; every backend whose exchange is ours; `fused` once more for each put that
-it can be told by name, such as `fused_stores`; and `pgas` once more, which returns a copy of its window, as the drop-in
-does unless it is asked not to. No extra column.
+Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL sends one while FBGEMM looks up the
+next (`nccl_chunked_2` and so on, as far as every rank has so many tables); TorchRec's own path; every backend whose
+exchange is ours; `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once
+more, which returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the
+baseline in 4 chunks by NCCL's copy engines (its zero-CTA policy). No extra column.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.bench.figures.forward import measure_forward
+from dlrm_overlap.bench.harness.chunked import make_chunked, make_copy_engines
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.request import EveryoneRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.ranks import Ranks
 
 
-def run(request: ForwardRequest, ranks: Ranks) -> int:
+def run(request: EveryoneRequest, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code of `measure_forward`."""
-    return measure_forward(request, ranks, make_contenders)
+    return measure_forward(request, ranks, partial(make_contenders, request))
 
 
-def make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
+def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
-    return [*every_backend(config, workload), *(Overlap(workload, options) for options in (*by_put, copied))]
+    baseline, *backends = every_backend(config, workload)
+    chunked = make_chunked(workload, request.chunks)
+    chunked += make_copy_engines(workload) if request.copy_engines else []
+    return [baseline, *chunked, *backends, *(Overlap(workload, options) for options in (*by_put, copied))]
 
 
 def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:

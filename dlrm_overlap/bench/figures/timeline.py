@@ -9,8 +9,6 @@ and add up to the step; `observe.trace_summary` says what is exposed. `untraced_
 profiler was there, which shows by how much it slows steps down. The picture has a step of each contender on rank 0.
 """
 
-import shlex
-import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from dlrm_overlap.bench.figures.step import build, contender_configs, describe_r
 from dlrm_overlap.bench.harness.step_trace import TracedSteps, read_steps
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.report.rows import command_line, report
 from dlrm_overlap.bench.report.timeline_picture import draw
 from dlrm_overlap.bench.request import TimelineRequest
 from dlrm_overlap.config import Config
@@ -57,8 +55,9 @@ def run(request: TimelineRequest, ranks: Ranks) -> int:
             f"{first['tables']} tables, dim {first['dim']}, {first['arch']}, {first['precision']}, global batch "
             f"{first['global_batch']}"
         )
-        command = shlex.join(["dlrm-overlap", *sys.argv[1:], "--nproc", str(ranks.world.world_size)])
-        draw(traced, f"A traced step on rank 0 of {environment().get('gpu', 'a CPU')}; {shape}", command, picture)
+        draw(
+            traced, f"A traced step on rank 0 of {environment().get('gpu', 'a CPU')}; {shape}", command_line(), picture
+        )
         report(rows, [], request.output, f"{shape}, {ranks.world.world_size} ranks", _SHOWN)
         print(f"picture: {picture}\ntraces:  {request.output.with_suffix('')}")
     return 0

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.registered import RegisteredGroup
 from dlrm_overlap.comm.collectives import PeerCollectives, choose
-
-_WARM_UP_BYTES = 1 << 10
 
 
 class CollectiveContender(ABC):
@@ -61,25 +60,15 @@ class RegisteredCollectives(GroupCollectives):
     """NCCL's, in memory that NCCL has allocated and registered; by copy engines where its policy asks for no CTA."""
 
     def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        options: Any = dist.ProcessGroupNCCL.Options()
-        if self.name == "nccl_copy_engines":
-            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-        group: Any = dist.new_group(backend="nccl", pg_options=options, device_id=self.device)
-        self.group = group
-        warm_up = torch.zeros(group.size() * _WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(torch.empty_like(warm_up), warm_up, group=group)  # makes the communicator
-        self._backend = group._get_backend(self.device)
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool):
-            memory = super()._memory(capacity_bytes)
-        self._backend.register_mem_pool(self._pool, symm=True)
-        return memory
+        self._registered = RegisteredGroup(self.device, self.name == "nccl_copy_engines")
+        self.group = self._registered.group
+        make = super()._memory
+        return self._registered.allocate(lambda: make(capacity_bytes))
 
     def close(self) -> None:
         """Take the memory off NCCL's list, and end the group."""
-        self._backend.deregister_mem_pool(self._pool)
         super().close()
-        dist.destroy_process_group(self.group)
+        self._registered.close()
 
 
 class OwnCollectives(CollectiveContender):

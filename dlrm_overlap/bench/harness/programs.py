@@ -1,11 +1,13 @@
 """What each program of the persistent kernel does and when (arXiv 2305.06942 shows it of 32 workgroups)."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.recorded import begin_together
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import Forward
@@ -13,39 +15,32 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.schedule import TaskGrid
 
-_LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host issues the step on every rank
-
 
 @torch.no_grad()
-def trace_programs(
-    workload: Workload, options: ExchangeOptions, steps: int, schedule: str, shown: int
-) -> list[dict[str, Any]]:
-    """Run `steps` steps and one more, and return what `shown` of this rank's programs did in that one.
+def trace_programs(workload: Workload, options: ExchangeOptions, steps: int) -> torch.Tensor:
+    """Run `steps` steps and one more, and return the trace of that one, [tasks, 6] int64, see `TRACE_COLUMNS`.
 
     All ranks call this, on GPUs.
 
-    Raises:
-        InputError: if one kernel does not pool all tables.
-
     Args:
         workload: tables and ids.
-        options: of a backend with slices that has the trace switch on.
+        options: of a backend with slices.
         steps: before the traced one; one at least, since the first compiles the kernel.
-        schedule: the order of the tasks, not auto.
-        shown: see `describe_tasks`.
+
+    Raises:
+        InputError: if one kernel does not pool all tables.
     """
-    halves = workload.open_halves(options)
+    halves = workload.open_halves(replace(options, trace=True))
     for ids in itertools.islice(itertools.cycle(workload.batches), steps + 1):
         step = Step(list(ids.inputs), BatchSizes.of(workload.batch_sizes))
-        dist.barrier(workload.group)
-        torch.cuda._sleep(_LEAD_CYCLES)
+        begin_together(workload)
         halves.forward.start(step)
         halves.forward.finish(step)
     torch.cuda.synchronize(workload.device)
-    rows = describe_tasks(_trace_of(halves.forward), schedule, workload.rank, workload.group.size(), shown)
+    trace = _trace_of(halves.forward)
     dist.barrier(workload.group)
     halves.close()
-    return rows
+    return trace
 
 
 def _trace_of(forward: Forward) -> torch.Tensor:
@@ -54,7 +49,7 @@ def _trace_of(forward: Forward) -> torch.Tensor:
     assert isinstance(forward, SlicedForward)
     traces = list(forward.traces.values())
     if len(traces) != 1:
-        raise InputError(f"bench programs: {len(traces)} kernels pool these tables; give all tables one dim and type")
+        raise InputError(f"{len(traces)} kernels pool these tables; give all tables one dim and type")
     return traces[0].cpu()
 
 

@@ -25,6 +25,7 @@ from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.model import build_model
 
+_CPU = torch.device("cpu")
 BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache
 
 
@@ -62,12 +63,31 @@ class Workload:
         context = self.layout, self.tables, options, self.group, self.device, most, StepCounters(self.device)
         return open_halves(ExchangeContext(*context))
 
+    def with_ids(self, config: Config, sparse: Sequence[KeyedJaggedTensor]) -> "Workload":
+        """Return a workload of the same tables with other ids, as `make_workload` would take them; all ranks call this.
 
-def read_ids(config: Config, group: dist.ProcessGroup) -> list[KeyedJaggedTensor]:
-    """Return the ids of this rank's samples in `BATCHES` batches, in the types of the data set."""
-    data, _ = open_datasets(config.data)
+        Args:
+            config: as the tables were made with, but for the batch size and the ids a bag.
+            sparse: this rank's batches from `read_ids`.
+        """
+        world_size = self.group.size()
+        return replace(
+            self,
+            batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
+            batches=[_bring_ids(self.module, ids, self.device) for ids in sparse],
+        )
+
+
+def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
+    """Return the ids of this rank's samples in `BATCHES` batches, in the types of the data set.
+
+    Synthetic ones are made on `device`, the same on each.
+    """
+    data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
+    if data.on_gpu:  # by kernels on the current stream
+        return [data.read(first, samples).sparse for first in firsts]
     with ThreadPoolExecutor(BATCHES) as pool:
         return [batch.sparse for batch in pool.map(lambda first: data.read(first, samples), firsts)]
 

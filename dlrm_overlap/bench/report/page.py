@@ -27,7 +27,7 @@ _MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in
 _ENVIRONMENT = ("gpu", "cpu", "python", "torch", "cuda", "nccl", "fbgemm", "torchrec", "triton", "numpy", "commit")
 _COMMANDS = (
     "A figure's command measures one of its shapes on four GPUs, and not always that of these rows: other shapes have "
-    "files of their own under configs/bench, and rows of your own were measured by yours."
+    "files of their own under configs/bench. Where rows name the commands that measured them, these are told instead."
 )
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #111 }
@@ -45,6 +45,8 @@ class Section(NamedTuple):
     table: Table
     picture: bytes
     """SVG"""
+    words: Sequence[str] = ()
+    """sentences that the rows bear out"""
 
 
 def write_report(folder: Path, output: Path) -> list[str]:
@@ -76,16 +78,24 @@ def report_order(measured: Measured) -> tuple[int, bool, str]:
 def _section(measured: Measured, output: Path) -> Section:
     plot = PLOTS[measured.kind]
     try:
-        picture, table = plot.draw(measured), plot.table(measured)
+        picture, table, words = plot.draw(measured), plot.table(measured), plot.words(measured)
     except KeyError as error:
         raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
     except InputError as error:
         raise InputError(f"{measured.name}.csv: {error}") from None
-    picture.caption(hardware(measured.rows), f"the figure's command: {plot.command}")
+    what, (first, *more) = _commands(measured, plot)
+    others = f", and {len(more)} other commands" if more else ""
+    picture.caption(hardware(measured.rows), f"{what}: {first}{others}")
     svg = picture.svg()
     (output / f"{measured.name}.svg").write_bytes(svg)
     picture.save_png(output / f"{measured.name}.png")
-    return Section(measured, plot, table, svg)
+    return Section(measured, plot, table, svg, words)
+
+
+def _commands(measured: Measured, plot: Plot) -> tuple[str, list[str]]:
+    """Return the commands that the rows name, or the figure's where one of them names none, and what they are."""
+    named = list(dict.fromkeys(row.get("command") or "" for row in measured.rows))
+    return ("the figure's command", [plot.command]) if "" in named else ("measured by", named)
 
 
 def headline(sections: Iterable[Section]) -> Table:
@@ -112,14 +122,16 @@ def html_page(sections: Sequence[Section]) -> str:
     parts.append(f"<ul>{items}</ul>")
     for section in sections:
         measured, plot = section.measured, section.plot
+        what, commands = _commands(measured, plot)
         data = base64.b64encode(section.picture).decode()
         parts += [
             f'<h2 id="{measured.name}">{escape(_title(section))}</h2>',
             f"<p>{escape(plot.reading)}</p>",
+            *(f"<p>{escape(text)}</p>" for text in section.words),
             f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">',
             _html_table(section.table),
             f'<p class="from">{measured.name}.csv: {escape(hardware(measured.rows))}</p>',
-            f"<p>The figure's command: <code>{escape(plot.command)}</code></p>",
+            f"<p>{what.capitalize()}: {', '.join(f'<code>{escape(each)}</code>' for each in commands)}</p>",
         ]
         if len(measured.rows) <= _MOST_ROWS:
             table = _html_table(_varying(measured.rows))
@@ -141,12 +153,14 @@ def markdown_page(sections: Sequence[Section]) -> str:
         parts.append(_markdown_table(table))
     for section in sections:
         measured, plot = section.measured, section.plot
+        what, commands = _commands(measured, plot)
         parts += [
             f"## {_title(section)}",
             plot.reading,
+            *section.words,
             f"![{plot.title}]({measured.name}.svg)",
             _markdown_table(section.table),
-            f"{hardware(measured.rows)}. The figure's command: `{plot.command}`",
+            f"{hardware(measured.rows)}. {what.capitalize()}: {', '.join(f'`{each}`' for each in commands)}",
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -12,10 +12,8 @@ from dlrm_overlap.bench.report.collective_plots import (
     draw_collectives,
     draw_concurrent,
 )
-from dlrm_overlap.bench.report.measured import (
-    Measured,
-    Table,
-)
+from dlrm_overlap.bench.report.map_plots import MAPS, PAYS
+from dlrm_overlap.bench.report.measured import Measured, Table
 from dlrm_overlap.bench.report.stage_plots import (
     draw_backward,
     draw_programs,
@@ -42,6 +40,7 @@ from dlrm_overlap.bench.report.step_plots import (
     timeline_table,
 )
 from dlrm_overlap.bench.report.style import Picture
+from dlrm_overlap.bench.report.volume_plot import draw_volume, volume_table
 
 _STAGE = "dlrm-overlap bench {} --config configs/bench/dim128.yaml --tables_per_rank 26 --nproc 4"
 
@@ -56,11 +55,18 @@ class Plot(NamedTuple):
     """measures such rows; several shapes are several calls"""
     draw: Callable[[Measured], Picture]
     table: Callable[[Measured], Table]
+    words: Callable[[Measured], list[str]] = lambda measured: []
+    """sentences that the rows bear out, a paragraph each"""
 
 
 _INPUT = {"cached_median_ms": "one cached batch", "loaded_median_ms": "fed by the loader"}
 
 _BASELINE_STEP = {"step_ms_p50": "p50", "step_ms_p95": "p95"}
+
+_MAP = (
+    "Speedup of the faster of pgas and fused over the strongest baseline: FBGEMM, NCCL and unpacking, at once or in 2, "
+    f"4 or 8 chunks. Hatched where it is below {PAYS}; in brackets where the host's time to issue the baseline decides."
+)
 
 _SLICE = ("slice_bags", "bags a slice")
 
@@ -118,6 +124,22 @@ PLOTS = {
         draw_scaling,
         scaling_table,
     ),
+    "sweep": Plot(
+        "Where it pays: pooling factor, dim and batch",
+        _MAP,
+        "dlrm-overlap bench sweep --config configs/bench/sweep.yaml --tables_per_rank 16 --nproc 4",
+        MAPS["sweep"].draw,
+        MAPS["sweep"].table,
+        MAPS["sweep"].words,
+    ),
+    "grid": Plot(
+        "Where it pays: batch and tables of a GPU",
+        _MAP,
+        "dlrm-overlap bench grid --config configs/bench/small_batch.yaml --nproc 4",
+        MAPS["grid"].draw,
+        MAPS["grid"].table,
+        MAPS["grid"].words,
+    ),
     "slice": Plot(
         "Slice size of fused",
         "Time of fused by how many pooled embeddings a slice has.",
@@ -138,6 +160,14 @@ PLOTS = {
         "dlrm-overlap bench programs --config configs/bench/small_batch.yaml --tables_per_rank 16 --nproc 4",
         draw_programs,
         programs_table,
+    ),
+    "volume": Plot(
+        "Communication volume over time",
+        "Bytes that leave rank 0 for its peers, by stretches of the stage's time. Of fused they are known task by "
+        "task, by the kernel's own clock; those of a baseline are spread evenly over NCCL's kernels, by the profiler.",
+        _STAGE.format("volume"),
+        draw_volume,
+        volume_table,
     ),
     "schedule": Plot(
         "Order of the tasks, and the skew between ranks",

@@ -1,12 +1,17 @@
-"""Rows of measurements: appended to a CSV file, each with the environment it was measured in, and printed."""
+"""Rows of measurements: appended to a CSV file, each with its command and its environment, and printed."""
 
 import csv
+import io
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from dlrm_overlap.config import InputError
+from dlrm_overlap.files import replacing
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.observe.text_table import format_table
 
@@ -16,24 +21,55 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     append_rows(path, [row])
 
 
+def command_line() -> str:
+    """Return the command that this process is a rank of, as a user would type it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return shlex.join(["dlrm-overlap", *sys.argv[1:], "--nproc", str(ranks)])
+
+
+def as_text(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return `rows` as they are in a CSV file: numbers with four digits, nothing for None."""
+    return [{key: _written(value) for key, value in row.items()} for row in rows]
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _add_command(path: Path) -> None:
+    """Give a CSV file that was written before rows had their command that column, with nothing in it."""
+    with path.open(newline="") as file:
+        header, *lines = csv.reader(file)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([[*header, "command"], *([*line, ""] for line in lines)])
+    with replacing(path) as stream:
+        stream.write(text.getvalue().encode())
+
+
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append `rows`, each with the environment, to the CSV file `path`; first the header if the file is new or empty.
+    """Append `rows`, each with its command and the environment, to the CSV file `path`.
+
+    A file that is new or empty gets the header first.
 
     Raises:
         InputError: if the file has other columns or cannot be written.
     """
-    found = environment()
-    full = [{key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows]
-    full = [row | found for row in full]
+    found = {"command": command_line(), **environment()}
+    full = [{**row, **found} for row in as_text(rows)]
     header = list(full[0])
     new = not path.exists() or path.stat().st_size == 0
     if not new:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
-    if any(set(header) != set(row) for row in full):
+    if any({*header, "command"} != set(row) for row in full):
         raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if "command" not in header:
+            _add_command(path)
+            header.append("command")
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, header)
             if new:
@@ -64,14 +100,19 @@ def report(
     Raises:
         InputError: if the file has other columns or cannot be written.
     """
-    for fault in faults:
-        print(f"dlrm-overlap: {fault}", file=sys.stderr)
+    print_faults(faults)
     if not rows:
         return
     print(headline)
     print_table(rows, columns)
     append_rows(output, rows)
     print(f"rows in {output}")
+
+
+def print_faults(faults: Iterable[str]) -> None:
+    """Print a line for each fault to standard error."""
+    for fault in faults:
+        print(f"dlrm-overlap: {fault}", file=sys.stderr)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Who takes part in each figure of the forward, and in which order."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,8 @@ def _contenders(
 
     for figure in (occupancy, scaling, schedule, slice, stage):
         monkeypatch.setattr(figure, "measure_forward", measure)
-    assert FIGURES[kind].load()(None, None) == 0
+    request = SimpleNamespace(chunks=(2,), copy_engines=False)
+    assert FIGURES[kind].load()(request, None) == 0
     found = [(contender.name, contender.columns()) for contender in made]
     for contender in made:
         contender.close()

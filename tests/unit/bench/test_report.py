@@ -15,6 +15,23 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     assert output.read_text() == "a,b\n1,2\n"
 
 
+def test_rows_of_a_file_that_has_no_commands_yet_stay_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "rows.csv"
+    monkeypatch.setattr("sys.argv", ["dlrm-overlap", "bench", "x", "--title", "two words"])
+    append_row(output, {"steps": 4})
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0].pop("command") == "dlrm-overlap bench x --title 'two words' --nproc 1"
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    append_row(output, {"steps": 5})
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["steps"], row["command"][:14]) for row in rows] == [("4", ""), ("5", "dlrm-overlap b")]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
 def test_a_full_disk_is_told_in_one_line() -> None:
     with pytest.raises(InputError, match=r"--output: /dev/full cannot be written \(No space left on device\)"):

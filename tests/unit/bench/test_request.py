@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.request import BackwardRequest, StageRequest, StepRequest
+from dlrm_overlap.bench.request import BackwardRequest, EveryoneRequest, StageRequest, StepRequest
+from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 
@@ -63,6 +64,31 @@ def test_mlperf_has_the_tables_of_the_training_configuration(shape: str) -> None
         assert [getattr(measured.train, key) for key in kept] == [getattr(trained.train, key) for key in kept]
 
 
+def test_maps_have_their_shapes_in_order_of_their_tables() -> None:
+    sweep = SweepRequest("sweep", OUTPUT, tables_per_rank=2, pooling_factors=(1, 4), dims=(8, 32), global_batches=(64,))
+    points = sweep.points(_config("sweep"), 4)
+    found = [(each.model.dim, each.model.bottom_mlp, each.data.tables.multi_hot) for each in points]
+    assert found == [(8, [8], "0..2"), (8, [8], "0..8"), (32, [32], "0..2"), (32, [32], "0..8")]
+    assert {(each.data.tables.count, each.train.samples_per_rank(4)) for each in points} == {(8, 16)}
+    grid = GridRequest("grid", OUTPUT, tables=(1, 2), global_batches=(64, 128)).points(_config("small_batch"), 4)
+    assert [(each.data.tables.count, each.train.global_batch_size) for each in grid] == [
+        (4, 64), (4, 128), (8, 64), (8, 128)
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="--tables_per_rank: 2, but the tables of a rank are swept"):
+        GridRequest("grid", OUTPUT, tables_per_rank=2)
+    criteo = parse_config("", "", ["--data.kind", "criteo_tsv", "--data.path", "x"], lambda parser: None)[0]
+    with pytest.raises(InputError, match=r"data\.kind: criteo_tsv, but bench sweep takes shapes that no file has"):
+        sweep.check_ranks(criteo, 4, "cuda")
+
+
+def test_copy_engines_need_gpus_and_tables_that_are_alike() -> None:
+    request = EveryoneRequest("stage", OUTPUT, copy_engines=True)
+    request.check_ranks(_config("tiny"), 2, "cuda")
+    for ranks, device in ((2, "cpu"), (1, "cuda"), (4, "cuda")):
+        with pytest.raises(InputError, match=f"--copy_engines: 6 tables on {ranks} ranks"):
+            request.check_ranks(_config("tiny"), ranks, device)
+
+
 def test_contenders_are_known_and_named_once() -> None:
     with pytest.raises(InputError, match=r"--contenders pgsa: not a contender; known: torchrec, torchrec_strongest, "):
         StepRequest("step", OUTPUT, contenders=("torchrec", "pgsa"))
@@ -88,7 +114,8 @@ def test_worlds_and_tables() -> None:
     [
         ("weak", None, [], "--tables_per_rank"),
         ("strong", 2, [], "data.tables.count"),
-        ("occupancy", None, [], "GPUs"),
+        ("occupancy", None, [], "bench occupancy: a CPU has no multiprocessors; run it on GPUs"),
+        ("volume", None, [], "bench volume: a CPU's kernels have no clock; run it on GPUs"),
         ("stage", None, ["--data.tables.count", "1"], "each takes at least one"),
         ("stage", None, ["--train.global_batch_size", "127"], "train.global_batch_size"),
         ("stage", 4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables.rows"),

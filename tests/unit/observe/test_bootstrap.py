@@ -22,6 +22,17 @@ def test_the_interval_holds_the_true_ratio_in_about_95_of_100_pairs() -> None:
     assert held >= 21
 
 
+def test_of_runs_in_turns_noise_that_both_have_is_not_in_the_interval() -> None:
+    generator = np.random.default_rng(2)
+    shared = np.array(_times(generator, 1.0)) * np.repeat(np.exp(generator.normal(0, 0.3, size=20)), 10)
+    reference, own = (10 * shared).tolist(), (4 * shared * np.exp(generator.normal(0, 0.01, size=200))).tolist()
+    apart, in_turns = speedup_interval(reference, own), speedup_interval(reference, own, in_turns=True)
+    assert apart
+    assert in_turns
+    assert in_turns.low <= 2.5 <= in_turns.high
+    assert in_turns.high - in_turns.low < 0.2 * (apart.high - apart.low)
+
+
 def test_steps_without_noise_have_an_interval_without_width() -> None:
     assert speedup_interval([10.0] * 100, [5.0] * 60) == (2.0, 2.0)
 

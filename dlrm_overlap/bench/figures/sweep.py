@@ -1,0 +1,143 @@
+"""`bench sweep` and `bench grid`: on which shapes does it pay that the lookup sends what it pools?
+
+`sweep` goes over pooling factor, dim and batch; `grid` over batch and tables of a rank, the figure of arXiv 2305.06942.
+Contenders: the baseline; the baseline in 2, 4 and 8 chunks, so that NCCL sends one while FBGEMM looks up the next; and
+every backend that stores into its peers' memory. The strongest baseline of a shape is what a backend is held against.
+
+A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the host issues them, so on
+small shapes it is the host's. `gpu_ms` is of a step whose kernels the host has issued before it begins: what is left in
+a step that is captured, or whose host is ahead. Outputs of each shape are compared before it is timed; a shape on which
+they differ gets no row. Rows are appended shape by shape, so what was measured before an end by force is there.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.harness.chunked import make_chunked
+from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
+from dlrm_overlap.bench.harness.limits import count_bytes, find_limit, measure_ceilings
+from dlrm_overlap.bench.harness.rounds import time_contenders
+from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.turns import Turns
+from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
+from dlrm_overlap.bench.report.columns import describe, times
+from dlrm_overlap.bench.report.map_plots import MAPS
+from dlrm_overlap.bench.report.measured import Measured
+from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
+from dlrm_overlap.bench.sweep_request import MapRequest
+from dlrm_overlap.config import Config, parse_multi_hot
+from dlrm_overlap.ranks import Ranks
+
+log = logging.getLogger("dlrm_overlap")
+
+_GPU_REPETITIONS = 10
+
+
+def run(request: MapRequest, ranks: Ranks) -> int:
+    """Measure the figure; on rank 0 append its rows and print in words where it pays. All ranks call this.
+
+    Returns:
+        The exit code: 1 if outputs differ from the baseline's on some shape.
+    """
+    ranks.connect()
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    ceilings = measure_ceilings(group, ranks.device)
+    points = request.points(ranks.config, ranks.world.world_size)
+    rows: list[dict[str, Any]] = []
+    faults: list[str] = []
+    workload, made_with, began = None, None, time.monotonic()
+    for number, point in enumerate(points, 1):
+        tables = point.model.dim, point.data.tables.count
+        ids = read_ids(point, group, ranks.device)
+        if workload is None or tables != made_with:
+            workload = None  # gives its tables back before the next ones are made
+            collect_garbage(ranks.device)
+            workload = make_workload(point, ids, group, ranks.device, ranks.world.local_world_size)
+            made_with = tables
+        else:
+            workload = workload.with_ids(point, ids)
+        found, wrong = _measure(request, point, workload, ceilings)
+        rows += found
+        faults += wrong
+        if ranks.world.rank == 0 and found:
+            append_rows(request.output, found)
+        (passed_s,) = greatest([time.monotonic() - began], ranks.device, group)
+        left_s = passed_s / number * (len(points) - number)
+        log.info("%s: shape %d of %d, %s; about %.0f s left", request.kind, number, len(points), _name(point), left_s)
+        if request.most_seconds and passed_s >= request.most_seconds and number < len(points):
+            log.warning("%s: ends here, %d shapes are left out (--most_seconds)", request.kind, len(points) - number)
+            break
+    if ranks.world.rank == 0:
+        print_faults(faults)
+        if rows:
+            print("\n".join(MAPS[request.kind].words(Measured(request.kind, request.kind, as_text(rows)))))
+            print(f"rows in {request.output}")
+    return 1 if faults else 0
+
+
+def _name(point: Config) -> str:
+    tables = point.data.tables
+    return f"dim {point.model.dim}, {tables.count} tables, {tables.multi_hot} ids, {point.train.global_batch_size}"
+
+
+def _measure(
+    request: MapRequest, config: Config, workload: Workload, ceilings: tuple[float, float]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    storing = [name for name, backend in BACKENDS.items() if backend.stores_to_peers]
+    exchanges = [Overlap(workload, exchange_options(config.embedding, name)) for name in storing]
+    contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, request.chunks), *exchanges]
+    agreements = check_outputs(contenders, workload)
+    faults = [
+        f"{contender.name} on {_name(config)}: outputs differ from the baseline's by "
+        f"{agreement.max_abs_difference:.1e}, tolerance {agreement.tolerance:.1e}; no time is told"
+        for contender, agreement in zip(contenders, agreements, strict=True)
+        if not agreement.agrees
+    ]
+    rows: list[dict[str, Any]] = []
+    if not faults:
+        counts = [
+            count_bytes(workload.layout, workload.rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype)
+            for ids in workload.batches
+        ]
+        limit = find_limit(counts, ceilings, workload.group, workload.device)[0]
+        timings = time_contenders(contenders, workload.batches, workload, request.iterations)
+        pieces = [_cycle(contender, workload) for contender in contenders]
+        alone = Turns(workload.group, workload.device).time(pieces, _GPU_REPETITIONS)
+        baselines = [i for i, contender in enumerate(contenders) if not isinstance(contender, Overlap)]
+        strongest = min(baselines, key=lambda i: timings[i].times.median_ms)
+        gpu_ms = min(alone[i].median_ms for i in baselines)
+        shape = describe(config, workload) | _axes(config, workload)
+        for contender, timing, turn in zip(contenders, timings, alone, strict=True):
+            rows.append(
+                {"kind": request.kind, "contender": contender.name, "is_baseline": not isinstance(contender, Overlap)}
+                | shape
+                | times(timing, timings[0], limit)
+                | {"speedup_over_strongest": timings[strongest].times.median_ms / timing.times.median_ms}
+                | {"gpu_ms": turn.median_ms, "gpu_speedup_over_strongest": gpu_ms / turn.median_ms}
+            )
+    dist.barrier(workload.group)
+    for contender in contenders:
+        contender.close()
+    return rows, faults
+
+
+def _axes(config: Config, workload: Workload) -> dict[str, Any]:
+    """Return the columns of the map's axes that no other figure has."""
+    spec = config.data.tables.multi_hot
+    mean = None if isinstance(spec, list) else sum(parse_multi_hot(spec)) / 2
+    return {"pooling_factor": mean, "tables_per_rank": len(workload.layout.by_owner[0])}
+
+
+def _cycle(contender: Contender, workload: Workload) -> Callable[[], object]:
+    """Return what takes the contender's next step, on one batch after the other."""
+    following = itertools.cycle(workload.batches)
+    return lambda: contender.step(next(following))

@@ -1,0 +1,166 @@
+"""Maps of the speedup over shapes, of `bench sweep` and `bench grid`: heat maps in grey, a table, and words."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dlrm_overlap.bench.report.measured import Measured, Row, Table, cells, milliseconds, need
+from dlrm_overlap.bench.report.style import Picture
+
+PAYS = 1.05
+"""the speedup over the strongest baseline from which the words say that it pays"""
+_HOST = 0.9  # of a step's time: from there on a step takes as long as its host takes to issue it
+_DARKEST = 3.0  # speedups beyond are as dark
+
+
+class Axis(NamedTuple):
+    """What a direction of the map stands for."""
+
+    column: str
+    label: str
+
+
+class Cell(NamedTuple):
+    """The fastest of ours on a shape against the strongest baseline, by one of the two times."""
+
+    ours: str
+    ours_ms: float
+    baseline: str
+    baseline_ms: float
+    host_bound: bool
+    """whether the strongest baseline takes as long as its host takes to issue it"""
+
+    @property
+    def speedup(self) -> float:
+        """The baseline's time over ours."""
+        return self.baseline_ms / self.ours_ms
+
+
+_TIMES = {"median_ms": "as the host issues it", "gpu_ms": "the GPU's time alone"}
+
+Place = tuple[float, float, float]
+"""a shape: panel, y, x"""
+
+
+@dataclass(frozen=True)
+class Map:
+    """How a figure's rows are laid out: heat maps of x and y, one for each value of the panel and each time."""
+
+    x: Axis
+    y: Axis
+    panel: Axis | None = None
+
+    def cells(self, rows: Iterable[Row], time: str) -> dict[Place, Cell]:
+        """Return shape -> its cell by the column `time`, of a shape that was measured twice the last."""
+        found: dict[Place, dict[str, Row]] = {}
+        for row in rows:
+            panel = need(row, self.panel.column) if self.panel else 0.0
+            found.setdefault((panel, need(row, self.y.column), need(row, self.x.column)), {})[row["contender"]] = row
+        return {place: _cell(by_name.values(), time) for place, by_name in sorted(found.items())}
+
+    def draw(self, measured: Measured) -> Picture:
+        """Draw the heat maps, numbers in the cells; a number in brackets is bound by the host."""
+        first = self.cells(measured.rows, "median_ms")
+        panels = sorted({panel for panel, _, _ in first})
+        picture = Picture(measured.name, 2.7 * len(_TIMES) + 0.8)
+        axes = picture.panels(len(panels), len(_TIMES))
+        places = [(time, panel) for time in _TIMES for panel in panels]
+        for each, (time, panel) in zip(axes, places, strict=True):
+            own = {(y, x): cell for (p, y, x), cell in self.cells(measured.rows, time).items() if p == panel}
+            self._draw_panel(each, own)
+            title = f"{_TIMES[time]}, {self.panel.label} {panel:g}" if self.panel else _TIMES[time]
+            each.set_title(title, fontsize=8, loc="left")
+        return picture
+
+    def _draw_panel(self, axes: Any, own: Mapping[tuple[float, float], Cell]) -> None:
+        xs, ys = sorted({x for _, x in own}), sorted({y for y, _ in own})
+        for (y, x), cell in own.items():
+            dark = min(1.0, max(0.0, (cell.speedup - 1) / (_DARKEST - 1)))
+            corner = xs.index(x), ys.index(y)
+            looks = {"hatch": "////"} if cell.speedup < PAYS else {}
+            grey = 1 - 0.75 * dark
+            axes.bar(corner[0], 1, 1, bottom=corner[1] - 0.5, color=str(grey), edgecolor="black", lw=0.4, **looks)
+            text = f"({cell.speedup:.2f})" if cell.host_bound else f"{cell.speedup:.2f}"
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if looks else None
+            colour = "white" if grey < 0.5 else "black"
+            axes.text(*corner, text, ha="center", va="center", fontsize=8, color=colour, bbox=box)
+        axes.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
+        axes.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
+        axes.set_xlim(-0.5, len(xs) - 0.5)
+        axes.set_ylim(-0.5, len(ys) - 0.5)
+        axes.set_xlabel(self.x.label)
+        axes.set_ylabel(self.y.label)
+
+    def table(self, measured: Measured) -> Table:
+        """Return a line a shape: by both times the fastest of ours, the strongest baseline, and the speedup."""
+        axes = [axis for axis in (self.panel, self.y, self.x) if axis]
+        lines: list[list[Any]] = [[axis.label for axis in axes]]
+        for label in _TIMES.values():
+            lines[0] += [f"ours, ms: {label}", "strongest baseline, ms", "speedup"]
+        by_time = [self.cells(measured.rows, time) for time in _TIMES]
+        for place in by_time[0]:
+            line: list[Any] = [f"{value:g}" for value in (place if self.panel else place[1:])]
+            for found in by_time:
+                cell = found[place]
+                line += [f"{milliseconds(cell.ours_ms)} ({cell.ours})"]
+                line += [f"{milliseconds(cell.baseline_ms)} ({cell.baseline})", f"{cell.speedup:.2f}x"]
+            lines.append(line)
+        return cells(lines)
+
+    def words(self, measured: Measured) -> list[str]:
+        """Return where it pays in sentences: one for all shapes and one for each panel, by each time."""
+        found = []
+        for time, label in _TIMES.items():
+            whole = self.cells(measured.rows, time)
+            found.append(f"{label[0].upper()}{label[1:]}: {_in_all(whole)}")
+            for panel in sorted({panel for panel, _, _ in whole}):
+                own = {(y, x): cell for (p, y, x), cell in whole.items() if p == panel}
+                parts = [
+                    f"{self.y.label} {y:g}: {_where([x for at, x in sorted(own) if at == y], own, y)}"
+                    for y in sorted({y for y, _ in own})
+                ]
+                place = f"{self.panel.label} {panel:g}, " if self.panel else ""
+                found.append(f"By {self.x.label}, {place}{label}, it pays at {'; '.join(parts)}.")
+        return found
+
+
+def _cell(rows: Iterable[Row], time: str) -> Cell:
+    rows = list(rows)
+    ours = min((row for row in rows if row["is_baseline"] == "False"), key=lambda row: need(row, time))
+    base = min((row for row in rows if row["is_baseline"] == "True"), key=lambda row: need(row, time))
+    bound = time == "median_ms" and need(base, "host_ms") >= _HOST * need(base, time)
+    return Cell(ours["contender"], need(ours, time), base["contender"], need(base, time), bound)
+
+
+def _in_all(found: Mapping[Any, Cell]) -> str:
+    """Return a sentence on all cells: how many pay, from which to which speedup, and where the host decides."""
+    speedups = [cell.speedup for cell in found.values()]
+    pays = sum(speedup >= PAYS for speedup in speedups)
+    text = (
+        f"the fastest of ours is {PAYS - 1:.0%} or more faster than the strongest baseline on {pays} of "
+        f"{len(speedups)} shapes; speedups are {min(speedups):.2f}x to {max(speedups):.2f}x."
+    )
+    if bound := sum(cell.host_bound for cell in found.values()):
+        text += f" On {bound} of them the baseline takes as long as its host takes to issue it."
+    return text
+
+
+def _where(xs: Sequence[float], own: Mapping[tuple[float, float], Cell], y: float) -> str:
+    """Return at which of the ascending `xs` it pays. Example: of 1, 8, 32, from 8 on."""
+    pays = [own[y, x].speedup >= PAYS for x in xs]
+    if all(pays):
+        return "every one measured"
+    if not any(pays):
+        return "none"
+    first, last = pays.index(True), len(pays) - 1 - pays[::-1].index(True)
+    if all(pays[first : last + 1]):
+        if last == len(xs) - 1:
+            return f"from {xs[first]:g} on"
+        return f"up to {xs[last]:g}" if first == 0 else f"{xs[first]:g} to {xs[last]:g}"
+    return ", ".join(f"{x:g}" for x, each in zip(xs, pays, strict=True) if each)
+
+
+MAPS = {
+    "sweep": Map(Axis("pooling_factor", "pooling factor"), Axis("dim", "dim"), Axis("global_batch", "global batch")),
+    "grid": Map(Axis("tables_per_rank", "tables a GPU"), Axis("global_batch", "global batch")),
+}

@@ -1,0 +1,56 @@
+"""The bytes on the links over time are those that the step sends, where its tasks and kernels ran."""
+
+import pytest
+
+from dlrm_overlap.bench.figures.volume import describe_bins
+from dlrm_overlap.bench.harness.recorded import last_step
+from dlrm_overlap.bench.harness.volume import Sending, Sent, bin_bytes, sending_of_kernels, sending_of_tasks
+from dlrm_overlap.bench.report.measured import Measured
+from dlrm_overlap.bench.report.plots import PLOTS
+from dlrm_overlap.bench.report.rows import as_text
+from dlrm_overlap.config import InputError
+from dlrm_overlap.observe.trace_summary import Span, Work
+from tests.unit.bench.test_programs import TRACE
+
+
+def test_tasks_for_peers_send_while_they_pool() -> None:
+    """Rank 0 of 2, linear: the last two of the four tasks are for rank 1."""
+    sending = sending_of_tasks(TRACE, "linear", rank=0, world_size=2, peer_bytes=800)
+    assert [each.bytes for each in sending.sent] == [400, 400]
+    assert [tuple(each.span) for each in sending.sent] == [(0.1, 1.3), (1.0, 1.7)]
+    assert sending.stage_us == 2.2, "the wait of program 9 ends last"
+
+
+def test_kernels_of_the_last_step_send_evenly() -> None:
+    work = [
+        Work("nccl old", 7, Span(0, 50)),
+        Work("spin_kernel(long)", 3, Span(50, 100)),
+        Work("lookup", 3, Span(102, 110)),
+        Work("nccl b", 7, Span(114, 118)),
+        Work("nccl a", 7, Span(110, 114)),
+        Work("unpack", 3, Span(118, 122)),
+    ]
+    sending = sending_of_kernels(last_step(work), "nccl_chunked_2", [80, 40])
+    assert sending == Sending([Sent(Span(8, 12), 80), Sent(Span(12, 16), 40)], 20)
+    assert bin_bytes(sending, 4, 5.0) == [0, 40, 70, 10]
+    with pytest.raises(InputError, match="2 kernels of NCCL in a step with 1 All-to-Alls"):
+        sending_of_kernels(last_step(work), "baseline", [80])
+
+
+def test_rows_end_with_their_stage_and_hold_all_bytes_and_the_plot_draws_them() -> None:
+    found = {
+        "baseline": Sending([Sent(Span(10, 20), 1000)], 25.0),
+        "fused": Sending([Sent(Span(0, 7), 600), Sent(Span(3, 3), 400)], 9.0),
+    }
+    rows = describe_bins(found, bins=10)
+    assert [row["contender"] for row in rows] == ["baseline"] * 10 + ["fused"] * 4
+    for name in found:
+        assert sum(row["bytes"] for row in rows if row["contender"] == name) == pytest.approx(1000)
+    measured = Measured("volume", "volume", as_text([row | {"link_gb_per_s": 300.0} for row in rows]))
+    assert [line[:4] for line in PLOTS["volume"].table(measured)[1:]] == [
+        ["baseline", "25", "10", "0.001"],
+        ["fused", "9", "7.5", "0.001"],
+    ]
+    panels = PLOTS["volume"].draw(measured).figure.axes
+    areas = [sum(p.get_height() * p.get_width() for p in axes.patches) for axes in panels]  # type: ignore[attr-defined]
+    assert areas == pytest.approx([1.0, 1.0], rel=1e-3), "GB/s times us: thousands of bytes"
