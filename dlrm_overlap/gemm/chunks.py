@@ -9,13 +9,18 @@ import torch.distributed as dist
 
 from dlrm_overlap.gemm.linear import Activation, activate, linear_into
 from dlrm_overlap.gemm.plan import cut
-from dlrm_overlap.gemm.ways import Finish, Products
+from dlrm_overlap.gemm.ways import Finish, Problem, Products
 
 
 class Chunks(Products):
     """See the module. NCCL runs on a stream of its own, which follows the current one where a part begins."""
 
+    name = "chunks"
     parts = (2, 4, 1)
+
+    def fault(self, problem: Problem) -> str:
+        """Return why chunks cannot run a problem, or an empty text."""
+        return "" if self.device.type == "cuda" and self.world_size > 1 else "chunks run between GPUs; take serial"
 
     def all_gather_matmul(
         self,

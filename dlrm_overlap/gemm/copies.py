@@ -40,6 +40,7 @@ _SMALL_BYTES = 4 << 20  # a shard up to so large is published at once
 class Copies(Products):
     """See the module. A window is made for problems that do not fit into those that there are."""
 
+    name = "copies"
     parts = (WHOLE, 1, 2, 4, SLOTS)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:

@@ -32,7 +32,7 @@ def cut(rows: int, parts: int) -> list[tuple[int, int]]:
 
     Example: 1000 rows in 3: 0 .. 336, 336 .. 672, 672 .. 1000; 8192 in 3: 0 .. 2816, 2816 .. 5632, 5632 .. 8192.
     """
-    step = _COARSE if rows >= _COARSE * parts else _FINE
+    step = _COARSE if rows >= 4 * _COARSE * parts else _FINE
     size = -(-rows // (parts * step)) * step
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 

@@ -42,6 +42,8 @@ class Products(ABC):
     All ranks make the same calls in the same order, on one stream or on streams that are ordered one behind the other.
     """
 
+    name: str
+    """as the operators' argument `way` has it"""
     parts: tuple[int, ...] = (1,)
     """into how many parts a rank's rows may be cut; each number is a candidate of the tuner"""
 
@@ -98,6 +100,8 @@ class Serial(Products):
     The only way on CPUs, and the only one in float32. On GPUs NCCL adds the partial products up, in the products' type
     and in an order of its own, the same every time; on CPUs they are added up in float32 in the order of the ranks.
     """
+
+    name = "serial"
 
     def all_gather_matmul(
         self,
