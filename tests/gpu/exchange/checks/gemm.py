@@ -97,7 +97,7 @@ class _Steps:
                 out = call(way, x)
                 x.fill_(float("nan"))  # whoever reads it now is late
                 error = (out.float() - expected.float() * scale).abs()
-                # Some ways add up in another order, and NCCL in bfloat16; of numbers around 20, stale ones are off by half.
+                # Some ways add up in another order, NCCL in bfloat16; of numbers around 20, stale ones are off by half.
                 self.bad += (~(error <= 0.5 * scale + 0.05 * expected.float() * scale)).sum()
             current.wait_stream(self.beside)
 
