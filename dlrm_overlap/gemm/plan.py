@@ -50,6 +50,15 @@ def turns(rank: int, world_size: int) -> list[int]:
     return [rank ^ turn for turn in range(1, world_size)]
 
 
+def last_sender(rank: int, world_size: int) -> int:
+    """Return the peer in whose order `rank` comes last; a rank alone returns itself.
+
+    Example: rank 1 of 4: 2, whose order is 3, 0, 1.
+    """
+    peers = (peer for peer in range(world_size) if peer != rank and turns(peer, world_size)[-1] == rank)
+    return next(peers, rank)
+
+
 def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
     """Return the parts of the peers' rows in the order in which they arrive.
 

@@ -2,13 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.gemm.linear import Activation, activate
+
+# Names since torch 2.13, and before.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Finish = Callable[[], torch.Tensor]
 """makes the current stream wait for what has been begun, and returns it; called once"""
@@ -114,7 +118,7 @@ class Serial(Products):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather, then multiply."""
         x = x_shard.new_empty(self.world_size * x_shard.shape[0], x_shard.shape[1])
-        dist.all_gather_into_tensor(x, x_shard.contiguous(), group=self.group)
+        all_gather(x, x_shard.contiguous(), group=self.group)
         out = functional.linear(x, weight, bias)
         return activate(out, None, activation), x if keep else None
 
@@ -126,8 +130,7 @@ class Serial(Products):
         if self.device.type == "cpu":
             return self._begin_on_host(partial, bias, activation)
         out = partial.new_empty(partial.shape[0] // self.world_size, partial.shape[1])
-        work = dist.reduce_scatter_tensor(out, partial, group=self.group, async_op=True)
-        assert work is not None
+        work = reduce_scatter(out, partial, group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
             work.wait()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, scattered_parts, turns
+from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, last_sender, scattered_parts, turns
 
 
 def test_cuts_begin_where_tiles_or_vectors_do() -> None:
@@ -18,6 +18,8 @@ def test_no_two_ranks_take_the_same_peer_at_a_turn(world_size: int) -> None:
         assert sorted([rank, *order]) == list(range(world_size))
     for turn in zip(*orders, strict=True):
         assert len(set(turn)) == world_size
+    if world_size > 1:
+        assert [orders[last_sender(rank, world_size)][-1] for rank in range(world_size)] == list(range(world_size))
 
 
 @pytest.mark.parametrize("parts", [WHOLE, 1, 4])
