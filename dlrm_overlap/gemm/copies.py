@@ -69,7 +69,7 @@ class Copies(Products):
         if problem.operator == "all_gather":
             needed = rows * problem.inner * problem.dtype.itemsize
         else:
-            needed = self.world_size * _lines(rows, problem.columns) * LINE * problem.dtype.itemsize
+            needed = self.world_size * lines_of(rows, problem.columns) * LINE * problem.dtype.itemsize
         if not any(window.capacity_bytes >= needed for window in self._windows):
             capacity = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
             self._windows.append(Window(self.group, self.device, capacity, self._timeout_s))
@@ -158,7 +158,7 @@ class Copies(Products):
         """Multiply the peers' rows and send them, then this rank's."""
         self._join_last()
         rows, columns, ranks = x.shape[0] // self.world_size, weight.shape[0], self.world_size
-        lines = _lines(rows, columns)
+        lines = lines_of(rows, columns)
         window = self._window(ranks * lines * LINE * x.dtype.itemsize)
         begin_call(window.flags, self.rank)
         partial, engine = x.new_empty(ranks * rows, columns), window.engine
@@ -170,15 +170,17 @@ class Copies(Products):
             linear_into(partial[part.rows(rows)], x[part.rows(rows)], weight)
             event.record(torch.cuda.current_stream(self.device))
             engine.stream.wait_event(event)
-            piece = pieces.index((part.begin, part.end))
             for peer in sorted(part.ranks, key=self._turns.index):
                 rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
                 engine.copy(targets[peer][part.begin : part.end], partial[rows_of_peer])
                 if peer == self._turns[-1]:
-                    engine.write_flag(window.ready_at[peer][piece : piece + 1], window.word)
-                elif piece == len(pieces) - 1:  # it is awaited with the first part of the last sender's
-                    engine.write_flag(window.ready_at[peer][:1], window.word)
-            sent[piece].record(engine.stream)
+                    slot = pieces.index((part.begin, part.end))
+                elif part.end == rows:
+                    slot = 0  # it is awaited with the first part of the last sender's
+                else:
+                    continue
+                engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
+                sent[slot].record(engine.stream)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         linear_into(targets[self.rank], x[own], weight)
         self._under_way = True
@@ -227,5 +229,6 @@ class Copies(Products):
         self._windows, self._last = [], None
 
 
-def _lines(rows: int, columns: int) -> int:
+def lines_of(rows: int, columns: int) -> int:
+    """Return how many lines of LINE elements hold so many rows."""
     return -(-rows * columns // LINE)
