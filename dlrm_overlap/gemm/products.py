@@ -3,6 +3,7 @@
     serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     chunks   the same part by part, NCCL's on a stream beside cuBLAS's
     copies   part by part, rows by copy engines, see `copies`
+    pushes   an all-gather whose rows are sent, not read, see `pushes`
 
 `auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
 nothing is asked of other ranks, so a problem that has not been run before is refused there.
@@ -25,7 +26,7 @@ from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
-WAYS = ("serial", "chunks", "copies")
+WAYS = ("serial", "chunks", "copies", "pushes")
 
 
 class ParallelProducts:
@@ -148,7 +149,7 @@ class ParallelProducts:
         """Return everything that can run a problem."""
         names = WAYS if self.device.type == "cuda" and self.group.size() > 1 else WAYS[:1]
         able = [self.way(name) for name in names if not self.way(name).fault(problem)]
-        return [Choice(way.name, parts) for way in able for parts in way.parts]
+        return [Choice(way.name, parts) for way in able for parts in way.parts_for(problem)]
 
     def _choose_on_rank_0(self, problem: Problem) -> Choice:
         """Return what rank 0 takes, whose file the others may not see; a collective on the host."""
@@ -183,9 +184,10 @@ class ParallelProducts:
             return Chunks(self.group, self.device)
         if self.device.type != "cuda":
             raise InputError(f"way {name}: runs between GPUs; take serial or auto")
-        from dlrm_overlap.gemm.copies import Copies  # needs Triton, which a CPU does not
+        from dlrm_overlap.gemm.copies import Copies  # these need Triton, which a CPU does not
+        from dlrm_overlap.gemm.pushes import Pushes
 
-        return Copies(self.group, self.device, self.wait_timeout_s)
+        return (Pushes if name == "pushes" else Copies)(self.group, self.device, self.wait_timeout_s)
 
     def check(self) -> None:
         """Raise what a wait on the GPU has recorded; waits for nothing.
