@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.gemm.linear import Activation
 from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
@@ -48,7 +49,7 @@ def all_gather_matmul(
         bias: [N], this rank's own, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies, see `products`.
+        way: auto | serial | chunks | copies | pushes, see `products`; also with its parts, such as copies/4.
 
     Returns:
         [M, N], of the type of `x_shard`; the sums are float32.
@@ -85,7 +86,7 @@ def matmul_reduce_scatter(
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies.
+        way: as for `all_gather_matmul`.
 
     Returns:
         [M / W, N], of the type of `x`.
@@ -130,6 +131,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradients[0].contiguous(), out)
@@ -162,6 +164,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradients[0].contiguous(), out)
