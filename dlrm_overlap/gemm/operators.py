@@ -49,7 +49,7 @@ def all_gather_matmul(
         bias: [N], this rank's own, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies | pushes, see `products`; also with its parts, such as copies/4.
+        way: auto | serial | chunks | copies, see `products`.
 
     Returns:
         [M, N], of the type of `x_shard`; the sums are float32.
@@ -86,7 +86,7 @@ def matmul_reduce_scatter(
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: as for `all_gather_matmul`.
+        way: auto | serial | chunks | copies.
 
     Returns:
         [M / W, N], of the type of `x`.
