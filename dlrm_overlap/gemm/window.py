@@ -58,9 +58,11 @@ class Window:
         """of each rank, [SLOTS] int64: the flags READY that this rank raises there"""
         self.done_at = [self._arena.view("done", rank)[self.rank] for rank in range(self.world_size)]
         """of each rank, [1] int64: the flag DONE that this rank raises there"""
-        self.engine, self.beside = CopyEngine(device), CopyEngine(device)
+        self.engine = CopyEngine(device)
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS + 1)]
         """a call's own, of parts that follow each other"""
+        self.beside = CopyEngine(device)
+        """for copies within this GPU, which run beside the products"""
 
     def awaiting(self, name: str, slots: dict[int, int]) -> Flags:
         """Return the flags `name`, ready or done, of which the first `slots` of each peer are awaited."""
