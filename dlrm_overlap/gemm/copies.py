@@ -220,6 +220,8 @@ class Copies(Products):
 
     def close(self) -> None:
         """Give the windows back, once all that was issued is done."""
+        if not self._windows:
+            return  # the others need not have made this object
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

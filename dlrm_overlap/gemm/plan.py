@@ -55,6 +55,17 @@ def halve(rows: int, parts: int) -> list[tuple[int, int]]:
     return [*ranges, (begin, rows)]
 
 
+def double(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Cut the rows of a rank as `halve` does, but the small ranges first.
+
+    Example: 8192 rows in 4: 0 .. 1024, 1024 .. 2048, 2048 .. 4096, 4096 .. 8192.
+    """
+    sizes = [end - begin for begin, end in halve(rows, parts)][::-1]
+    step = _COARSE if sizes[0] >= _COARSE else _FINE
+    ends = [min(rows, -(-sum(sizes[: count + 1]) // step) * step) for count in range(len(sizes))]
+    return [(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if begin < end]
+
+
 def head(rows: int, parts: int) -> int:
     """Return how many of a rank's rows are to be first on the links: an eighth, or all where they are not cut."""
     return rows if parts in (WHOLE, 1) else cut(rows, _HEADS)[0][1]
@@ -91,10 +102,9 @@ def _whole_blocks(rank: int, world_size: int, rows: int) -> list[Part]:
     return [Part(range(min(block), max(block) + 1), 0, rows) for block in blocks]
 
 
-def _fine_at_ends(peers: list[int], rows: int, first: int, last: list[tuple[int, int]]) -> list[Part]:
-    """Return the first peer's rows in two, the last one's in the ranges `last`, and all others' whole."""
-    begin = [(0, first), (first, rows)] if first < rows else [(0, rows)]
-    cuts = [begin, *[[(0, rows)]] * (len(peers) - 2), last][-len(peers) :] if peers else []
+def _fine_at_ends(peers: list[int], rows: int, first: list[tuple[int, int]], last: list[tuple[int, int]]) -> list[Part]:
+    """Return the first peer's rows in the ranges `first`, the last one's in `last`, and all others' whole."""
+    cuts = [first, *[[(0, rows)]] * (len(peers) - 2), last][-len(peers) :] if peers else []
     return [Part(range(peer, peer + 1), *piece) for peer, of in zip(peers, cuts, strict=True) for piece in of]
 
 
@@ -115,15 +125,20 @@ def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Pa
     """
     if parts == WHOLE:
         return _whole_blocks(rank, world_size, rows)
-    return _fine_at_ends(turns(rank, world_size), rows, head(rows, parts), cut(rows, parts))
+    first = head(rows, parts)
+    begin = [(0, first), (first, rows)] if first < rows else [(0, rows)]
+    return _fine_at_ends(turns(rank, world_size), rows, begin, cut(rows, parts))
 
 
 def scattered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
     """Return the parts of the rows that peers own in the order in which they are multiplied.
 
-    As `gathered_parts`, but the last peer's rows are halved, since what follows them, their sum, is short; and of whole
-    blocks the largest comes first: its rows travel while the others are multiplied.
+    As `gathered_parts`, but the last peer's rows are halved, since what follows them, their sum, is short; the first
+    one's are doubled, so that each range is multiplied while the one before is on the links; and of whole blocks the
+    largest comes first: its rows travel while the others are multiplied.
+
+    Example: 8192 rows in 4: of the first peer 0 .. 1024, 1024 .. 2048, 2048 .. 4096, 4096 .. 8192.
     """
     if parts == WHOLE:
         return _whole_blocks(rank, world_size, rows)[::-1]
-    return _fine_at_ends(turns(rank, world_size), rows, head(rows, parts), halve(rows, parts))
+    return _fine_at_ends(turns(rank, world_size), rows, double(rows, parts), halve(rows, parts))

@@ -77,7 +77,8 @@ class Pushes(Copies):
             self._keep(window, kept, received[begin:end], begin)
             linear_into(out[begin:end], received[begin:end], weight, bias, activation)
         window.engine.join()
-        window.beside.join()
+        if keep:
+            window.beside.join()
         raise_flags(window.flags.done, self.rank, 0, 0)
         return out, kept
 

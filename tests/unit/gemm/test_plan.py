@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, halve, scattered_parts, senders, turns
+from dlrm_overlap.gemm.plan import WHOLE, cut, double, gathered_parts, halve, scattered_parts, senders, turns
 
 
 def test_cuts_begin_where_tiles_or_vectors_do() -> None:
@@ -38,8 +38,10 @@ def test_parts_are_small_at_both_ends_alone() -> None:
     gathered = [(*part.ranks, part.begin, part.end) for part in gathered_parts(1, 4, 64, 2)]
     assert gathered == [(0, 0, 8), (0, 8, 64), (3, 0, 64), (2, 0, 32), (2, 32, 64)]
     scattered = [(*part.ranks, part.begin, part.end) for part in scattered_parts(1, 4, 64, 3)]
-    assert scattered == [(0, 0, 8), (0, 8, 64), (3, 0, 64), (2, 0, 32), (2, 32, 48), (2, 48, 64)]
+    assert scattered == [(0, 0, 16), (0, 16, 32), (0, 32, 64), (3, 0, 64), (2, 0, 32), (2, 32, 48), (2, 48, 64)]
     assert len(gathered_parts(0, 2, 64, 4)) == len(scattered_parts(0, 2, 64, 4)) == 4
+    assert double(8192, 4) == [(0, 1024), (1024, 2048), (2048, 4096), (4096, 8192)]
+    assert double(19, 3) == [(0, 8), (8, 19)]
     assert halve(8192, 4) == [(0, 4096), (4096, 6144), (6144, 7168), (7168, 8192)]
     assert halve(5, 4) == [(0, 5)]
 
