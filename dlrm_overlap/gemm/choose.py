@@ -25,6 +25,8 @@ _PRODUCT_FLOP_PER_US, _MEMORY_BYTES_PER_US = 800e6, 4.2e6
 _SENT_BYTES_PER_US, _SENT_US, _READ_BYTES_PER_US, _READ_US = 394e3, 4.0, 375e3, 5.0
 _NCCL_BYTES_PER_US, _NCCL_US = 300e3, 20.0
 _CALL_US, _PUBLISH_US, _PART_US = 5.0, 10.0, 3.0
+# Of copying out what was sent, so much is seen: 623 us with K 4096 of 32768 rows in two parts, 195 of 8192.
+_KEPT_US, _KEPT_SHARE = 10.0, 0.35
 
 
 class Choice(NamedTuple):
@@ -104,7 +106,7 @@ def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
 
     Example: 4 ranks, an all-gather of 32768 rows of 4096 bfloat16, N 1024. Serial: the product takes 354 us, NCCL 20 us
     and 201 MB at 300 GB/s: 1045 us. Sent whole, the last peer's rows are there after 528 us, and their product takes
-    89: 625 us with 8 us between and behind (by `pushes/1`).
+    89: 625 us with 8 us between and behind, and 55 more to keep the rows (by `pushes/1`).
     """
     columns, inner, itemsize = problem.columns, problem.inner, problem.dtype.itemsize
     gathers, rows = problem.operator == "all_gather", problem.rows // world_size
@@ -138,6 +140,8 @@ def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: i
         count = len(part.ranks) * (part.end - part.begin)
         arrived += len(part.ranks) * copy_us + count * row_bytes / rate
         done = max(done, arrived) + _PART_US + product_us(count, problem.columns, problem.inner)
+    if not read:  # and kept, as in training
+        done += _KEPT_US + _KEPT_SHARE * 2 * problem.rows * row_bytes / _MEMORY_BYTES_PER_US
     return done + _CALL_US
 
 

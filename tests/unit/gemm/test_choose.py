@@ -11,6 +11,7 @@ from dlrm_overlap.gemm.tuner import _keep, entry
 from dlrm_overlap.gemm.ways import Problem
 
 ABLE = [Choice("serial"), *(Choice("copies", parts) for parts in (0, 1, 2, 4, 8)), Choice("chunks", 2)]
+ABLE += [Choice("pushes", parts) for parts in (1, 2, 4)]
 
 
 def problem(operator: str, rows: int, columns: int, inner: int) -> Problem:
@@ -51,6 +52,8 @@ def test_without_a_measurement(operator: str) -> None:
     [
         ("all_gather", (32768, 1024, 4096), Choice("serial"), 1016),
         ("all_gather", (32768, 1024, 4096), Choice("copies", 1), 700),
+        ("all_gather", (32768, 1024, 4096), Choice("pushes", 2), 623),
+        ("all_gather", (8192, 1024, 4096), Choice("pushes", 2), 196),
         ("all_gather", (4096, 12288, 12288), Choice("copies", 0), 1610),
         ("all_gather", (1024, 12288, 12288), Choice("copies", 0), 442),
         ("reduce_scatter", (32768, 4096, 1024), Choice("copies", 1), 739),
