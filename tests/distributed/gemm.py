@@ -1,0 +1,116 @@
+"""Cases of `test_gemm`: products with their communication inside, forward and gradients, against float64."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm import operators
+from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from tests.distributed.interpreted import without_streams
+from tests.distributed.models import world
+from tests.distributed.products import Case, check_operators
+
+CULPRIT = 1
+
+CASES = [
+    Case(5, 7, 3),
+    Case(1, 1, 1, bias=False),
+    Case(4, 6, 8, torch.bfloat16),
+    Case(3, 9, 5, torch.bfloat16, bias=False),
+    Case(2, 5, 4, activation="none"),
+    Case(6, 3, 2, bias=False, activation="none"),
+]
+
+
+def check_serial() -> None:
+    """Every case by the serial way, which auto takes on a CPU."""
+    for case in CASES:
+        check_operators(case, (dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+
+
+def check_autocast() -> None:
+    """Under autocast the product is bfloat16, and gradients have the types of what they belong to."""
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = all_gather_matmul(x, weight)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert x.grad.dtype == weight.grad.dtype == torch.float32
+    assert x.grad.eq(4 * dist.get_world_size()).all()
+
+
+def _told(call: Callable[[], Any]) -> str:
+    with pytest.raises(InputError) as error:
+        call()
+    return str(error.value)
+
+
+def check_mistakes() -> None:
+    """A mistake of one rank is told on all, and the next call is as good as any."""
+    wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
+    x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
+    assert "must be [rows, K] and [N, K]" in _told(lambda: all_gather_matmul(x, weight.t() if wrong else weight))
+    told = _told(lambda: all_gather_matmul(x, weight, torch.zeros(3 if wrong else 4)))
+    assert "bias (3,): must be [4]" in told, told
+    told = _told(lambda: all_gather_matmul(x, weight.bfloat16() if wrong else weight))
+    assert "must be one floating type" in told, told
+    told = _told(lambda: matmul_reduce_scatter(x[: -1 if wrong else None], weight))
+    assert "pad x to a multiple" in told, told
+    told = _told(lambda: all_gather_matmul(x[: 1 if wrong else None], weight))
+    assert f"rank 0 calls all_gather_matmul(M {2 * ranks * ranks}" in told, told
+    assert f"rank {CULPRIT} all_gather_matmul(M {ranks}," in told, told
+    assert "way fast is not known" in _told(lambda: all_gather_matmul(x, weight, way="fast"))
+    assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
+
+
+HALVES = [
+    Case(19, 7, 3, torch.float16),
+    Case(16, 8, 8, torch.bfloat16, bias=False),
+    Case(9, 5, 2, torch.float16, bias=False, activation="none"),
+    Case(1, 3, 4, torch.float16),
+]
+"""that the interpreter can multiply soon; 19 rows are three parts of 8, 8 and 3"""
+
+
+def check_copies() -> None:
+    """What a GPU runs, its kernels interpreted and its copies the host's, with ranks that are late at random."""
+    from dlrm_overlap.gemm.copies import Copies
+    from dlrm_overlap.gemm.pushes import Pushes
+
+    device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
+    late = random.Random(place[0])
+    with without_streams():
+        if place[0] == 0:
+            Copies(world(), device, 60.0).close()  # without a window it asks no other rank
+        products = ParallelProducts(world(), device)
+        for way in (Copies, Pushes):
+            products._ways[way.name] = way(world(), device, 60.0)
+            products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "parallel_products", lambda *_: products)
+            for case in HALVES:
+                for way in (
+                    ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
+                ):
+                    time.sleep(late.choice([0, 2e-3]))
+                    check_operators(case, place, device, way=way)
+        products.close()
+
+
+QUICK: dict[str, Callable[[], None]] = {
+    "serial": check_serial,
+    "autocast": check_autocast,
+    "mistakes": check_mistakes,
+}
+if INTERPRETED:
+    QUICK["copies"] = check_copies
