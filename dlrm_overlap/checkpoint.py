@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, ModelConfig
+from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.storage.branches import is_checkpoint, line, lineage, newest_checkpoint, read_manifests, surplus
 from dlrm_overlap.storage.load import agree_on, open_checkpoint
@@ -34,12 +35,17 @@ _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sam
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
     """Return what two runs must share for one to load the other's checkpoint."""
     return {
-        "model": vars(config.model) | {"dense_features": config.data.dense_features},
+        "model": _sizes(config.model) | {"dense_features": config.data.dense_features},
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
         "data_parallel": data_parallel_tables(config.embedding, rows),
     }
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return the model's keys but for how ranks share it, which is no part of what is stored."""
+    return {key: value for key, value in vars(model).items() if key != "top_parallel"}
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
@@ -201,7 +207,8 @@ class Checkpointer:
                 about=self.about,
             )
 
-        write_checkpoint(final, local_parts(model.state_dict(), optimizer.state_dict()), manifest)
+        parts = local_parts(model.state_dict(), optimizer.state_dict(), _shards(model))
+        write_checkpoint(final, parts, manifest)
         self._parent = final.name
         if dist.get_rank() == 0:
             broken.pop(final, None)
@@ -225,7 +232,7 @@ class Checkpointer:
                 part.init_state()  # some optimizers make it at their first step, and loading needs it
         state = model.state_dict(), optimizer.state_dict()
         stored = open_checkpoint(path, manifest)
-        for part in local_parts(*state):
+        for part in local_parts(*state, _shards(model)):
             try:
                 fill(part, stored)
             except InputError as error:
@@ -239,6 +246,11 @@ class Checkpointer:
             is_tip = manifest.branch and newest_checkpoint(self.folder) == self.folder / path.name
             self._branch, self._led = (manifest.branch, tuple(led)) if is_tip else ("", (*led, own))
         return manifest.step
+
+
+def _shards(model: DistributedModelParallel) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return shape and offsets of each dense parameter of which this rank holds a part, as `local_parts` takes them."""
+    return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
 def check_fits(

@@ -34,6 +34,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology, plan_record
 from dlrm_overlap.embedding.protocol.ids import BatchBound
@@ -60,6 +61,7 @@ from dlrm_overlap.pipeline import (
     cast_once,
     compile_dense,
     compile_loss,
+    divide_top,
     join_dense,
     shard_model,
     takes_graph,
@@ -145,6 +147,8 @@ class Trainer:
         overlap = resolve_overlap(config, dlrm, self.samples_per_rank, world.world_size, device.type)
         if overlap.reason and world.rank == 0:
             log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
+        if config.model.top_parallel == "tensor":
+            divide_top(dlrm.head, group, config.train)
         embedding = replace(config.embedding, backward=overlap.backward)
         sharder = build_sharder(embedding, config.train.precision, config.model.dim)
         if fused_params is not None:
@@ -169,7 +173,7 @@ class Trainer:
                 compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
         if is_flat:
-            flat = FlatParameters(dense_parameters(self.model))
+            flat = FlatParameters(dense_parameters(self.model), shards_of(self.model))
         if not graph:
             join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
         initialise_tables(self.model, config.train.seed)
@@ -412,6 +416,8 @@ class Trainer:
         """Release the exchanges' windows, which outlive Python references. No rank may be in a step."""
         if isinstance(self.pipeline, GraphTrainPipeline):
             self.pipeline.close()
+        for products in products_of(self.model):
+            products.close()
         for exchange in exchanges(self.model):
             exchange.close()
 
@@ -419,6 +425,8 @@ class Trainer:
         """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
         if isinstance(self.pipeline, GraphTrainPipeline):
             self.pipeline.check()
+        for products in products_of(self.model):
+            products.check()
         for exchange in exchanges(self.model):
             exchange.check()
 
