@@ -11,6 +11,7 @@ from tests.gpu.exchange.checks import (
     overlap,
     streams,
     stress,
+    tensor_parallel,
     training,
     windows,
 )
@@ -28,6 +29,7 @@ CHECKS = (
     | collectives.CHECKS
     | training.CHECKS
     | graphs.CHECKS
+    | tensor_parallel.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST
