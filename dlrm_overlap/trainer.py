@@ -164,6 +164,8 @@ class Trainer:
             "world_size": world.world_size,
         }
         self.model = shard_model(task, self.plan, sharder, group, device)
+        for products in products_of(self.model):
+            products.wait_timeout_s = config.embedding.wait_timeout_s
         graph = takes_graph(config, self.model, device)
         is_flat = graph and config.train.flat_dense
         casts_once = is_flat and config.train.precision == "bf16"

@@ -45,6 +45,8 @@ class LayerRanks:
         self.group, self.rank, self.world_size = group, rank, world_size
         self.order: AbstractContextManager[object] = nullcontext()
         """entered around all that goes between the ranks, to order it among what else a captured step exchanges"""
+        self.way = "auto"
+        """how products and their communication run, see `gemm.operators`; to be set before the first step"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRanks":
         return self
@@ -92,7 +94,9 @@ class GatheredPerceptron(DividedPerceptron):
         """Map this rank's samples [b, K] to [B, N / W], those of rank r in rows [r b, (r + 1) b)."""
         weight, bias, ranks = self._linear.weight, self._linear.bias, self.ranks
         input = _scale_gradient(input, ranks.world_size)
-        output = all_gather_matmul(input, weight, bias, self._epilogue, group=ranks.group, order=ranks.order)
+        output = all_gather_matmul(
+            input, weight, bias, self._epilogue, group=ranks.group, way=ranks.way, order=ranks.order
+        )
         return self._rest(output)
 
 
@@ -107,7 +111,9 @@ class ScatteredPerceptron(DividedPerceptron):
         weight, ranks = self._linear.weight, self.ranks
         # Its gradient is over this rank's samples alone, so it is reduced as that of any whole parameter.
         bias = _scale_gradient(self._linear.bias, ranks.world_size)
-        output = matmul_reduce_scatter(input, weight, bias, self._epilogue, group=ranks.group, order=ranks.order)
+        output = matmul_reduce_scatter(
+            input, weight, bias, self._epilogue, group=ranks.group, way=ranks.way, order=ranks.order
+        )
         return _scale_gradient(self._rest(output), 1 / ranks.world_size)
 
 
