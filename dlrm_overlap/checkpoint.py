@@ -45,7 +45,7 @@ def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
     """Return the model's keys but for how ranks share it, which is no part of what is stored."""
-    return {key: value for key, value in vars(model).items() if key != "top_parallel"}
+    return {key: value for key, value in vars(model).items() if key not in ("top_parallel", "cross_parallel")}
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:

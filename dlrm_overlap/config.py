@@ -185,6 +185,9 @@ class ModelConfig:
     """dcn: cross layers"""
     cross_rank: PositiveInt = 512
     """dcn: rank of each cross layer"""
+    cross_parallel: Literal["data", "tensor"] = "data"
+    """dcn: how ranks share the cross layers, as top_parallel has it for the top MLP; tensor divides their rank, and
+    sends fewer bytes only where a rank has fewer samples than cross_rank over the number of ranks"""
 
     def __post_init__(self) -> None:
         if self.dim % 4:
@@ -437,7 +440,7 @@ class Config:
         overrides them, as train.steps overrides train.epochs: a shorter trial of a file sets a single key.
         """
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
-        for name in ("cross_layers", "cross_rank"):
+        for name in ("cross_layers", "cross_rank", "cross_parallel"):
             yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
         reads_files = data.kind != "synthetic"
         for name in ("path", "eval_path", "eval_fraction", "bad_rows"):

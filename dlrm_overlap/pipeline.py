@@ -18,12 +18,12 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-from dlrm_overlap.config import Config, TrainConfig
+from dlrm_overlap.config import Config, ModelConfig, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.tensor_parallel import LayerRanks, divide_pairs, divided_layers, shards_of
+from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers, shards_of
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.graphs.parts import dense_parameters, innermost, why_not_captured
 from dlrm_overlap.model import DotInteraction, Head, TrainTask, concatenated
@@ -31,32 +31,36 @@ from dlrm_overlap.model import DotInteraction, Head, TrainTask, concatenated
 log = logging.getLogger("dlrm_overlap")
 
 
-def divide_top(head: Head, group: dist.ProcessGroup, config: TrainConfig) -> None:
-    """Divide the top MLP's pairs of layers over the ranks of `group`: `model.top_parallel: tensor`.
+def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
+    """Divide layers of the head over the ranks of `group` as `model.top_parallel` and `model.cross_parallel` say.
 
-    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. What `config`
-    would have compiled or captured of the top MLP is told of in the log.
+    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. What `train`
+    would have compiled or captured of the head is told of in the log.
     """
-    ranks = LayerRanks(group, group.rank(), group.size())
+    ranks, divided = LayerRanks(group, group.rank(), group.size()), []
     if ranks.world_size == 1:
         return
-    pairs = divide_pairs(head.top, ranks)
-    if ranks.rank:
-        return
-    layers = ", ".join(f"{first + 1} and {second + 1}" for first, second in pairs)
-    if pairs:
-        log.info("model.top_parallel: tensor, layers %s of the top MLP over %d ranks", layers, ranks.world_size)
-        for key, does in {"compile_dense": "compiled", "graph_dense": "captured by itself"}.items():
-            if getattr(config, key):
-                log.info(
-                    "train.%s: but the top MLP is not %s, since ranks exchange activations in its layers", key, does
-                )
-    else:
-        log.warning(
-            "model.top_parallel: tensor, but no pair of the top MLP's layers has an inner width that %d ranks divide, "
-            "so each has all of it",
-            ranks.world_size,
-        )
+    if model.top_parallel == "tensor":
+        pairs = divide_pairs(head.top, ranks)
+        divided += [f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs]
+        if not pairs:
+            _tell(logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width")
+    if model.cross_parallel == "tensor" and isinstance(head.interaction, LowRankCrossNet):
+        if model.cross_rank % ranks.world_size:
+            _tell(logging.WARNING, f"model.cross_parallel: data, since {ranks.world_size} ranks do not divide the rank")
+        else:
+            head.interaction = DividedCrossNet(head.interaction, ranks)
+            divided.append("the cross layers")
+    if divided:
+        _tell(logging.INFO, f"divided over {ranks.world_size} ranks: {', '.join(divided)}")
+    for key, does in {"compile_dense": "compiled", "graph_dense": "captured by themselves"}.items():
+        if divided and getattr(train, key):
+            _tell(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
+
+
+def _tell(level: int, text: str) -> None:
+    if dist.get_rank() == 0:
+        log.log(level, "%s", text)
 
 
 def shard_model(

@@ -10,7 +10,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
 | the pooled embeddings are awaited, the bottom MLP's output is put in front of them | `model.joined` |
-| interaction and top MLP run | `model.Head` |
+| interaction and top MLP run | `model.Head`, layers that ranks share in `dense.tensor_parallel` |
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
 | the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `pipeline.join_dense` |
@@ -61,7 +61,7 @@ from dlrm_overlap.pipeline import (
     cast_once,
     compile_dense,
     compile_loss,
-    divide_top,
+    divide_head,
     join_dense,
     shard_model,
     takes_graph,
@@ -147,8 +147,7 @@ class Trainer:
         overlap = resolve_overlap(config, dlrm, self.samples_per_rank, world.world_size, device.type)
         if overlap.reason and world.rank == 0:
             log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
-        if config.model.top_parallel == "tensor":
-            divide_top(dlrm.head, group, config.train)
+        divide_head(dlrm.head, group, config.model, config.train)
         embedding = replace(config.embedding, backward=overlap.backward)
         sharder = build_sharder(embedding, config.train.precision, config.model.dim)
         if fused_params is not None:

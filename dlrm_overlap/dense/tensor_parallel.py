@@ -16,13 +16,13 @@ W of 2, 4 or 8 both are exact. The bias of a second layer is whole on all ranks 
 so its gradient, over a rank's own samples, is multiplied again, too.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.gemm.linear import Activation
@@ -52,69 +52,93 @@ class LayerRanks:
         return self
 
 
-class DividedPerceptron(nn.Module):
-    """A `Perceptron` of which this rank has a part; its parameters have the names that they have in the whole one."""
+class DividedLayer(nn.Module):
+    """Of whose parameters this rank has parts, under the names that they have in the whole layer."""
 
-    def __init__(self, whole: Perceptron, ranks: LayerRanks, dim: int) -> None:
-        """Take this rank's part of the parameters of `whole`, along dimension `dim` of its weight."""
+    def __init__(self, ranks: LayerRanks) -> None:
         super().__init__()
         self.ranks = ranks
         self.shards: dict[str, Shard] = {}
-        """weight or bias -> which part of the whole it is, if it is not all of it"""
-        linear = whole._linear
+        """parameter -> which part of the whole it is, of those that are not all of it"""
+
+    def part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
+        """Return this rank's part of a parameter along `dim`, or a copy of all of it.
+
+        Args:
+            name: of this module's parameter that it becomes.
+            whole: whose size along `dim` the number of ranks divides.
+            dim: None if each rank has all of it.
+        """
+        if dim is None:
+            return nn.Parameter(whole.detach().clone())
+        size = whole.shape[dim] // self.ranks.world_size
+        first = self.ranks.rank * size
+        self.shards[name] = Shard(tuple(whole.shape), tuple(first if i == dim else 0 for i in range(whole.dim())))
+        return nn.Parameter(whole.detach().narrow(dim, first, size).clone())
+
+    def gathered(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """Map this rank's samples [b, K] to its neurons [B, N / W] of all ranks' samples, rank r's from row r b on."""
+        ranks = self.ranks
+        input = _scale_gradient(input, ranks.world_size)
+        return all_gather_matmul(input, weight, bias, activation, group=ranks.group, way=ranks.way, order=ranks.order)
+
+    def scattered(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
+        """Map this rank's inputs [B, N / W] of all ranks' samples to all neurons [b, M] of its own samples.
+
+        The gradient of what is returned has to be divided by the number of ranks, by `_scale_gradient`.
+        """
+        ranks = self.ranks
+        # Its gradient is over this rank's samples alone, so it is reduced as that of any whole parameter.
+        bias = _scale_gradient(bias, ranks.world_size)
+        return matmul_reduce_scatter(
+            input, weight, bias, activation, group=ranks.group, way=ranks.way, order=ranks.order
+        )
+
+
+class DividedPerceptron(DividedLayer):
+    """One of a pair of `Perceptron`s: the first has some neurons, the second some inputs of each neuron."""
+
+    def __init__(self, whole: Perceptron, ranks: LayerRanks, is_first: bool) -> None:
+        super().__init__(ranks)
+        self._is_first, linear = is_first, whole._linear
         self._linear = nn.Linear(linear.in_features, linear.out_features, device="meta")
-        for name, parameter in linear.named_parameters():
-            self._linear.register_parameter(name, self._part(name, parameter, dim))
+        self._linear.weight = self.part("_linear.weight", linear.weight, 0 if is_first else 1)
+        self._linear.bias = self.part("_linear.bias", linear.bias, 0 if is_first else None)
         # The product's epilogue does what it can; the rest comes behind it.
         self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
-    def _part(self, name: str, parameter: nn.Parameter, dim: int) -> nn.Parameter:
-        """Return this rank's part of a weight, or of a bias, which a layer divided by columns has whole."""
-        if dim >= parameter.dim():
-            return nn.Parameter(parameter.detach().clone())
-        size = parameter.shape[dim] // self.ranks.world_size
-        first = self.ranks.rank * size
-        offsets = tuple(first if each == dim else 0 for each in range(parameter.dim()))
-        self.shards[name] = Shard(tuple(parameter.shape), offsets)
-        return nn.Parameter(parameter.detach().narrow(dim, first, size).clone())
-
-    def parameter_shards(self) -> dict[nn.Parameter, Shard]:
-        """Return which part of the whole each parameter is that is not all of it."""
-        return {getattr(self._linear, name): shard for name, shard in self.shards.items()}
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map [b, K] to [B, N / W], or, the second one, [B, N / W] to [b, M]."""
+        operands = input, self._linear.weight, self._linear.bias, self._epilogue
+        if self._is_first:
+            return self._rest(self.gathered(*operands))
+        return _scale_gradient(self._rest(self.scattered(*operands)), 1 / self.ranks.world_size)
 
 
-class GatheredPerceptron(DividedPerceptron):
-    """The first of a pair: this rank's neurons, for the samples of all ranks."""
+class DividedCrossNet(DividedLayer):
+    """A `LowRankCrossNet` in which each rank has a part of each layer's rank R: rows of V_l and columns of W_l."""
 
-    def __init__(self, whole: Perceptron, ranks: LayerRanks) -> None:
-        super().__init__(whole, ranks, dim=0)
+    def __init__(self, whole: LowRankCrossNet, ranks: LayerRanks) -> None:
+        super().__init__(ranks)
+        self.W_kernels = self._parts("W_kernels", whole.W_kernels, 1)
+        self.V_kernels = self._parts("V_kernels", whole.V_kernels, 0)
+        self.bias = self._parts("bias", whole.bias, None)
+
+    def _parts(self, name: str, whole: nn.ParameterList, dim: int | None) -> nn.ParameterList:
+        return nn.ParameterList([self.part(f"{name}.{i}", each, dim) for i, each in enumerate(whole)])
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map this rank's samples [b, K] to [B, N / W], those of rank r in rows [r b, (r + 1) b)."""
-        weight, bias, ranks = self._linear.weight, self._linear.bias, self.ranks
-        input = _scale_gradient(input, ranks.world_size)
-        output = all_gather_matmul(
-            input, weight, bias, self._epilogue, group=ranks.group, way=ranks.way, order=ranks.order
-        )
-        return self._rest(output)
-
-
-class ScatteredPerceptron(DividedPerceptron):
-    """The second of a pair: all neurons, each a sum over the inputs of all ranks, for this rank's samples."""
-
-    def __init__(self, whole: Perceptron, ranks: LayerRanks) -> None:
-        super().__init__(whole, ranks, dim=1)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [B, N / W], this rank's inputs for the samples of all ranks, to [b, M] of this rank's samples."""
-        weight, ranks = self._linear.weight, self.ranks
-        # Its gradient is over this rank's samples alone, so it is reduced as that of any whole parameter.
-        bias = _scale_gradient(self._linear.bias, ranks.world_size)
-        output = matmul_reduce_scatter(
-            input, weight, bias, self._epilogue, group=ranks.group, way=ranks.way, order=ranks.order
-        )
-        return _scale_gradient(self._rest(output), 1 / ranks.world_size)
+        """Map x_0 [b, N] of this rank's samples to x_L, by x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l."""
+        x = input
+        for w, v, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
+            product = self.scattered(self.gathered(x, v, None, "none"), w, bias, "none")
+            x = input * _scale_gradient(product, 1 / self.ranks.world_size) + x
+        return x
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -143,31 +167,31 @@ def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
     Returns:
         The numbers of the layers of each pair that is divided.
     """
-    layers: Sequence[Any] = list(mlp._mlp)  # type: ignore[arg-type]
+    layers: list[Any] = list(mlp._mlp)  # type: ignore[arg-type]
     pairs = []
     for first in range(0, len(layers) - 1, 2):
         if layers[first]._out_size % ranks.world_size == 0:
-            layers[first] = GatheredPerceptron(layers[first], ranks)
-            layers[first + 1] = ScatteredPerceptron(layers[first + 1], ranks)
+            for number in (first, first + 1):
+                layers[number] = DividedPerceptron(layers[number], ranks, is_first=number == first)
             pairs.append((first, first + 1))
     mlp._mlp = nn.Sequential(*layers)
     return pairs
 
 
-def divided_layers(model: nn.Module) -> list[DividedPerceptron]:
+def divided_layers(model: nn.Module) -> list[DividedLayer]:
     """Return the layers of `model` that are divided over the ranks."""
-    return [module for module in model.modules() if isinstance(module, DividedPerceptron)]
+    return [module for module in model.modules() if isinstance(module, DividedLayer)]
 
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:
     """Return what runs the divided layers' products, to be checked and closed with the model; mostly one, or none."""
-    found = {parallel_products(each.ranks.group, each._linear.weight.device) for each in divided_layers(model)}
-    return list(found)
+    devices = {(layer.ranks.group, next(layer.parameters()).device) for layer in divided_layers(model)}
+    return [parallel_products(group, device) for group, device in devices]
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
     """Return which part of the whole each parameter of `model` is, by name, of those that are divided."""
-    shards: dict[nn.Parameter, Shard] = {}
-    for layer in divided_layers(model):
-        shards |= layer.parameter_shards()
+    shards = {
+        layer.get_parameter(name): shard for layer in divided_layers(model) for name, shard in layer.shards.items()
+    }
     return {name: shards[parameter] for name, parameter in model.named_parameters() if parameter in shards}

@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP
 
 from dlrm_overlap.dense import tensor_parallel
-from dlrm_overlap.dense.tensor_parallel import LayerRanks, Shard, divide_pairs, divided_layers, shards_of
+from dlrm_overlap.dense.tensor_parallel import (
+    DividedCrossNet,
+    LayerRanks,
+    Shard,
+    divide_pairs,
+    divided_layers,
+    shards_of,
+)
 from tests.agreement import assert_near, assert_same
 
 RANKS, SAMPLES = 3, 4
@@ -45,12 +53,34 @@ def test_each_rank_has_its_part_under_the_whole_ones_name() -> None:
             assert_same(part, state[name][box], name)
 
 
-@pytest.mark.parametrize("activation", [torch.relu, nn.functional.gelu])
-def test_gradients_are_parts_of_the_mean_over_the_ranks(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cross_net() -> LowRankCrossNet:
+    torch.manual_seed(0)
+    net = LowRankCrossNet(5, num_layers=1, low_rank=6)
+    nn.init.normal_(net.bias[0])
+    return net
+
+
+def _part_of(whole: nn.Module, rank: int) -> nn.Module:
+    ranks = LayerRanks(None, rank, RANKS)
+    if isinstance(whole, LowRankCrossNet):
+        return DividedCrossNet(whole, ranks)
+    assert isinstance(whole, MLP)
+    return _divided(whole, rank)[0]
+
+
+PAIRS = {
+    "relu": (lambda: MLP(5, [6, 5]), "_mlp.1._linear.bias"),
+    "gelu": (lambda: MLP(5, [6, 5], activation=nn.functional.gelu), "_mlp.1._linear.bias"),
+    "cross layer": (_cross_net, "bias.0"),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair of each rank on the samples of all: stand-ins gather what is given, and scatter what all ranks gave."""
-    whole = MLP(5, [6, 4], activation=activation)
-    samples = torch.randn(RANKS * SAMPLES, 5, requires_grad=True)
-    weights = torch.randn(RANKS * SAMPLES, 4)
+    make, bias_name = PAIRS[pair]
+    whole = make()
+    samples, weights = torch.randn(RANKS * SAMPLES, 5), torch.randn(RANKS * SAMPLES, 5)
     (whole(samples) * weights).sum().div(SAMPLES * RANKS).backward()  # the mean over ranks of the mean over samples
 
     def scatter(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epilogue: str, **_: Any) -> torch.Tensor:
@@ -59,7 +89,9 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(activation: Any, monkeyp
         output = partial[-1] + others + bias
         return torch.relu(output) if epilogue == "relu" else output
 
-    def gather(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epilogue: str, **_: Any) -> torch.Tensor:
+    def gather(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, **_: Any
+    ) -> torch.Tensor:
         output = nn.functional.linear(x, weight, bias)
         return torch.relu(output) if epilogue == "relu" else output
 
@@ -69,20 +101,21 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(activation: Any, monkeyp
     for rank in range(RANKS):
         partial: list[torch.Tensor] = []
         for other in [*(r for r in range(RANKS) if r != rank), rank]:
-            mlp, _ = _divided(whole, other)
-            mine = samples.detach().requires_grad_()
-            output = mlp(mine)
+            part = _part_of(whole, other)
+            output = part(samples)
         assert_near(output, whole(samples), TOLERANCE, "output")
         (output * weights).sum().div(SAMPLES).backward()
-        for name, shard in shards_of(mlp).items():
-            part = mlp.get_parameter(name).grad
-            assert part is not None
-            box = tuple(slice(b, b + n) for b, n in zip(shard.offsets, part.shape, strict=True))
-            assert_near(part, expected[name][box], TOLERANCE, name)
+        shards = shards_of(part)
+        assert set(shards) == set(expected) - {bias_name}
+        for name, shard in shards.items():
+            gradient = part.get_parameter(name).grad
+            assert gradient is not None
+            box = tuple(slice(b, b + n) for b, n in zip(shard.offsets, gradient.shape, strict=True))
+            assert_near(gradient, expected[name][box], TOLERANCE, name)
         # What data parallelism reduces: the mean over the ranks of this, whose samples are all ranks' here.
-        bias = mlp.get_parameter("_mlp.1._linear.bias").grad
+        bias = part.get_parameter(bias_name).grad
         assert bias is not None
-        assert_near(bias / RANKS, expected["_mlp.1._linear.bias"], TOLERANCE, "bias")
+        assert_near(bias / RANKS, expected[bias_name], TOLERANCE, "bias")
 
 
 def test_a_copy_has_the_same_ranks() -> None:
