@@ -6,6 +6,7 @@ from tests.gpu.exchange.checks import (
     collectives,
     dense,
     faults,
+    gemm,
     graphs,
     lookups,
     overlap,
@@ -27,6 +28,7 @@ CHECKS = (
     | faults.CHECKS
     | dense.CHECKS
     | collectives.CHECKS
+    | gemm.CHECKS
     | training.CHECKS
     | graphs.CHECKS
     | tensor_parallel.CHECKS
@@ -34,5 +36,6 @@ CHECKS = (
     | backward_steps.LOST_PEERS
     | dense.LOST
     | collectives.LOST
+    | gemm.LOST
     | graphs.LOST
 )
