@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 COMMON = ["--model.top_mlp", "[48,20,32,16,8,1]", "--train.global_batch_size", "192", "--data.eval_samples", "300"]
 # Adagrad hides a gradient of another size, which SGD shows; its state, which SGD has not, is part of a checkpoint.
 ADAGRAD = ["--train.steps", "200", "--checkpoint.every", "100"]
-SGD = ["--train.steps", "50", "--train.optimizer", "sgd", "--train.lr", "0.5"]
+SGD = ["--train.steps", "30", "--train.optimizer", "sgd", "--train.lr", "0.5"]
 GRAPH = ["--embedding.backend", "pgas", "--train.pipeline", "graph"]
 TENSOR = ["--model.top_parallel", "tensor"]
-DCN = ["--train.steps", "30", "--train.optimizer", "sgd", "--train.lr", "0.05", "--model.cross_parallel", "tensor"]
+DCN = ["--train.steps", "20", "--train.optimizer", "sgd", "--train.lr", "0.05", "--model.cross_parallel", "tensor"]
 DCN += ["--model.arch", "dcn", "--model.cross_rank", "8", "--model.cross_layers", "2"]
 
 
@@ -27,7 +27,7 @@ def _run(folder: Path, name: str, *options: str) -> None:
 
 
 def _from(folder: Path, run: str) -> list[str]:
-    return ["--train.steps", "130", "--checkpoint.resume", str(folder / run / "checkpoints" / "step_100")]
+    return ["--train.steps", "115", "--checkpoint.resume", str(folder / run / "checkpoints" / "step_100")]
 
 
 def _train_on_one(folder: Path) -> None:
@@ -67,6 +67,9 @@ def test_losses_are_those_of_whole_layers(runs: Path, run: str) -> None:
     kind = run.partition("_")[0]
     reference = runs / f"{kind}_1"
     assert_losses_agree(runs / run, reference, LOSS_TOLERANCE["sgd" if kind == "dcn" else kind])
+    evaluated = read_metrics(reference, "eval/loss")
+    assert evaluated
+    assert read_metrics(runs / run, "eval/loss") == pytest.approx(evaluated, rel=LOSS_TOLERANCE["sgd"], abs=0)
     losses = read_metrics(reference, "train/loss")
     assert losses[len(losses)] < 0.99 * losses[1], "a run that learns nothing agrees with anything"
 
