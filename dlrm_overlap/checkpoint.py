@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, ModelConfig
+from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.storage.branches import is_checkpoint, line, lineage, newest_checkpoint, read_manifests, surplus
 from dlrm_overlap.storage.load import agree_on, open_checkpoint
 from dlrm_overlap.storage.manifest import Manifest, read_manifest
-from dlrm_overlap.storage.parts import Part, deal, fill, local_parts
+from dlrm_overlap.storage.parts import Cut, Part, deal, fill, local_parts
 from dlrm_overlap.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import ToHost, copy_to_host
 
@@ -36,12 +38,17 @@ _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sam
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
     """Return what two runs must share for one to load the other's checkpoint."""
     return {
-        "model": vars(config.model) | {"dense_features": config.data.dense_features},
+        "model": _sizes(config.model) | {"dense_features": config.data.dense_features},
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
         "data_parallel": data_parallel_tables(config.embedding, rows),
     }
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return the model's keys but for how ranks share it, which is no part of what is stored."""
+    return {key: value for key, value in vars(model).items() if key not in ("top_parallel", "cross_parallel")}
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def make_folder(folder: Path) -> None:
 
 def parts_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Part]:
     """Return what this rank stores of the state, which it shares memory with."""
-    parts = local_parts(model.state_dict(), optimizer.state_dict())
+    parts = local_parts(model.state_dict(), optimizer.state_dict(), cuts_of(model))
     return deal(parts, dist.get_rank(), dist.get_world_size())
 
 
@@ -248,7 +255,7 @@ class Checkpointer:
                 part.init_state()  # some optimizers make it at their first step, and loading needs it
         state = model.state_dict(), optimizer.state_dict()
         stored = open_checkpoint(path, manifest)
-        for part in local_parts(*state):
+        for part in local_parts(*state, cuts_of(model)):
             try:
                 fill(part, stored)
             except InputError as error:
@@ -270,6 +277,11 @@ def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
     return "; ".join(
         f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
     )
+
+
+def _shards(model: DistributedModelParallel) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return shape and offsets of each dense parameter of which this rank holds a part, as `local_parts` takes them."""
+    return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
 def check_fits(

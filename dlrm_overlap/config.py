@@ -174,12 +174,20 @@ class ModelConfig:
     """layer sizes of the bottom MLP; the last is dim"""
     top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
     """layer sizes of the top MLP; the last is 1"""
+    top_parallel: Literal["data", "tensor"] = "data"
+    """how ranks share the top MLP. data: each has all of it for its samples, and weights' gradients are summed. tensor:
+    layers 1 and 2, 3 and 4, .. have their weights divided over the ranks, and activations travel, which are fewer bytes
+    where layers are wide and a rank's samples few. The logit's layer, one without a pair, and pairs whose inner width
+    the ranks do not divide stay as under data. Checkpoints of either load into the other"""
     activation: Literal["relu", "gelu"] = "relu"
     """of the MLPs' layers; gelu is smooth, so runs that differ by rounding stay together for hundreds of steps"""
     cross_layers: PositiveInt = 3
     """dcn: cross layers"""
     cross_rank: PositiveInt = 512
     """dcn: rank of each cross layer"""
+    cross_parallel: Literal["data", "tensor"] = "data"
+    """dcn: how ranks share the cross layers, as top_parallel has it for the top MLP; tensor divides their rank, and
+    sends fewer bytes only where a rank has fewer samples than cross_rank over the number of ranks"""
 
     def __post_init__(self) -> None:
         if self.dim % 4:
@@ -296,10 +304,11 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
-    """run the dense part's forward and backward as CUDA graphs (GPU), where not the whole step is one"""
+    """run the dense part's forward and backward as CUDA graphs (GPU), where not the whole step is one; under
+    model.top_parallel tensor the bottom MLP's alone"""
     compile_dense: bool = False
     """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
-    on; on CPUs it needs a C++ compiler"""
+    on; on CPUs it needs a C++ compiler. Under model.top_parallel tensor the top MLP's stay as they are"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """pipeline graph: in which the dense gradients are sent over the ranks"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
@@ -435,7 +444,7 @@ class Config:
         overrides them, as train.steps overrides train.epochs: a shorter trial of a file sets a single key.
         """
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
-        for name in ("cross_layers", "cross_rank"):
+        for name in ("cross_layers", "cross_rank", "cross_parallel"):
             yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
         reads_files = data.kind != "synthetic"
         for name in ("path", "eval_path", "eval_fraction", "bad_rows"):

@@ -18,16 +18,49 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-from dlrm_overlap.config import Config, TrainConfig
+from dlrm_overlap.config import Config, ModelConfig, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers, shards_of
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.graphs.parts import dense_parameters, innermost, why_not_captured
-from dlrm_overlap.model import TrainTask, concatenated
+from dlrm_overlap.model import DotInteraction, Head, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
+
+
+def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
+    """Divide layers of the head over the ranks of `group` as `model.top_parallel` and `model.cross_parallel` say.
+
+    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. What `train`
+    would have compiled or captured of the head is told of in the log.
+    """
+    ranks, divided = LayerRanks(group, group.rank(), group.size()), []
+    if ranks.world_size == 1:
+        return
+    if model.top_parallel == "tensor":
+        pairs = divide_pairs(head.top, ranks)
+        divided += [f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs]
+        if not pairs:
+            _tell(logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width")
+    if model.cross_parallel == "tensor" and isinstance(head.interaction, LowRankCrossNet):
+        if model.cross_rank % ranks.world_size:
+            _tell(logging.WARNING, f"model.cross_parallel: data, since {ranks.world_size} ranks do not divide the rank")
+        else:
+            head.interaction = DividedCrossNet(head.interaction, ranks)
+            divided.append("the cross layers")
+    if divided:
+        _tell(logging.INFO, f"divided over {ranks.world_size} ranks: {', '.join(divided)}")
+    for key, does in {"compile_dense": "compiled", "graph_dense": "captured by themselves"}.items():
+        if divided and getattr(train, key):
+            _tell(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
+
+
+def _tell(level: int, text: str) -> None:
+    if dist.get_rank() == 0:
+        log.log(level, "%s", text)
 
 
 def shard_model(
@@ -45,7 +78,7 @@ def shard_model(
         plan=plan,
         sharders=[sharder],
         init_data_parallel=False,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
     )
     task.to(device)
     return model
@@ -81,17 +114,23 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile forward and backward of the bottom MLP and of the head for batches of `samples`. Evaluation runs eagerly.
 
     torch.compile compiles at the first call, so each part is called once here. That comes before DDP wraps the model:
-    within DDP's forward torch.compile would cut what it compiles at the borders of DDP's buckets.
+    within DDP's forward torch.compile would cut what it compiles at the borders of DDP's buckets. It cannot look into
+    products with communication inside, so a head that is divided over the ranks stays as it is.
     """
-    for part in (task.dlrm.bottom, task.dlrm.head):
+    parts = _without_divided(task)
+    for part in parts:
         part.forward = _compiled_in_training(part, part.forward)
     with task.autocast():
-        for part, inputs in zip(
-            (task.dlrm.bottom, task.dlrm.head), _example_inputs(task, samples, device), strict=True
-        ):
+        for part, inputs in zip(parts, _example_inputs(task, samples, device), strict=False):
             output = part(*inputs)
             wanted = [tensor for tensor in (*inputs, *part.parameters()) if tensor.requires_grad]
             torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
+
+
+def _without_divided(task: TrainTask) -> tuple[nn.Module, ...]:
+    """Return the bottom MLP and, unless layers of it are divided over the ranks, the head."""
+    dlrm = task.dlrm
+    return (dlrm.bottom,) if divided_layers(dlrm.head) else (dlrm.bottom, dlrm.head)
 
 
 def _compiled_in_training(part: nn.Module, eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -120,7 +159,8 @@ def cast_once(
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
     Args:
-        compiled: by torch.compile, at the first step. A cross network is then computed by `cross`.
+        compiled: by torch.compile, at the first step. A cross network is then computed by `cross`. Of a head that is
+            divided over the ranks the interaction alone is compiled.
         partitioned: the head's weights' products leave multiprocessors to what runs beside them.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
@@ -134,13 +174,16 @@ def cast_once(
     computed = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
     # The pooled embeddings' gradient leaves first, since it is asked for later in the forward.
     bottom.forward = lambda input: casts.ahead_of(computed(input)) if bottom.training else computed(input)
+    compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     if crossed is None:
-        head.forward = _with_casts(head, head, head.forward, names, casts, compiled)
+        if compiled and isinstance(head.interaction, DotInteraction) and not compiles_top:
+            head.interaction.forward = _compiled_in_training(head.interaction, head.interaction.forward)
+        head.forward = _with_casts(head, head, head.forward, names, casts, compiles_top)
         return casts
     top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=nn.Flatten(0)))
     head.join = _compiled_in_training(head, head.join)
     crossed.forward = _cross_with_casts(crossed, names, casts)
-    head.score = _with_casts(head, top, head.score, names, casts, compiled)
+    head.score = _with_casts(head, top, head.score, names, casts, compiles_top)
     return casts
 
 
@@ -182,21 +225,23 @@ def _cross_with_casts(
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
     """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
 
-    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly.
+    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly. So
+    does a head that is divided over the ranks: what it exchanges would not be ordered among TorchRec's collectives.
 
     Returns:
         The nodes that accumulate the parameters' gradients. Such a node runs on the stream where it was made, and DDP,
         before it reduces a bucket, waits for only one of the streams that fill it. So all nodes are made here, on the
         current stream, before the warm-up or the capture would make them on streams of their own.
     """
-    dlrm, capture = task.dlrm, torch.cuda.graph
-    nodes = [get_gradient_edge(parameter).node for part in (dlrm.bottom, dlrm.head) for parameter in part.parameters()]
+    capture = torch.cuda.graph
+    parts = _without_divided(task)
+    nodes = [get_gradient_edge(parameter).node for part in parts for parameter in part.parameters()]
     # Captured on the nodes' stream, since a capture cannot wait for another, and its kernels keep its priority.
     before, capture.default_capture_stream = capture.default_capture_stream, torch.cuda.current_stream(device)
     with task.autocast():
-        inputs = _example_inputs(task, samples, device)
+        inputs = _example_inputs(task, samples, device)[: len(parts)]
         set_warn_on_accumulate_grad_stream_mismatch(False)  # the warm-up has a stream of its own
-        torch.cuda.make_graphed_callables((dlrm.bottom, dlrm.head), inputs)
+        torch.cuda.make_graphed_callables(parts, inputs)
         set_warn_on_accumulate_grad_stream_mismatch(True)
     capture.default_capture_stream = before
     return nodes

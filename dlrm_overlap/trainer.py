@@ -10,7 +10,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
 | the pooled embeddings are awaited, the bottom MLP's output is put in front of them | `model.joined` |
-| interaction and top MLP run | `model.Head` |
+| interaction and top MLP run | `model.Head`, layers that ranks share in `dense.tensor_parallel` |
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
 | the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `pipeline.join_dense` |
@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 
-from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with
+from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, cuts_of, step_of, trained_with
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology, plan_record
 from dlrm_overlap.embedding.protocol.ids import BatchBound
@@ -60,6 +61,7 @@ from dlrm_overlap.pipeline import (
     cast_once,
     compile_dense,
     compile_loss,
+    divide_head,
     join_dense,
     shard_model,
     takes_graph,
@@ -143,6 +145,7 @@ class Trainer:
         overlap = resolve_overlap(config, dlrm, self.samples_per_rank, world.world_size, device.type)
         if overlap.reason and world.rank == 0:
             log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
+        divide_head(dlrm.head, group, config.model, config.train)
         embedding = replace(config.embedding, backward=overlap.backward)
         sharder = build_sharder(embedding, config.train.precision, config.model.dim)
         if fused_params is not None:
@@ -158,6 +161,8 @@ class Trainer:
             "world_size": world.world_size,
         }
         self.model = shard_model(task, self.plan, sharder, group, device)
+        for products in products_of(self.model):
+            products.wait_timeout_s = config.embedding.wait_timeout_s
         graph = takes_graph(config, self.model, device)
         is_flat = graph and config.train.flat_dense
         casts_once = is_flat and config.train.precision == "bf16"
@@ -167,7 +172,7 @@ class Trainer:
                 compile_dense(task, self.samples_per_rank, device)
         flat: FlatParameters | None = None
         if is_flat:
-            flat = FlatParameters(dense_parameters(self.model))
+            flat = FlatParameters(dense_parameters(self.model), shards_of(self.model))
         if not graph:
             join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
         initialise_tables(self.model, config.train.seed)
@@ -373,7 +378,7 @@ class Trainer:
             InputError: if it lacks a tensor of this model.
         """
         with self._raising_the_cause():
-            load_weights(checkpoint, self.model)
+            load_weights(checkpoint, self.model, cuts_of(self.model))
             values = self.evaluate()
         self._check_exchanges()
         return values
@@ -458,6 +463,8 @@ class Trainer:
         """Release the exchanges' windows, which outlive Python references. No rank may be in a step."""
         if isinstance(self.pipeline, GraphTrainPipeline):
             self.pipeline.close()
+        for products in products_of(self.model):
+            products.close()
         for exchange in exchanges(self.model):
             exchange.close()
 
@@ -465,6 +472,8 @@ class Trainer:
         """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
         if isinstance(self.pipeline, GraphTrainPipeline):
             self.pipeline.check()
+        for products in products_of(self.model):
+            products.check()
         for exchange in exchanges(self.model):
             exchange.check()
 

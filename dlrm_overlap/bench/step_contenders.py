@@ -82,6 +82,7 @@ STEP_CONTENDERS = {
     "pgas_graph_one_part": _pgas_graph(embedding__gradient_parts=1),
     "pgas_graph_fp32_wire": _pgas_graph(embedding__wire_dtype="fp32"),
     "pgas_graph_collective": _pgas_graph(train__dense_reduce="collective"),
+    "pgas_graph_tensor": _pgas_graph(model__top_parallel="tensor"),
     "pgas_graph_data_parallel": _pgas_graph(embedding__data_parallel_rows=7812),  # as in HugeCTR's record
 }
 

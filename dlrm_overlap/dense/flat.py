@@ -1,6 +1,6 @@
 """Dense parameters as views of one flat tensor, with gradients and optimizer state in flat tensors of one layout."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,11 +63,19 @@ class FlatParameters:
     TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
     tables of a lookup. The slices stay slices: what is moved, and has a gradient, is the parameter that holds them.
 
+    Some parameters may be shards, of which each rank holds another part. They come last, from a multiple of `BLOCK`
+    elements on, so that what all ranks hold alike is the range [0, `shared_end`).
+
     Example: parameters of 3 and 100 elements have the places 0 .. 2 and 64 .. 163 of 1024 elements, the rest is zero.
+    If the first of them is a shard, their places are 1024 .. 1026 and 0 .. 99 of 2048 elements.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Collection[str] = ()) -> None:
         """Move `parameters`, which are float32 and on one device, by name, as `named_parameters` gives them.
+
+        Args:
+            parameters: as many elements on all ranks.
+            shards: names of those of which each rank holds another part.
 
         Raises:
             InputError: if one cannot be moved.
@@ -78,6 +86,8 @@ class FlatParameters:
         self.parameters = _without_slices(parameters, self._slices)
         """those that are moved: all but the slices, then what holds the slices"""
         _check(self.parameters)
+        self.shards = frozenset(shards)
+        """names of the parameters of which each rank holds another part"""
         self.device = next(iter(self.parameters.values())).device
         self.places = self._place(self.parameters)
         """of `parameters`, in the order of the layout"""
@@ -96,9 +106,17 @@ class FlatParameters:
         self._flat.append(FlatTensor(zeros, self._all_places()))
         return self._flat[-1]
 
+    @property
+    def shared_end(self) -> int:
+        """Elements of the flat tensors up to the first shard: a multiple of `BLOCK`, the same in every order."""
+        shared = [place.end for name, place in self.places.items() if name not in self.shards]
+        return -(-max(shared, default=0) // BLOCK) * BLOCK
+
     @torch.no_grad()
     def lay_out(self, order: Sequence[str]) -> None:
-        """Place the parameters in another order; their values, gradients and what is `like` them move along.
+        """Place the parameters in another order, in which shards come last all the same.
+
+        Their values, gradients and what is `like` them move along.
 
         Not once a CUDA graph has been captured: it would go on with the old places.
         """
@@ -153,8 +171,10 @@ class FlatParameters:
             torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
 
     def _place(self, order: Iterable[str]) -> dict[str, Place]:
-        places, begin = {}, 0
-        for name in order:
+        places, begin, sharded = {}, 0, False
+        for name in sorted(order, key=lambda name: name in self.shards):  # which leaves them in order otherwise
+            if name in self.shards and not sharded:
+                begin, sharded = -(-begin // BLOCK) * BLOCK, True
             shape = self.parameters[name].shape
             end = begin + -(-shape.numel() // LINE) * LINE
             places[name] = Place(begin, end, shape)

@@ -35,6 +35,9 @@ class GradientBuckets:
     is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only if the layout has the
     order in which gradients are completed, about the reverse of the forward's, which `learn` finds out.
 
+    Shards (`FlatParameters.shards`) are never reduced: their gradients are whole where they are, and divided by the
+    number of ranks already if they are to be a mean.
+
     Backward and `finish` may be captured in a CUDA graph, as long as both are in it: the hooks run at the capture, and
     the streams meet in `finish`. With one rank nothing is sent.
 
@@ -78,7 +81,8 @@ class GradientBuckets:
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
         self._filled_on: set[torch.cuda.Stream] = set()
         self._completed: list[str] | None = None  # in the order of `learn`'s backward
-        self._cut(list(flat.places), len(flat.places))
+        shared = self._shared()
+        self._cut(shared, len(shared))
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_call, self.complete, name))
             for name, parameter in flat.parameters.items()
@@ -108,7 +112,7 @@ class GradientBuckets:
         finally:
             self._completed = None
         order, live = self._agree(completed)
-        self._flat.lay_out(order)
+        self._flat.lay_out([*order, *(name for name in self._flat.places if name in self._flat.shards)])
         self._cut(order, live)
 
     def finish(self) -> None:
@@ -124,14 +128,18 @@ class GradientBuckets:
 
         Yields:
             First element of the range in the flat gradient, and the one behind its last: multiples of `BLOCK`. The
-            ranges cover all of it, in order. Whoever takes one takes all.
+            ranges cover all of it: first the shards, which wait for no other rank, then the rest in order. Whoever
+            takes one takes all.
         """
         self._note_stream()
         for number in range(self._next, len(self._buckets)):
             self._flat.adopt_gradients(self._buckets[number].waiting)
             self._reduce(number)
         self._begin()
-        first, end = 0, self._flat.gradients.tensor.numel()
+        first, end = 0, self._flat.shared_end
+        if self._flat.shards:
+            self._flat.adopt_gradients(self._flat.shards)
+            yield end, self._flat.gradients.tensor.numel()
         for arrived in self._reduction.arrivals(self._stream) if self._ranks > 1 else ():
             whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
             if first < whole:
@@ -157,6 +165,8 @@ class GradientBuckets:
 
         Autograd's hook does so. Who writes a gradient without autograd's knowledge calls this, once a backward.
         """
+        if name in self._flat.shards:
+            return
         if self._completed is not None:
             self._completed.append(name)
             return
@@ -199,9 +209,13 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.waiting = set(bucket.names)
 
+    def _shared(self) -> list[str]:
+        """Return the names of the parameters that are no shards, in the order of the layout."""
+        return [name for name in self._flat.places if name not in self._flat.shards]
+
     def _agree(self, completed: Sequence[str]) -> tuple[list[str], int]:
-        """Return rank 0's order of all parameters, and how many of them got a gradient."""
-        names = list(self._flat.parameters)
+        """Return rank 0's order of the parameters that are no shards, and how many of them got a gradient."""
+        names = self._shared()
         number = {name: index for index, name in enumerate(names)}
         idle = [name for name in names if name not in set(completed)]
         order = torch.tensor(

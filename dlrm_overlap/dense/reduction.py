@@ -47,7 +47,8 @@ class CollectiveReduction(Reduction):
 
     def __init__(self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         """Take what is reduced, and the type in which it is sent and added up, float32 or bfloat16."""
-        self._gradients, self._group, self._ranks = flat.gradients.tensor, group, dist.get_world_size(group)
+        self._gradients, self._group = flat.gradients.tensor[: flat.shared_end], group
+        self._ranks = dist.get_world_size(group)
         self._sent = None if dtype == torch.float32 else torch.empty_like(self._gradients, dtype=dtype)
         self._ranges: Sequence[tuple[int, int]] = ()
 

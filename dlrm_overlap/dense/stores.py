@@ -94,8 +94,9 @@ class StoreReduction(Reduction):
         """
         self._cut = cut(self._ranges, self._options.piece_elements, self._world_size)
         last = self._cut[-1].pieces[-1]
+        elements = self._gradients.numel() if self._dtype == torch.float32 else self._flat.shared_end
         regions = {
-            "gradients": Region((self._gradients.numel(),), self._dtype),
+            "gradients": Region((elements,), self._dtype),
             "flags": Region((self._world_size, last.slot + 1), torch.int64),
         }
         try:

@@ -18,6 +18,7 @@ reduce-scatter fills at that time. `matmul_reduce_scatter` keeps its input, whic
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def all_gather_matmul(
     *,
     group: dist.ProcessGroup | None = None,
     way: str = "auto",
+    order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
     """Return activation(x @ weight^T + bias), x being all ranks' rows, those of rank r from r * M / W on.
 
@@ -50,6 +52,8 @@ def all_gather_matmul(
         activation: none | relu.
         group: of W ranks; all ranks if None.
         way: auto | serial | chunks | copies, see `products`.
+        order: entered around what goes between the ranks, forward and back, to order it among what else a captured
+            step exchanges, as a `comm.order.CommunicationOrder` does.
 
     Returns:
         [M, N], of the type of `x_shard`; the sums are float32.
@@ -62,7 +66,7 @@ def all_gather_matmul(
         [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
     products = parallel_products(group, x_shard.device)
-    return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way)
+    return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way, order or nullcontext())
 
 
 def matmul_reduce_scatter(
@@ -73,6 +77,7 @@ def matmul_reduce_scatter(
     *,
     group: dist.ProcessGroup | None = None,
     way: str = "auto",
+    order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
     """Return rank r's rows, [r * M / W, (r + 1) * M / W), of activation(sum over the ranks of x @ weight^T + bias).
 
@@ -87,6 +92,7 @@ def matmul_reduce_scatter(
         activation: none | relu.
         group: of W ranks; all ranks if None.
         way: auto | serial | chunks | copies.
+        order: as for `all_gather_matmul`.
 
     Returns:
         [M / W, N], of the type of `x`.
@@ -98,7 +104,7 @@ def matmul_reduce_scatter(
         W = 2, x [[1], [2]] and weight [[10]] on both ranks, bias [1]: 10 + 10 + 1 = [[21]] on rank 0, [[41]] on rank 1.
     """
     products = parallel_products(group, x.device)
-    return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, products, way)
+    return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, products, way, order or nullcontext())
 
 
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -124,10 +130,12 @@ class _AllGatherMatmul(torch.autograd.Function):
         activation: Activation,
         products: ParallelProducts,
         way: str,
+        order: AbstractContextManager[object],
     ) -> torch.Tensor:
-        out, x = products.all_gather_matmul(x_shard, weight, bias, activation, way, keep=ctx.needs_input_grad[1])
+        with order:
+            out, x = products.all_gather_matmul(x_shard, weight, bias, activation, way, keep=ctx.needs_input_grad[1])
         ctx.save_for_backward(x, weight, out if activation == "relu" else None)
-        ctx.products, ctx.way = products, way
+        ctx.products, ctx.way, ctx.order = products, way, order
         return out
 
     @staticmethod
@@ -136,15 +144,16 @@ class _AllGatherMatmul(torch.autograd.Function):
         x, weight, out = ctx.saved_tensors
         dz = _through(gradients[0].contiguous(), out)
         finish, dx, dw, db = None, None, None, None
-        if ctx.needs_input_grad[0]:
-            finish = ctx.products.begin_reduce_scatter(dz, weight.t(), None, "none", ctx.way)
-        if ctx.needs_input_grad[1]:  # beside what travels
-            dw = dz.t() @ x
-        if ctx.needs_input_grad[2]:
-            db = dz.sum(0)
-        if finish is not None:
-            dx = finish()
-        return dx, dw, db, None, None, None
+        with ctx.order:
+            if ctx.needs_input_grad[0]:
+                finish = ctx.products.begin_reduce_scatter(dz, weight.t(), None, "none", ctx.way)
+            if ctx.needs_input_grad[1]:  # beside what travels
+                dw = dz.t() @ x
+            if ctx.needs_input_grad[2]:
+                db = dz.sum(0)
+            if finish is not None:
+                dx = finish()
+        return dx, dw, db, None, None, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
@@ -157,10 +166,12 @@ class _MatmulReduceScatter(torch.autograd.Function):
         activation: Activation,
         products: ParallelProducts,
         way: str,
+        order: AbstractContextManager[object],
     ) -> torch.Tensor:
-        out = products.begin_reduce_scatter(x, weight, bias, activation, way)()
+        with order:
+            out = products.begin_reduce_scatter(x, weight, bias, activation, way)()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, out if activation == "relu" else None)
-        ctx.products, ctx.way = products, way
+        ctx.products, ctx.way, ctx.order = products, way, order
         return out
 
     @staticmethod
@@ -171,9 +182,10 @@ class _MatmulReduceScatter(torch.autograd.Function):
         dx, dw, db = None, None, None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             keep = ctx.needs_input_grad[1]
-            dx, gathered = ctx.products.all_gather_matmul(dz, weight.t(), None, "none", ctx.way, keep)
+            with ctx.order:
+                dx, gathered = ctx.products.all_gather_matmul(dz, weight.t(), None, "none", ctx.way, keep)
             if gathered is not None:
                 dw = gathered.t() @ x
         if ctx.needs_input_grad[2]:
             db = dz.sum(0)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None

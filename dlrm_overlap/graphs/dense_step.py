@@ -36,7 +36,7 @@ class DenseStep:
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Take the parameters; all ranks start from rank 0's weights, which is a collective.
+        """Take the parameters; all ranks start from rank 0's weights, but for shards, which is a collective.
 
         Args:
             optimizers: of dense parameters, maybe within TorchRec's wrappers.
@@ -56,7 +56,7 @@ class DenseStep:
             FlatOptimizer,
         )
         if group.size() > 1:
-            dist.broadcast(flat.weights.tensor, group=group, group_src=0)
+            dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
         if casts is not None:
             casts.on_complete(self._buckets.complete)

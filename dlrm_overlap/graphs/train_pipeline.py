@@ -34,6 +34,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -106,7 +107,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         # The exchanges store to their peers, so whatever has come this far can do the same with dense gradients.
         timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
         stores = None if dense_reduce == "collective" else StoreOptions(wait_timeout_s=timeout_s)
-        flat = flat or FlatParameters(dense_parameters(model))
+        flat = flat or FlatParameters(dense_parameters(model), shards_of(model))
+        for layer in divided_layers(model):
+            layer.ranks.order = self._order
         self._dense = DenseStep(dense, flat, casts, self._group, self._order, gradient_dtype, stores)
         if self._captures and not self._dense.captures_update:
             log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")

@@ -1,6 +1,7 @@
 """Reading a checkpoint: whether it is whole, and its tensors."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from dlrm_overlap.config import InputError
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, Piece, check_file, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
-from dlrm_overlap.storage.parts import Stored, fill, local_parts
+from dlrm_overlap.storage.parts import Cut, Stored, fill, local_parts
 from dlrm_overlap.storage.save import gather
 from dlrm_overlap.storage.tensor_file import read_tensors
 
@@ -45,14 +46,19 @@ def open_checkpoint(path: Path, manifest: Manifest) -> Stored:
     return Checkpoint(path, manifest) if manifest.format else OldCheckpoint(path)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = None) -> None:
     """Load the weights of the checkpoint `path` into what this rank holds of `model`, and no optimizer's state.
+
+    Args:
+        path: of the checkpoint.
+        model: sharded or not.
+        cuts: dense parameters of which each rank holds another part, see `local_parts`.
 
     Raises:
         InputError: if it lacks a tensor of this model.
     """
     state, stored = model.state_dict(), open_checkpoint(path, read_manifest(path))
-    for part in local_parts(state, {"state": {}}):
+    for part in local_parts(state, {"state": {}}, cuts):
         try:
             fill(part, stored)
         except InputError as error:

@@ -25,6 +25,9 @@ from dlrm_overlap.storage.manifest import Piece, StoredTensor
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """offsets and sizes of a part of a tensor"""
 
+Cut = tuple[tuple[int, ...], tuple[int, ...]]
+"""shape of a whole tensor, and offsets of a part of it"""
+
 _STATE = "optimizer.state."
 
 
@@ -62,22 +65,41 @@ class Stored(Protocol):
         ...
 
 
-def local_parts(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Part]:
+def local_parts(
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], shards: Mapping[str, Cut] | None = None
+) -> list[Part]:
     """Return the parts that this rank holds, which share memory with the state.
 
     Args:
         model: state_dict of a DistributedModelParallel, by the names of the unsharded model.
         optimizer: state_dict of its CombinedOptimizer.
+        shards: dense parameters of which each rank holds another part, and what part this one holds.
     """
-    parts = [part for name, tensor in model.items() for part in _parts_of(f"model.{name}", tensor)]
+    shards = shards or {}
+    parts = [
+        part for name, tensor in model.items() for part in _parts_of(f"model.{name}", tensor, cut=shards.get(name))
+    ]
     for parameter, state in optimizer["state"].items():
         for key, tensor in state.items():
-            parts += _parts_of(f"{_STATE}{parameter}.{key}", tensor, model.get(parameter))
+            cut = _cut_of(parameter, shards) if tensor.dim() else None  # a count of steps is the same on all ranks
+            parts += _parts_of(f"{_STATE}{parameter}.{key}", tensor, model.get(parameter), cut)
     return parts
 
 
-def _parts_of(name: str, tensor: Any, table: Any = None) -> Iterator[Part]:
-    """Yield this rank's parts of `tensor`, which, where `table` is given, is a state of the optimizer of that table."""
+def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
+    """Return the cut of a parameter, before whose name a combined optimizer puts that of the optimizer."""
+    return next((cut for name, cut in shards.items() if f".{parameter}".endswith(f".{name}")), None)
+
+
+def _parts_of(name: str, tensor: Any, table: Any = None, cut: Cut | None = None) -> Iterator[Part]:
+    """Yield this rank's parts of `tensor`, which, where `table` is given, is a state of the optimizer of that table.
+
+    With `cut`, `tensor` is this rank's part of a dense parameter or of a state of its shape.
+    """
+    if cut is not None:
+        shape, offsets = cut
+        yield Part(name, shape, offsets, tuple(tensor.shape), tensor)
+        return
     if not isinstance(tensor, ShardedTensor):
         shape = tuple(tensor.shape)
         yield Part(name, shape, (0,) * len(shape), shape, tensor, replicated=True)

@@ -38,9 +38,12 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
     for key, value in contender.keys.items():
         section, field = key.split(".")
         assert getattr(getattr(made, section), field) == value
-    own = [key.split(".")[1] for key in contender.keys if key.startswith("embedding.")]
-    same = replace(made.embedding, **{field: getattr(config.embedding, field) for field in own})
-    assert replace(made, embedding=same, train=config.train) == config
+    same = made
+    for key in contender.keys:  # set back to what the configuration has
+        section, field = key.split(".")
+        before = {field: getattr(getattr(config, section), field)}
+        same = replace(same, **{section: replace(getattr(same, section), **before)})
+    assert same == config
     rehearsed = contender_config(config, contender, "cpu")
     assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
 

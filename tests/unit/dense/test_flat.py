@@ -49,6 +49,16 @@ def _assert_consistent(flat: FlatParameters) -> None:
         assert parameter.shape == flat.weights.views[name].shape
 
 
+def test_shards_come_last_from_a_block_on() -> None:
+    model = _model()
+    flat = FlatParameters(dict(model.named_parameters()), ["0.weight", "2.bias"])
+    for order in (["0.weight", "0.bias", "2.weight", "2.bias"], ["2.bias", "2.weight", "0.weight", "0.bias"]):
+        flat.lay_out(order)
+        _assert_consistent(flat)
+        assert flat.shared_end == BLOCK
+        assert {name for name, place in flat.places.items() if place.begin >= BLOCK} == flat.shards
+
+
 def test_values_and_gradients_stay() -> None:
     model, twin = _model(), _model()
     twin.load_state_dict(model.state_dict())

@@ -114,6 +114,24 @@ def test_a_bucket_is_reduced_as_soon_as_it_is_complete(reductions: Reductions) -
         _assert_gradients(flat, expected)
 
 
+def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None:
+    model = Chain()
+    shards = ["layers.1.weight", "layers.3.weight"]
+    flat = FlatParameters(dict(model.named_parameters()), shards)
+    buckets = GradientBuckets(flat, GROUP, bucket_bytes=KILOBYTE)
+    with buckets.learn():
+        _backward(model)
+    buckets.finish()
+    assert list(flat.places) == ["layers.2.weight", "layers.0.weight", "spare.weight", *shards]
+    reductions.taken()
+    flat.zero()
+    expected = _backward(model)
+    assert reductions.taken() == [1024]
+    assert list(buckets.finish_in_ranges()) == [(3072, 5120), (0, 3072)]
+    assert reductions.taken() == [2048]
+    _assert_gradients(flat, expected)
+
+
 def test_without_learning_all_is_reduced_in_the_layouts_order(reductions: Reductions) -> None:
     model, flat, buckets = _make(4)
     expected = _backward(model)  # of the layers alone, while the spare one comes first

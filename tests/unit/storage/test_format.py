@@ -24,9 +24,10 @@ from dlrm_overlap.storage import load, save
 from dlrm_overlap.storage.load import Checkpoint, find_faults, open_checkpoint
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
-from dlrm_overlap.storage.parts import Stored, fill, local_parts, whole
+from dlrm_overlap.storage.parts import Part, Stored, fill, local_parts, whole
 from dlrm_overlap.storage.save import write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
+from tests.agreement import assert_same
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 ROWS, D = 5, 8
@@ -123,6 +124,32 @@ def test_tables_cut_by_rows_load_whole(tmp_path: Path) -> None:
     path = write_new(tmp_path, ({"t.weight": table}, {"state": {"t.weight": {"momentum1": state}}}))
     assert torch.equal(whole(NAME, _open(path)), weight)
     assert torch.equal(whole(STATE, _open(path)), per_row)
+
+
+def test_dense_parameters_cut_over_ranks_load_whole_and_cut_otherwise(tmp_path: Path) -> None:
+    """One rank stands in for all: the parts that the others would write are written here, too."""
+    weight, bias, squares = torch.rand(6, 4), torch.rand(6), torch.rand(6, 4)
+
+    def parts(dim: int, count: int, *tensors: torch.Tensor) -> list[Part]:
+        size, found = weight.shape[dim] // count, []
+        for rank in range(count):
+            offsets = tuple(rank * size if each == dim else 0 for each in range(2))
+            cuts = {"w": ((6, 4), offsets)} | ({"b": ((6,), offsets[:1])} if dim == 0 else {})
+            w, b, s = (each.narrow(dim, rank * size, size) if dim < each.dim() else each for each in tensors)
+            state = {"dense.w": {"sum": s, "step": torch.tensor(3.0)}}
+            found += local_parts({"w": w, "b": b}, {"state": state}, cuts)
+        return list({part.key: part for part in found}.values())
+
+    write_checkpoint(tmp_path / "step_3", parts(0, 3, weight, bias, squares), lambda: Manifest(3, {"rows": [ROWS]}))
+    stored = _open(tmp_path / "step_3")
+    for name, expected in {"model.w": weight, "model.b": bias, "optimizer.state.dense.w.sum": squares}.items():
+        assert_same(whole(name, stored), expected, name)
+    assert whole("optimizer.state.dense.w.step", stored) == 3
+    loaded = [torch.full_like(each, torch.nan) for each in (weight, bias, squares)]
+    for part in parts(1, 2, *loaded):
+        fill(part, stored)
+    for actual, expected in zip(loaded, (weight, bias, squares), strict=True):
+        assert_same(actual, expected, str(tuple(expected.shape)))
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.gpu.exchange.checks import (
     overlap,
     streams,
     stress,
+    tensor_parallel,
     training,
     windows,
 )
@@ -30,6 +31,7 @@ CHECKS = (
     | gemm.CHECKS
     | training.CHECKS
     | graphs.CHECKS
+    | tensor_parallel.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST

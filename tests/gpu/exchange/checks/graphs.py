@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -59,7 +59,7 @@ def _train(place: Place, config: Config, delays: bool = False) -> tuple[list[flo
     assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
     losses: list[float] = []
     evaluated: list[float] = []
-    with _delayed(place, trainer.pipeline) if delays else nullcontext():
+    with delayed(place, trainer.pipeline, delays):
         for first, end in pairwise(_BORDERS):
             losses += train_steps(place, trainer, first, end)
             evaluated.append(trainer.evaluate()["loss"])
@@ -70,17 +70,20 @@ def _train(place: Place, config: Config, delays: bool = False) -> tuple[list[flo
 
 
 @contextmanager
-def _delayed(place: Place, pipeline: Any) -> Iterator[None]:
-    """Keep each rank's GPU and host busy for a random time before each step, another one on every rank."""
+def delayed(place: Place, pipeline: Any, late: bool) -> Iterator[None]:
+    """Keep each rank's GPU and host busy for a random time before each step, another one on every rank, if `late`."""
+    if not late:
+        yield
+        return
     progress, source = pipeline.progress, random.Random(place.rank)
 
-    def late(batches: Iterator[Batch]) -> object:
+    def delay(batches: Iterator[Batch]) -> object:
         if place.on_gpu:
             torch.cuda._sleep(source.choice([1, 1, 100_000, 2_000_000]))
         time.sleep(source.choice([0, 0, 1e-4, 2e-3]))
         return progress(batches)
 
-    pipeline.progress = late
+    pipeline.progress = delay
     yield
     del pipeline.progress
 

@@ -1,0 +1,197 @@
+"""Layers whose weights are divided over the ranks, between samples that stay with their ranks.
+
+Layers are divided in pairs, as in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3). Rank r of W has rows
+[r N / W, (r + 1) N / W) of the first weight [N, K] and the columns of the same numbers of the second one [M, N]:
+
+    x [b, K] of each rank --all-gather, product--> y [B, N / W] --product, reduce-scatter--> z [b, M] of each rank
+
+So an activation of b samples travels twice a pair, forward, and twice, backward, where data parallelism sends the sum
+of the weights' gradients: 4 (W - 1) b times the width against 2 (W - 1) / W times the weights. With layers of N x N,
+whose activations and gradients travel in one type, the pair sends fewer bytes while b < N / W.
+
+**Gradients.** The loss of a rank is the mean over its own b samples, and the gradient to train by is the mean over the
+ranks. The gradient of a divided weight is a sum over the samples of all ranks, so it must be divided by W, and be
+reduced no more. It is not divided itself: the gradient of z is, which is small, and that of x is multiplied again. For
+W of 2, 4 or 8 both are exact. The bias of a second layer is whole on all ranks and reduced like other whole parameters;
+so its gradient, over a rank's own samples, is multiplied again, too.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.mlp import MLP, Perceptron
+
+from dlrm_overlap.gemm.linear import Activation
+from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
+
+
+class Shard(NamedTuple):
+    """Which part of a parameter of the whole model a rank holds: its elements [offsets, offsets + its own shape)."""
+
+    shape: tuple[int, ...]
+    """of the whole parameter"""
+    offsets: tuple[int, ...]
+
+
+class LayerRanks:
+    """The ranks over which layers are divided. A copy of a layer shares it, and so does what sets `order`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
+        self.group, self.rank, self.world_size = group, rank, world_size
+        self.order: AbstractContextManager[object] = nullcontext()
+        """entered around all that goes between the ranks, to order it among what else a captured step exchanges"""
+        self.way = "auto"
+        """how products and their communication run, see `gemm.operators`; to be set before the first step"""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRanks":
+        return self
+
+
+class DividedLayer(nn.Module):
+    """Of whose parameters this rank has parts, under the names that they have in the whole layer."""
+
+    def __init__(self, ranks: LayerRanks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.shards: dict[str, Shard] = {}
+        """parameter -> which part of the whole it is, of those that are not all of it"""
+
+    def part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
+        """Return this rank's part of a parameter along `dim`, or a copy of all of it.
+
+        Args:
+            name: of this module's parameter that it becomes.
+            whole: whose size along `dim` the number of ranks divides.
+            dim: None if each rank has all of it.
+        """
+        if dim is None:
+            return nn.Parameter(whole.detach().clone())
+        size = whole.shape[dim] // self.ranks.world_size
+        first = self.ranks.rank * size
+        self.shards[name] = Shard(tuple(whole.shape), tuple(first if i == dim else 0 for i in range(whole.dim())))
+        return nn.Parameter(whole.detach().narrow(dim, first, size).clone())
+
+    def gathered(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """Map this rank's samples [b, K] to its neurons [B, N / W] of all ranks' samples, rank r's from row r b on."""
+        ranks = self.ranks
+        input = _scale_gradient(input, ranks.world_size)
+        return all_gather_matmul(input, weight, bias, activation, group=ranks.group, way=ranks.way, order=ranks.order)
+
+    def scattered(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
+        """Map this rank's inputs [B, N / W] of all ranks' samples to all neurons [b, M] of its own samples.
+
+        The gradient of what is returned has to be divided by the number of ranks, by `_scale_gradient`.
+        """
+        ranks = self.ranks
+        # Its gradient is over this rank's samples alone, so it is reduced as that of any whole parameter.
+        bias = _scale_gradient(bias, ranks.world_size)
+        return matmul_reduce_scatter(
+            input, weight, bias, activation, group=ranks.group, way=ranks.way, order=ranks.order
+        )
+
+
+class DividedPerceptron(DividedLayer):
+    """One of a pair of `Perceptron`s: the first has some neurons, the second some inputs of each neuron."""
+
+    def __init__(self, whole: Perceptron, ranks: LayerRanks, is_first: bool) -> None:
+        super().__init__(ranks)
+        self._is_first, linear = is_first, whole._linear
+        self._linear = nn.Linear(linear.in_features, linear.out_features, device="meta")
+        self._linear.weight = self.part("_linear.weight", linear.weight, 0 if is_first else 1)
+        self._linear.bias = self.part("_linear.bias", linear.bias, 0 if is_first else None)
+        # The product's epilogue does what it can; the rest comes behind it.
+        self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
+        self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map [b, K] to [B, N / W], or, the second one, [B, N / W] to [b, M]."""
+        operands = input, self._linear.weight, self._linear.bias, self._epilogue
+        if self._is_first:
+            return self._rest(self.gathered(*operands))
+        return _scale_gradient(self._rest(self.scattered(*operands)), 1 / self.ranks.world_size)
+
+
+class DividedCrossNet(DividedLayer):
+    """A `LowRankCrossNet` in which each rank has a part of each layer's rank R: rows of V_l and columns of W_l."""
+
+    def __init__(self, whole: LowRankCrossNet, ranks: LayerRanks) -> None:
+        super().__init__(ranks)
+        self.W_kernels = self._parts("W_kernels", whole.W_kernels, 1)
+        self.V_kernels = self._parts("V_kernels", whole.V_kernels, 0)
+        self.bias = self._parts("bias", whole.bias, None)
+
+    def _parts(self, name: str, whole: nn.ParameterList, dim: int | None) -> nn.ParameterList:
+        return nn.ParameterList([self.part(f"{name}.{i}", each, dim) for i, each in enumerate(whole)])
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map x_0 [b, N] of this rank's samples to x_L, by x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l."""
+        x = input
+        for w, v, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
+            product = self.scattered(self.gathered(x, v, None, "none"), w, bias, "none")
+            x = input * _scale_gradient(product, 1 / self.ranks.world_size) + x
+        return x
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """A tensor as it is; its gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return _ScaleGradient.apply(tensor, factor)  # type: ignore[no-any-return]
+
+
+def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
+    """Divide layers 0 and 1, 2 and 3, .. of `mlp` over the ranks, in place; all ranks do so alike.
+
+    A pair whose inner width the number of ranks does not divide stays whole, and so does a last layer without a pair:
+    they train as before, and a checkpoint of either loads into the other.
+
+    Returns:
+        The numbers of the layers of each pair that is divided.
+    """
+    layers: list[Any] = list(mlp._mlp)  # type: ignore[arg-type]
+    pairs = []
+    for first in range(0, len(layers) - 1, 2):
+        if layers[first]._out_size % ranks.world_size == 0:
+            for number in (first, first + 1):
+                layers[number] = DividedPerceptron(layers[number], ranks, is_first=number == first)
+            pairs.append((first, first + 1))
+    mlp._mlp = nn.Sequential(*layers)
+    return pairs
+
+
+def divided_layers(model: nn.Module) -> list[DividedLayer]:
+    """Return the layers of `model` that are divided over the ranks."""
+    return [module for module in model.modules() if isinstance(module, DividedLayer)]
+
+
+def products_of(model: nn.Module) -> list[ParallelProducts]:
+    """Return what runs the divided layers' products, to be checked and closed with the model; mostly one, or none."""
+    devices = {(layer.ranks.group, next(layer.parameters()).device) for layer in divided_layers(model)}
+    return [parallel_products(group, device) for group, device in devices]
+
+
+def shards_of(model: nn.Module) -> dict[str, Shard]:
+    """Return which part of the whole each parameter of `model` is, by name, of those that are divided."""
+    shards = {
+        layer.get_parameter(name): shard for layer in divided_layers(model) for name, shard in layer.shards.items()
+    }
+    return {name: shards[parameter] for name, parameter in model.named_parameters() if parameter in shards}

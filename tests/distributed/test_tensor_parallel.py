@@ -1,0 +1,82 @@
+"""A top MLP that is divided over the ranks trains as one that each rank has whole, and goes on where that left off."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.agreement import LOSS_TOLERANCE
+from tests.conftest import assert_losses_agree, read_metrics
+from tests.distributed.workers import quickstart, run_ranks, train
+
+pytestmark = pytest.mark.slow
+
+# Layers 1 and 2 and layers 3 and 4 are pairs, layer 5 has none.
+COMMON = ["--model.top_mlp", "[48,20,32,16,8,1]", "--train.global_batch_size", "192", "--data.eval_samples", "300"]
+# Adagrad hides a gradient of another size, which SGD shows; its state, which SGD has not, is part of a checkpoint.
+ADAGRAD = ["--train.steps", "200", "--checkpoint.every", "100"]
+SGD = ["--train.steps", "30", "--train.optimizer", "sgd", "--train.lr", "0.5"]
+GRAPH = ["--embedding.backend", "pgas", "--train.pipeline", "graph"]
+TENSOR = ["--model.top_parallel", "tensor"]
+DCN = ["--train.steps", "20", "--train.optimizer", "sgd", "--train.lr", "0.05", "--model.cross_parallel", "tensor"]
+DCN += ["--model.arch", "dcn", "--model.cross_rank", "8", "--model.cross_layers", "2"]
+
+
+def _run(folder: Path, name: str, *options: str) -> None:
+    train(quickstart(folder, f"{name}_{dist.get_world_size()}", *COMMON, *options))
+
+
+def _from(folder: Path, run: str) -> list[str]:
+    return ["--train.steps", "115", "--checkpoint.resume", str(folder / run / "checkpoints" / "step_100")]
+
+
+def _train_on_one(folder: Path) -> None:
+    _run(folder, "adagrad", *ADAGRAD, *TENSOR)
+    _run(folder, "sgd", *SGD, *TENSOR)
+    _run(folder, "dcn", *DCN)
+
+
+def _train_on_two(folder: Path) -> None:
+    _run(folder, "sgd", *SGD, *TENSOR)
+    _run(folder, "sgd_graph", *SGD, *TENSOR, *GRAPH)
+    _run(folder, "dcn", *DCN, *GRAPH)
+    _run(folder, "adagrad", *ADAGRAD, *TENSOR, *GRAPH)
+    _run(folder, "goes_on", *_from(folder, "adagrad_1"), *TENSOR, "--embedding.backend", "nccl")
+
+
+def _train_on_four(folder: Path) -> None:
+    _run(folder, "adagrad", *ADAGRAD, *TENSOR)
+    _run(folder, "goes_on", *_from(folder, "adagrad_2"), *TENSOR, *GRAPH, "--train.flat_dense", "false")
+
+
+def _go_on_alone(folder: Path) -> None:
+    _run(folder, "goes_on", *_from(folder, "adagrad_4"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of runs whose names end in their number of ranks; the layers of one rank are whole."""
+    folder = tmp_path_factory.mktemp("runs")
+    for work, ranks in ((_train_on_one, 1), (_train_on_two, 2), (_train_on_four, 4), (_go_on_alone, 1)):
+        run_ranks(work, ranks, folder)
+    return folder
+
+
+@pytest.mark.parametrize("run", ["sgd_2", "sgd_graph_2", "dcn_2", "adagrad_2", "adagrad_4"])
+def test_losses_are_those_of_whole_layers(runs: Path, run: str) -> None:
+    kind = run.partition("_")[0]
+    reference = runs / f"{kind}_1"
+    assert_losses_agree(runs / run, reference, LOSS_TOLERANCE["sgd" if kind == "dcn" else kind])
+    evaluated = read_metrics(reference, "eval/loss")
+    assert evaluated
+    assert read_metrics(runs / run, "eval/loss") == pytest.approx(evaluated, rel=LOSS_TOLERANCE["sgd"], abs=0)
+    losses = read_metrics(reference, "train/loss")
+    assert losses[len(losses)] < 0.99 * losses[1], "a run that learns nothing agrees with anything"
+
+
+@pytest.mark.parametrize("run", ["goes_on_2", "goes_on_4", "goes_on_1"])
+def test_goes_on_from_a_checkpoint_of_layers_that_were_divided_otherwise(runs: Path, run: str) -> None:
+    losses, expected = read_metrics(runs / run, "train/loss"), read_metrics(runs / "adagrad_1", "train/loss")
+    assert min(losses) == 101
+    for step, loss in losses.items():
+        assert loss == pytest.approx(expected[step], rel=LOSS_TOLERANCE["adagrad"]), step

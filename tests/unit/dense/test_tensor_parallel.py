@@ -1,0 +1,124 @@
+"""Layers that are divided over ranks, each rank's in turn in one process: the parts of what whole layers give."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.mlp import MLP
+
+from dlrm_overlap.dense import tensor_parallel
+from dlrm_overlap.dense.tensor_parallel import (
+    DividedCrossNet,
+    LayerRanks,
+    Shard,
+    divide_pairs,
+    divided_layers,
+    shards_of,
+)
+from tests.agreement import assert_near, assert_same
+
+RANKS, SAMPLES = 3, 4
+TOLERANCE = 1e-5
+
+
+def _mlp(activation: Any = torch.relu) -> MLP:
+    torch.manual_seed(0)
+    return MLP(5, [6, 4, 7, 2, 8], activation=activation)
+
+
+def _divided(whole: MLP, rank: int) -> tuple[MLP, list[tuple[int, int]]]:
+    mlp = copy.deepcopy(whole)
+    return mlp, divide_pairs(mlp, LayerRanks(None, rank, RANKS))
+
+
+def test_each_rank_has_its_part_under_the_whole_ones_name() -> None:
+    whole = _mlp()
+    state = whole.state_dict()
+    for rank in range(RANKS):
+        mlp, pairs = _divided(whole, rank)
+        assert pairs == [(0, 1)], "3 ranks do not divide 7 neurons, and the last layer has no pair"
+        assert mlp.state_dict().keys() == state.keys()
+        shards = shards_of(mlp)
+        assert shards == {
+            "_mlp.0._linear.weight": Shard((6, 5), (2 * rank, 0)),
+            "_mlp.0._linear.bias": Shard((6,), (2 * rank,)),
+            "_mlp.1._linear.weight": Shard((4, 6), (0, 2 * rank)),
+        }
+        for name, part in mlp.state_dict().items():
+            first = shards[name].offsets if name in shards else [0] * part.dim()
+            box = tuple(slice(begin, begin + size) for begin, size in zip(first, part.shape, strict=True))
+            assert_same(part, state[name][box], name)
+
+
+def _cross_net() -> LowRankCrossNet:
+    torch.manual_seed(0)
+    net = LowRankCrossNet(5, num_layers=1, low_rank=6)
+    nn.init.normal_(net.bias[0])
+    return net
+
+
+def _part_of(whole: nn.Module, rank: int) -> nn.Module:
+    ranks = LayerRanks(None, rank, RANKS)
+    if isinstance(whole, LowRankCrossNet):
+        return DividedCrossNet(whole, ranks)
+    assert isinstance(whole, MLP)
+    return _divided(whole, rank)[0]
+
+
+PAIRS = {
+    "relu": (lambda: MLP(5, [6, 5]), "_mlp.1._linear.bias"),
+    "gelu": (lambda: MLP(5, [6, 5], activation=nn.functional.gelu), "_mlp.1._linear.bias"),
+    "cross layer": (_cross_net, "bias.0"),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair of each rank on the samples of all: stand-ins gather what is given, and scatter what all ranks gave."""
+    make, bias_name = PAIRS[pair]
+    whole = make()
+    samples, weights = torch.randn(RANKS * SAMPLES, 5), torch.randn(RANKS * SAMPLES, 5)
+    (whole(samples) * weights).sum().div(SAMPLES * RANKS).backward()  # the mean over ranks of the mean over samples
+
+    def scatter(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epilogue: str, **_: Any) -> torch.Tensor:
+        partial.append(x @ weight.t())
+        others = sum(partial[:-1], torch.zeros(())).detach() if len(partial) == RANKS else torch.zeros(())
+        output = partial[-1] + others + bias
+        return torch.relu(output) if epilogue == "relu" else output
+
+    def gather(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, **_: Any
+    ) -> torch.Tensor:
+        output = nn.functional.linear(x, weight, bias)
+        return torch.relu(output) if epilogue == "relu" else output
+
+    monkeypatch.setattr(tensor_parallel, "all_gather_matmul", gather)
+    monkeypatch.setattr(tensor_parallel, "matmul_reduce_scatter", scatter)
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    for rank in range(RANKS):
+        partial: list[torch.Tensor] = []
+        for other in [*(r for r in range(RANKS) if r != rank), rank]:
+            part = _part_of(whole, other)
+            output = part(samples)
+        assert_near(output, whole(samples), TOLERANCE, "output")
+        (output * weights).sum().div(SAMPLES).backward()
+        shards = shards_of(part)
+        assert set(shards) == set(expected) - {bias_name}
+        for name, shard in shards.items():
+            gradient = part.get_parameter(name).grad
+            assert gradient is not None
+            box = tuple(slice(b, b + n) for b, n in zip(shard.offsets, gradient.shape, strict=True))
+            assert_near(gradient, expected[name][box], TOLERANCE, name)
+        # What data parallelism reduces: the mean over the ranks of this, whose samples are all ranks' here.
+        bias = part.get_parameter(bias_name).grad
+        assert bias is not None
+        assert_near(bias / RANKS, expected[bias_name], TOLERANCE, "bias")
+
+
+def test_a_copy_has_the_same_ranks() -> None:
+    mlp, _ = _divided(_mlp(), 0)
+    for layer, copied in zip(divided_layers(mlp), divided_layers(copy.deepcopy(mlp)), strict=True):
+        assert copied.ranks is layer.ranks
