@@ -1,0 +1,52 @@
+"""What the products with communication inside are given, beside their matrices."""
+
+from typing import NamedTuple
+
+import torch
+
+from dlrm_overlap.kernels.flags import Flags
+
+
+class Tiling(NamedTuple):
+    """How a product is cut into tiles and programs."""
+
+    block_m: int = 128
+    """rows of a tile"""
+    block_n: int = 256
+    """columns of a tile"""
+    block_k: int = 64
+    """of both matrices that are read at a time"""
+    group: int = 8
+    """blocks of rows that are computed together, see `product.tile_at`"""
+    stages: int = 3
+    """such reads that are under way at once, with the one that is used"""
+    num_warps: int = 8
+    parts: int = 2
+    """in which a tile's columns go through shared memory to the stores: 1 or 2"""
+    flatten: bool = True
+    """the reads of the next tile begin during the last products of a tile"""
+
+
+class Signals(NamedTuple):
+    """The flags that go with the rows of the shards, M / W rows each."""
+
+    flags: Flags
+    """element (w, first_slot + i) of a rank's flags is raised there by w, and stands for a slot's rows: [i * slot_rows,
+    (i + 1) * slot_rows) of a shard. `counts` is not looked at: all these slots are in use"""
+    first_slot: int
+    slot_rows: int
+    """at least 1"""
+    epoch: int
+    """added to `flags.clock`"""
+
+
+class Destinations(NamedTuple):
+    """Where a scattered product stores its tiles."""
+
+    windows: torch.Tensor
+    """[W] int64: address of each rank's window [W, M / W, N], a multiple of 16; slot w there is written by rank w"""
+    done: torch.Tensor
+    """[W * regions] int32, regions = ceil(M / W / slot_rows): tiles of each region that are stored; 0 before and after.
+    Launches that share it run one after the other"""
+    order: str = "balanced"
+    """of the shards: remote_first | balanced, see `product.tile_at`"""

@@ -1,0 +1,131 @@
+"""The kernels of products with communication inside under Triton's interpreter, several ranks in one process."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.record import Record
+from dlrm_overlap.kernels.flags import Flags
+from dlrm_overlap.kernels.gemm import reference
+from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
+from dlrm_overlap.kernels.gemm.product import gathered_product, product, scattered_product
+from dlrm_overlap.kernels.gemm.reduce import reduce_windows
+from tests.agreement import assert_near, assert_same
+from tests.kernels.emulation import CLOCK, CPU, interpreted, to_wire
+
+EPOCH, FIRST_SLOT = 3, 1
+TILING = Tiling(block_m=16, block_n=32, block_k=16, group=2, parts=2, flatten=True)
+NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+class Case(NamedTuple):
+    """Sizes that are no multiples of the tiles', and what is done at the end of a tile."""
+
+    world_size: int
+    shard_rows: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    by_k: bool = True
+    bias: bool = True
+    activation: str = "relu"
+    slot_rows: int = 16
+    tiling: Tiling = TILING
+    order: str = "balanced"
+
+
+CASES = {
+    "two_ranks": Case(2, 21, 40, 24),
+    "three_ranks_whole_tiles": Case(3, 16, 32, 16, torch.float16, bias=False, activation="none", order="remote_first"),
+    "weight_by_rows_of_k": Case(2, 20, 40, 24, by_k=False, activation="none", tiling=TILING._replace(parts=1)),
+    "a_loop_in_a_loop": Case(2, 33, 40, 24, slot_rows=32, tiling=TILING._replace(flatten=False, group=8)),
+    "one_rank": Case(1, 37, 8, 8, torch.float16, order="remote_first"),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+class Ranks:
+    """Ranks with random matrices, the rows of x in shards, the parts of the sum over K apart; and their flags."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(case.shard_rows)
+        self.case, self.m = case, case.world_size * case.shard_rows
+        self.x = [self._random(generator, self.m, case.k) for _ in range(case.world_size)]
+        self.weight = [self._weight(generator) for _ in range(case.world_size)]
+        self.bias = torch.randn(case.n, generator=generator) if case.bias else None
+        self.regions = -(-case.shard_rows // case.slot_rows)
+        slots = FIRST_SLOT + self.regions + 1
+        self.ready = [torch.zeros(case.world_size, slots, dtype=torch.int64) for _ in range(case.world_size)]
+        self.records = [Record(CPU) for _ in range(case.world_size)]
+
+    def _random(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(self.case.dtype)
+
+    def _weight(self, generator: torch.Generator) -> torch.Tensor:
+        n, k = self.case.n, self.case.k
+        return self._random(generator, n, k) if self.case.by_k else self._random(generator, k, n).t()
+
+    def signals(self, rank: int) -> Signals:
+        addresses = torch.tensor([ready.data_ptr() for ready in self.ready])
+        unused = torch.zeros(self.case.world_size, dtype=torch.int32)
+        flags = Flags(addresses, CLOCK, self.ready[rank], unused, 3, self.records[rank].status)
+        return Signals(flags, FIRST_SLOT, self.case.slot_rows, EPOCH)
+
+    def assert_near(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        assert_near(found.float(), expected, NEAR[self.case.dtype] * expected.abs().max().item(), what)
+
+
+@interpreted
+@every_case
+def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
+    ranks = Ranks(case)
+    x, weight, rank = ranks.x[0], ranks.weight[0], case.world_size - 1
+    ranks.ready[rank][:, FIRST_SLOT : FIRST_SLOT + ranks.regions] = EPOCH
+    out = torch.full((ranks.m, case.n), torch.nan, dtype=case.dtype)
+    gathered_product(x, weight, ranks.bias, case.activation, out, rank, ranks.signals(rank), -1, case.tiling)
+    expected = reference.product(x, weight, ranks.bias, case.activation)
+    ranks.assert_near(out, expected, "the gathered product")
+    assert ranks.records[rank].expired() is None
+    alone = torch.full_like(out, torch.nan)
+    product(x, weight, ranks.bias, case.activation, alone, case.tiling)
+    assert_same(alone, out, "the product without communication")
+
+
+@interpreted
+def test_a_gathered_product_names_the_rows_that_do_not_come() -> None:
+    ranks = Ranks(CASES["two_ranks"])
+    ranks.ready[1][:, FIRST_SLOT] = EPOCH
+    ranks.ready[1][0, FIRST_SLOT + 1] = EPOCH - 1
+    ranks.ready[1][1, FIRST_SLOT + 1] = EPOCH
+    out = torch.empty(ranks.m, ranks.case.n, dtype=ranks.case.dtype)
+    gathered_product(ranks.x[1], ranks.weight[1], None, "none", out, 1, ranks.signals(1), 1, TILING)
+    assert ranks.records[1].expired() == [1, 0, FIRST_SLOT + 1, EPOCH, EPOCH - 1]
+
+
+@interpreted
+@every_case
+def test_scattered_products_are_stored_at_the_owners_and_added_up(case: Case) -> None:
+    ranks = Ranks(case)
+    shape = case.world_size, case.shard_rows, case.n
+    windows = [torch.full(shape, torch.nan, dtype=case.dtype) for _ in range(case.world_size)]
+    addresses = torch.tensor([window.data_ptr() for window in windows])
+    done = torch.zeros(case.world_size * ranks.regions, dtype=torch.int32)
+    for rank in range(case.world_size):
+        destinations = Destinations(addresses, done, case.order)
+        scattered_product(ranks.x[rank], ranks.weight[rank], rank, destinations, ranks.signals(rank), case.tiling)
+        assert not done.any(), "the counts are ready for the next launch"
+        for owner, ready in enumerate(ranks.ready):
+            expected = torch.zeros_like(ready)
+            expected[: rank + 1, FIRST_SLOT : FIRST_SLOT + ranks.regions] = EPOCH
+            assert_same(ready, expected, f"flags at rank {owner}")
+    for rank, window in enumerate(windows):
+        rows = slice(rank * case.shard_rows, (rank + 1) * case.shard_rows)
+        for source in range(case.world_size):
+            part = reference.product(ranks.x[source][rows], ranks.weight[source], None, "none")
+            ranks.assert_near(window[source], part, f"part of rank {source} at rank {rank}")
+        out = torch.full(shape[1:], torch.nan, dtype=case.dtype)
+        reduce_windows(window, ranks.bias, case.activation, out, rank, ranks.signals(rank))
+        total = to_wire(reference.reduce_windows(window, ranks.bias, case.activation), case.dtype)
+        assert_same(out, total, f"sum at rank {rank}")
+        assert ranks.records[rank].expired() is None
