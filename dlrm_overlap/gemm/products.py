@@ -1,0 +1,168 @@
+"""The ways to run a product with its communication inside, behind one object a group and device.
+
+    serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
+
+`auto` takes what suits the problem. Within a capture nothing is asked of other ranks, so a problem that has not been
+run before is refused there.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import on_every_rank
+from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.linear import Activation
+from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
+
+
+class Choice(NamedTuple):
+    """A way, and into how many parts it cuts a rank's rows."""
+
+    way: str
+    parts: int = 1
+
+
+class ParallelProducts:
+    """Both operators on the tensors of one device between the ranks of one group, without autograd.
+
+    Example:
+        products = parallel_products(None, device)
+        out, _ = products.all_gather_matmul(x_shard, weight, None, "none", "auto", keep=False)
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._ways: dict[str, Products] = {"serial": Serial(group, device)}
+        self._known: dict[tuple[Problem, str], Choice] = {}
+
+    def all_gather_matmul(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        way: str,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what `operators.all_gather_matmul` does and, if `keep`, the gathered rows [M, K]."""
+        rows = x_shard.shape[0] * self.group.size()
+        choice = self._choose("all_gather", rows, x_shard, weight, bias, activation, way)
+        x_shard = x_shard.contiguous()
+        return self._ways[choice.way].all_gather_matmul(x_shard, weight, bias, activation, choice.parts, keep)
+
+    def begin_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, way: str
+    ) -> Finish:
+        """Begin what `operators.matmul_reduce_scatter` does; what is returned, called once, returns its output."""
+        choice = self._choose("reduce_scatter", x.shape[0], x, weight, bias, activation, way)
+        return self._ways[choice.way].begin_reduce_scatter(x.contiguous(), weight, bias, activation, choice.parts)
+
+    def _choose(
+        self,
+        operator: str,
+        rows: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        way: str,
+    ) -> Choice:
+        fault = _fault(x, weight, bias, activation, self.device)
+        columns, inner = (0, 0) if fault else weight.shape
+        problem = Problem(operator, rows, columns, inner, x.dtype, bias is not None, activation)
+        choice = self._known.get((problem, way)) if not fault else None
+        return choice or self._agree(problem, way, fault)
+
+    def _agree(self, problem: Problem, way: str, fault: str) -> Choice:
+        """Check a problem on all ranks, choose its way and let that prepare; a collective on the host.
+
+        Raises:
+            InputError: on every rank, naming the fault.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                f"{problem}: the first of its kind and within a capture, where the ranks cannot ask whether theirs are "
+                f"alike; make one such call before the capture"
+            )
+        choice = Choice("serial")
+
+        def check() -> None:
+            nonlocal choice
+            if fault:
+                raise InputError(f"{problem}: {fault}")
+            if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
+                raise InputError(
+                    f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
+                )
+            choice = self._pick(problem, way)
+
+        on_every_rank(check, self.group)
+        calls = [""] * self.group.size()
+        mine = f"{problem} by way {way}: {choice.way}, {choice.parts} parts"
+        dist.all_gather_object(calls, mine, self.group)
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise InputError(
+                    f"rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same order on all ranks, "
+                    f"and see that all read the same file of tuned ways"
+                )
+        self._ways[choice.way].prepare(problem)
+        self._known[problem, way] = choice
+        return choice
+
+    def _pick(self, problem: Problem, way: str) -> Choice:
+        if way == "auto":
+            return Choice("serial")
+        if way not in self._ways:
+            raise InputError(f"{problem}: way {way} is not known; take auto or one of {', '.join(self._ways)}")
+        if fault := self._ways[way].fault(problem):
+            raise InputError(f"{problem}: way {way}: {fault}")
+        return Choice(way)
+
+    def check(self) -> None:
+        """Raise what a wait on the GPU has recorded; waits for nothing.
+
+        Raises:
+            ExchangeTimeoutError: if a peer has not come in time, naming both ranks.
+        """
+        for way in self._ways.values():
+            way.check()
+
+    def close(self) -> None:
+        """Give all memory back, once all that was issued is done. All ranks call this; the next call begins anew."""
+        for way in self._ways.values():
+            way.close()
+        _made.cache_clear()
+
+
+def _fault(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, device: torch.device
+) -> str:
+    """Return what is wrong with an operator's arguments on this rank, or an empty text."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: must be [rows, K] and [N, K]; reshape them"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias {tuple(bias.shape)}: must be [{weight.shape[0]}], as weight has rows; cut it as the weight"
+    tensors = [x, weight] + ([] if bias is None else [bias])
+    if any(tensor.dtype != x.dtype for tensor in tensors) or not x.dtype.is_floating_point:
+        return f"{', '.join(str(tensor.dtype) for tensor in tensors)}: must be one floating type; cast them"
+    if any(tensor.device != device for tensor in tensors):
+        return f"a tensor is not on {device}; move it there"
+    if activation not in ("none", "relu"):
+        return f"activation {activation}: not known; take none or relu"
+    return ""
+
+
+@lru_cache
+def _made(group: dist.ProcessGroup, device: torch.device) -> ParallelProducts:
+    return ParallelProducts(group, device)
+
+
+def parallel_products(group: dist.ProcessGroup | None, device: torch.device) -> ParallelProducts:
+    """Return the object of a group (all ranks if None) and a device, the same at every call."""
+    world = group or dist.group.WORLD
+    assert world is not None
+    return _made(world, device)

@@ -1,0 +1,147 @@
+"""What every way of a product with its communication inside does, and the plain one: first the one, then the other."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from dlrm_overlap.gemm.linear import Activation, activate
+
+Finish = Callable[[], torch.Tensor]
+"""makes the current stream wait for what has been begun, and returns it; called once"""
+
+
+class Problem(NamedTuple):
+    """A product and its communication, alike on all ranks."""
+
+    operator: str
+    """all_gather | reduce_scatter"""
+    rows: int
+    """of the product, those of all ranks, M"""
+    columns: int
+    """of the product on this rank, N"""
+    inner: int
+    """over which the product sums on this rank, K"""
+    dtype: torch.dtype
+    bias: bool
+    activation: str
+
+    def __str__(self) -> str:
+        """Return the problem as one of its ranks would write it."""
+        name = "all_gather_matmul" if self.operator == "all_gather" else "matmul_reduce_scatter"
+        bias = ", bias" if self.bias else ""
+        return f"{name}(M {self.rows}, N {self.columns}, K {self.inner}, {self.dtype}{bias}, {self.activation})"
+
+
+class Products(ABC):
+    """One way to run both operators between the ranks of a group, without autograd.
+
+    All ranks make the same calls in the same order, on one stream or on streams that are ordered one behind the other.
+    """
+
+    parts: tuple[int, ...] = (1,)
+    """into how many parts a rank's rows may be cut; each number is a candidate of the tuner"""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world_size = group.rank(), group.size()
+
+    def prepare(self, problem: Problem) -> None:  # noqa: B027  not every way needs anything
+        """Make memory and load kernels for a problem, before its first call; a collective, never within a capture.
+
+        Raises:
+            InputError: on every rank, if there is no room.
+        """
+
+    def fault(self, problem: Problem) -> str:
+        """Return why this way cannot run a problem, or an empty text."""
+        return ""
+
+    @abstractmethod
+    def all_gather_matmul(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        parts: int,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return activation(x @ weight^T + bias) [M, N], and x [M, K] if `keep`; see `operators.all_gather_matmul`."""
+
+    @abstractmethod
+    def begin_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
+    ) -> Finish:
+        """Begin `operators.matmul_reduce_scatter`; what returns [M / W, N] is to be called once, on the same stream.
+
+        Whatever is issued in between runs beside the communication.
+        """
+
+    def check(self) -> None:  # noqa: B027  collectives record nothing
+        """Raise what a kernel has recorded; waits for nothing.
+
+        Raises:
+            ExchangeTimeoutError: if a peer has not come in time.
+        """
+
+    def close(self) -> None:  # noqa: B027  nor have they anything to release
+        """Give memory back; all ranks call this, when all that was issued is done."""
+
+
+class Serial(Products):
+    """The collective of the process group, then the product; or the product, then the collective.
+
+    The only way on CPUs, and the only one in float32. On GPUs NCCL adds the partial products up, in the products' type
+    and in an order of its own, the same every time; on CPUs they are added up in float32 in the order of the ranks.
+    """
+
+    def all_gather_matmul(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        parts: int,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gather, then multiply."""
+        x = x_shard.new_empty(self.world_size * x_shard.shape[0], x_shard.shape[1])
+        dist.all_gather_into_tensor(x, x_shard.contiguous(), group=self.group)
+        out = functional.linear(x, weight, bias)
+        return activate(out, None, activation), x if keep else None
+
+    def begin_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
+    ) -> Finish:
+        """Multiply and begin to reduce."""
+        partial = functional.linear(x, weight)
+        if self.device.type == "cpu":
+            return self._begin_on_host(partial, bias, activation)
+        out = partial.new_empty(partial.shape[0] // self.world_size, partial.shape[1])
+        work = dist.reduce_scatter_tensor(out, partial, group=self.group, async_op=True)
+        assert work is not None
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return activate(out, bias, activation)
+
+        return finish
+
+    def _begin_on_host(self, partial: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> Finish:
+        """Exchange the partial products, which gloo cannot add up in an order that is told."""
+        received = torch.empty_like(partial)
+        work = dist.all_to_all_single(received, partial, group=self.group, async_op=True)
+        assert work is not None
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            total = received.view(self.world_size, -1, received.shape[1]).float().sum(0)
+            if bias is not None:
+                total += bias.float()
+            return activate(total, None, activation).to(partial.dtype)
+
+        return finish
