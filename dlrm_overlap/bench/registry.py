@@ -15,6 +15,7 @@ from dlrm_overlap.bench.request import (
     CollectivesRequest,
     ConcurrentRequest,
     ForwardRequest,
+    GemmRequest,
     InputRequest,
     OccupancyRequest,
     ProgramsRequest,
@@ -69,5 +70,8 @@ FIGURES = {
         "a computation beside a communication that does not depend on it, by each way to issue the two",
         ConcurrentRequest,
         "concurrent",
+    ),
+    "gemm": Figure(
+        "products with their all-gather or reduce-scatter inside, by each way to do it", GemmRequest, "gemm"
     ),
 }
