@@ -48,7 +48,7 @@ def all_gather_matmul(
         bias: [N], this rank's own, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies, see `products`.
+        way: auto | serial | chunks | copies | tiles, see `products`.
 
     Returns:
         [M, N], of the type of `x_shard`; the sums are float32.
@@ -85,7 +85,7 @@ def matmul_reduce_scatter(
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies.
+        way: auto | serial | chunks | copies | tiles.
 
     Returns:
         [M / W, N], of the type of `x`.

@@ -1,6 +1,9 @@
 """The ways to run a product with its communication inside, behind one object a group and device.
 
     serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
+    chunks   the same part by part, NCCL's on a stream beside cuBLAS's
+    copies   part by part, rows by copy engines, see `copies`
+    tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
 
 `auto` takes what suits the problem. Within a capture nothing is asked of other ranks, so a problem that has not been
 run before is refused there.
@@ -14,8 +17,11 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.chunks import Chunks
 from dlrm_overlap.gemm.linear import Activation
 from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
+
+WAYS = ("serial", "chunks", "copies", "tiles")
 
 
 class Choice(NamedTuple):
@@ -34,8 +40,9 @@ class ParallelProducts:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self._ways: dict[str, Products] = {"serial": Serial(group, device)}
+        self.group, self.device, self.wait_timeout_s = group, device, 600.0
+        """bound of a wait for a peer, of what is prepared from now on"""
+        self._ways: dict[str, Products] = {}
         self._known: dict[tuple[Problem, str], Choice] = {}
 
     def all_gather_matmul(
@@ -51,14 +58,14 @@ class ParallelProducts:
         rows = x_shard.shape[0] * self.group.size()
         choice = self._choose("all_gather", rows, x_shard, weight, bias, activation, way)
         x_shard = x_shard.contiguous()
-        return self._ways[choice.way].all_gather_matmul(x_shard, weight, bias, activation, choice.parts, keep)
+        return self.way(choice.way).all_gather_matmul(x_shard, weight, bias, activation, choice.parts, keep)
 
     def begin_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, way: str
     ) -> Finish:
         """Begin what `operators.matmul_reduce_scatter` does; what is returned, called once, returns its output."""
         choice = self._choose("reduce_scatter", x.shape[0], x, weight, bias, activation, way)
-        return self._ways[choice.way].begin_reduce_scatter(x.contiguous(), weight, bias, activation, choice.parts)
+        return self.way(choice.way).begin_reduce_scatter(x.contiguous(), weight, bias, activation, choice.parts)
 
     def _choose(
         self,
@@ -109,18 +116,43 @@ class ParallelProducts:
                     f"rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same order on all ranks, "
                     f"and see that all read the same file of tuned ways"
                 )
-        self._ways[choice.way].prepare(problem)
+        self.way(choice.way).prepare(problem, choice.parts)
         self._known[problem, way] = choice
         return choice
 
     def _pick(self, problem: Problem, way: str) -> Choice:
         if way == "auto":
             return Choice("serial")
-        if way not in self._ways:
-            raise InputError(f"{problem}: way {way} is not known; take auto or one of {', '.join(self._ways)}")
-        if fault := self._ways[way].fault(problem):
+        name, _, parts = way.partition("/")
+        if name not in WAYS or not (parts.isdecimal() or not parts):
+            raise InputError(
+                f"{problem}: way {way} is not known; take auto, {', '.join(WAYS)}, or one with its parts: copies/4"
+            )
+        if fault := self.way(name).fault(problem):
             raise InputError(f"{problem}: way {way}: {fault}")
-        return Choice(way)
+        known = self.way(name).parts
+        choice = Choice(name, int(parts) if parts else known[0])
+        if choice.parts not in known:
+            raise InputError(f"{problem}: way {way}: {name} cuts into {', '.join(map(str, known))} parts; take one")
+        return choice
+
+    def way(self, name: str) -> Products:
+        """Return the way `name`, made at the first call."""
+        if name not in self._ways:
+            self._ways[name] = self._open(name)
+        return self._ways[name]
+
+    def _open(self, name: str) -> Products:
+        if name == "serial":
+            return Serial(self.group, self.device)
+        if name == "chunks":
+            return Chunks(self.group, self.device)
+        if self.device.type != "cuda":
+            raise InputError(f"way {name}: runs between GPUs; take serial or auto")
+        from dlrm_overlap.gemm.copies import Copies  # these need Triton, which a CPU does not
+        from dlrm_overlap.gemm.tiles import Tiles
+
+        return (Tiles if name == "tiles" else Copies)(self.group, self.device, self.wait_timeout_s)
 
     def check(self) -> None:
         """Raise what a wait on the GPU has recorded; waits for nothing.

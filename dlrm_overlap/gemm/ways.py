@@ -49,7 +49,7 @@ class Products(ABC):
         self.group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
 
-    def prepare(self, problem: Problem) -> None:  # noqa: B027  not every way needs anything
+    def prepare(self, problem: Problem, parts: int) -> None:  # noqa: B027  not every way needs anything
         """Make memory and load kernels for a problem, before its first call; a collective, never within a capture.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Products of matrices whose tiles wait for their rows to arrive, or are stored where their rows belong."""
+"""Kernels of products with their communication inside."""

@@ -28,23 +28,19 @@ class Tiling(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """The flags that go with the rows of the shards, M / W rows each."""
+    """The flags that go with the rows of the shards, M / W rows each, and are raised to `flags.clock`."""
 
     flags: Flags
-    """element (w, first_slot + i) of a rank's flags is raised there by w, and stands for a slot's rows: [i * slot_rows,
-    (i + 1) * slot_rows) of a shard. `counts` is not looked at: all these slots are in use"""
-    first_slot: int
+    """element (w, i) of a rank's flags stands for the rows [i * slot_rows, (i + 1) * slot_rows) of a shard: those of
+    rank w that have come, or the own ones that w has multiplied. `counts` is not looked at: all these are in use"""
     slot_rows: int
-    """at least 1"""
-    epoch: int
-    """added to `flags.clock`"""
 
 
 class Destinations(NamedTuple):
     """Where a scattered product stores its tiles."""
 
-    windows: torch.Tensor
-    """[W] int64: address of each rank's window [W, M / W, N], a multiple of 16; slot w there is written by rank w"""
+    targets: torch.Tensor
+    """[W] int64: address of [M / W, N] in each rank's memory, a multiple of 16, for this rank's part of its rows"""
     done: torch.Tensor
     """[W * regions] int32, regions = ceil(M / W / slot_rows): tiles of each region that are stored; 0 before and after.
     Launches that share it run one after the other"""

@@ -19,25 +19,26 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel
 from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
 from dlrm_overlap.kernels.primitives import await_few, barrier
 
+TILING = Tiling()
 ALIGNED = 8
 """elements that must divide N and K: 16 bytes of a type of 2, as TMA and the stores ask for"""
 
 
 @triton.jit
-def tile_at(tile, blocks, columns, rank, world_size, step, GROUP: tl.constexpr, ORDER: tl.constexpr):
+def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDER: tl.constexpr):
     """Return (owner, block, column) of the tile at a position in the order of the tiles.
 
-    The shards have `blocks` blocks of rows each. They are visited in one of three orders, b the block's number:
+    The shards have `blocks` blocks of rows each, and are visited as `owners` [W] int32 names them:
 
-        own_first     the rank's own, then those of rank + step, rank + 2 * step, ..: as shards arrive
-        remote_first  those of rank + step, .., the rank's own last: nothing is left to send in the last part
-        balanced      block 0 of rank + step, block 0 of rank + 2 * step, .., block 1 of rank + step, ..: links and
-                      multiprocessors are busy all the time
+        alone         there is one shard, that of rank 0
+        own_first     one after the other, as shards arrive; the first one is the rank's own
+        remote_first  one after the other; the last one is the rank's own, during which nothing is left to send
+        balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
 
     GROUP blocks that follow each other in this order are computed together, column after column, so that they share
     what is in L2; but the rank's own blocks share a group with those of peers in the balanced order alone.
 
-    Example: rank 1 of 2, 2 blocks each, 3 columns, GROUP 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
+    Example: owners 1 0, 2 blocks each, 3 columns, GROUP 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
     1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so forth.
     """
     first, rows = 0, blocks * world_size
@@ -53,13 +54,12 @@ def tile_at(tile, blocks, columns, rank, world_size, step, GROUP: tl.constexpr, 
     height = tl.minimum(GROUP, rows - first)
     within = within % (GROUP * columns)
     position = first + within % height
+    if ORDER == "alone":
+        return tl.zeros((), tl.int32), position, within // height
+    turn, block = position // blocks, position % blocks
     if ORDER == "balanced":
-        turn, block = position % world_size + 1, position // world_size
-    else:
-        turn, block = position // blocks, position % blocks
-        if ORDER == "remote_first":
-            turn += 1
-    return (rank + turn * step) % world_size, block, within // height
+        turn, block = position % world_size, position // world_size
+    return tl.load(owners + turn), block, within // height
 
 
 @triton.jit
@@ -82,15 +82,26 @@ def _multiply(left, weight, begin, k, accumulator, BY_K: tl.constexpr, INTERPRET
 
 
 @triton.jit
+def _await_rows(
+    ready, owner, first, rank, shard_rows, slot_rows, slots, epoch, timeout, status,
+    BLOCK_M: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Wait until the owner's rows [first, first + BLOCK_M) are there, unless they are the rank's own; return 0."""
+    slot = first // slot_rows
+    count = (tl.minimum(first + BLOCK_M, shard_rows) - 1) // slot_rows - slot + 1
+    count = tl.where(owner == rank, 0, count)
+    return await_few(ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, INTERPRETED)
+
+
+@triton.jit
 def _store_tile(
-    accumulator, out, bias, windows, owner, first, begin, rank, shard_rows, n,
+    accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
     SCATTER: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of the owner's rows from `first` on, columns from `begin` on; see `_product`."""
     if SCATTER:
-        target = tl.multiple_of(tl.load(windows + owner).to(tl.pointer_type(TYPE)), 16)
-        target += (rank * shard_rows + first).to(tl.int64) * n
+        target = tl.multiple_of(tl.load(targets + owner).to(tl.pointer_type(TYPE)), 16) + first.to(tl.int64) * n
     else:
         target = out + (owner * shard_rows + first).to(tl.int64) * n
     down = tl.arange(0, BLOCK_M)
@@ -102,14 +113,14 @@ def _store_tile(
         if BIAS:
             total += tl.load(bias + across, mask=across < n, other=0).to(tl.float32)[None, :]
         if ACTIVATION == "relu":
-            total = tl.maximum(total, 0)
+            total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
         inside = (first + down < shard_rows)[:, None] & (across < n)[None, :]
         tl.store(target + down[:, None] * n + across[None, :], total.to(TYPE), mask=inside)
 
 
 @triton.jit
 def _count_tile(
-    done, peers_ready, owner, first, rank, shard_rows, columns, slot_rows, slots, first_slot, epoch,
+    done, peers_ready, owner, first, rank, shard_rows, columns, slot_rows, slots, epoch,
     BLOCK_M: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Count a tile that all threads have stored; raise its region's flag at the owner if it is the last."""
@@ -121,19 +132,19 @@ def _count_tile(
         tl.store(counter, 0)  # as the next launch must find it
         flags = tl.load(peers_ready + owner).to(tl.pointer_type(tl.int64))
         # By the thread that has counted, so without another barrier.
-        tl.atomic_xchg(flags + rank * slots + first_slot + region, epoch, sem="release", scope="sys")
+        tl.atomic_xchg(flags + rank * slots + region, epoch, sem="release", scope="sys")
 
 
 @triton.jit(
     do_not_specialize=[
-        "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "step", "slot_rows", "slots", "first_slot",
-        "epoch", "timeout",
-    ]
+        "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots", "timeout",
+    ],
+    do_not_specialize_on_alignment=["bias"],
 )  # fmt: skip
 def _product(
-    out, bias, windows, peers_ready, ready, done, clock, status, x, weight,
-    rank, world_size, shard_rows, n_eighths, k_eighths, step, slot_rows, slots, first_slot,
-    epoch: tl.int64, timeout: tl.int64,
+    out, bias, targets, owners, peers_ready, ready, done, clock, status, x, weight,
+    rank, world_size, shard_rows, n_eighths, k_eighths, slot_rows, slots,
+    timeout: tl.int64,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, BY_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     TYPE: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -143,27 +154,28 @@ def _product(
     Memory: `x` describes [W * shard_rows, K], of which rank w owns the rows from w * shard_rows on, and `weight` [N,
     K], or [K, N] where not BY_K; both of TYPE, read by TMA, which reads 0 behind their ends. N and K are `n_eighths`
     and `k_eighths` times 8. Products are summed up in float32, along K, by one program. `bias` [N] is read if BIAS.
-    The result is rounded once, to TYPE, and stored 16 bytes a lane: to `out` [W * shard_rows, N]; or, if SCATTER, into
-    slot `rank` of the owner's window [W, shard_rows, N], whose address is in `windows`.
+    The result is rounded once, to TYPE, and stored 16 bytes a lane: to `out` [W * shard_rows, N]; or, if SCATTER, to
+    [shard_rows, N] in the owner's memory, whose address is in `targets` [W].
 
-    A slot of flags stands for `slot_rows` rows of a shard, a multiple of BLOCK_M if SCATTER.
+    A slot of flags stands for `slot_rows` rows of a shard: at least BLOCK_M, and a multiple of that if SCATTER.
 
-    Order: if GATHER, the program awaits the flags of all slots that a tile's rows are in, element (owner, first_slot +
-    i) of `ready` [W, slots], and acquires them at system scope. A fence lets TMA, which is another proxy, see what has
+    Order: if GATHER, the program awaits, unless the rows are the rank's own, the flags of the one or two slots that a
+    tile's rows are in, element (owner, i) of `ready` [W, slots], until they have reached `clock` [1], and acquires them
+    at system scope. A fence lets TMA, which is another proxy, see what has
     been acquired. The tile's coordinates depend on what has been seen, so the loads of a loop that is pipelined across
     tiles cannot come before. If SCATTER, the program stores a tile, passes a barrier, and counts the tile in `done` [W,
     regions], a region being a slot's rows (acquire and release, GPU scope). Whoever completes a region sets the count
-    back to 0 and raises element (rank, first_slot + i) of the owner's flags to `epoch` + `clock` [1], a release at
-    system scope, which covers the stores of all that have counted. The own region's flag is raised like the others.
+    back to 0 and raises element (rank, i) of the owner's flags, whose address is in `peers_ready` [W], to `clock`: a
+    release at system scope, which covers the stores of all that have counted. The own region has a flag, too.
 
     Example: SCATTER, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The tiles of
-    rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 of slot 0 of rank 1's window; the fourth that is counted raises
-    flag (0, first_slot) there.
+    rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 in rank 1's memory; the fourth that is counted raises element
+    (0, 0) of rank 1's flags.
     """
     n, turns = n_eighths * 8, tl.cdiv(k_eighths * 8, BLOCK_K)
     blocks = tl.cdiv(shard_rows, BLOCK_M)
     columns = tl.cdiv(n, BLOCK_N)
-    expected = epoch + tl.load(clock) if GATHER or SCATTER else epoch
+    epoch = tl.load(clock) if GATHER or SCATTER else 0
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if FLATTEN:
         tile = tl.program_id(0) - tl.num_programs(0)
@@ -174,80 +186,58 @@ def _product(
             turn = tl.where(turn == turns - 1, 0, turn + 1)
             if turn == 0:
                 tile += tl.num_programs(0)
-                owner, first, begin = tile_at(tile, blocks, columns, rank, world_size, step, GROUP, ORDER)
+                owner, first, begin = tile_at(tile, blocks, columns, owners, world_size, GROUP, ORDER)
                 first *= BLOCK_M
                 begin *= BLOCK_N
                 row = owner * shard_rows + first
                 if GATHER:
-                    slot = first // slot_rows
-                    count = (tl.minimum(first + BLOCK_M, shard_rows) - 1) // slot_rows - slot + 1
-                    slot += owner * slots + first_slot
-                    row += await_few(ready, slots, slot, 1, count, rank, expected, timeout, status, 2, INTERPRETED)
+                    row += _await_rows(
+                        ready, owner, first, rank, shard_rows, slot_rows, slots, epoch, timeout, status,
+                        BLOCK_M, INTERPRETED,
+                    )  # fmt: skip
             left = x.load([row, turn * BLOCK_K])
             accumulator = _multiply(left, weight, begin, turn * BLOCK_K, accumulator, BY_K, INTERPRETED)
             if turn == turns - 1:
                 _store_tile(
-                    accumulator, out, bias, windows, owner, first, begin, rank, shard_rows, n,
+                    accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
                     SCATTER, BIAS, ACTIVATION, TYPE, BLOCK_M, BLOCK_N, PARTS,
                 )  # fmt: skip
                 if SCATTER:
                     _count_tile(
-                        done,
-                        peers_ready,
-                        owner,
-                        first,
-                        rank,
-                        shard_rows,
-                        columns,
-                        slot_rows,
-                        slots,
-                        first_slot,
-                        expected,
-                        BLOCK_M,
-                        INTERPRETED,
-                    )
+                        done, peers_ready, owner, first, rank, shard_rows, columns, slot_rows, slots, epoch,
+                        BLOCK_M, INTERPRETED,
+                    )  # fmt: skip
                 accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     else:
         for tile in range(tl.program_id(0), blocks * world_size * columns, tl.num_programs(0)):
-            owner, first, begin = tile_at(tile, blocks, columns, rank, world_size, step, GROUP, ORDER)
+            owner, first, begin = tile_at(tile, blocks, columns, owners, world_size, GROUP, ORDER)
             first *= BLOCK_M
             begin *= BLOCK_N
             row = owner * shard_rows + first
             if GATHER:
-                slot = first // slot_rows
-                count = (tl.minimum(first + BLOCK_M, shard_rows) - 1) // slot_rows - slot + 1
-                slot += owner * slots + first_slot
-                row += await_few(ready, slots, slot, 1, count, rank, expected, timeout, status, 2, INTERPRETED)
+                row += _await_rows(
+                    ready, owner, first, rank, shard_rows, slot_rows, slots, epoch, timeout, status,
+                    BLOCK_M, INTERPRETED,
+                )  # fmt: skip
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for turn in range(turns):
                 left = x.load([row, turn * BLOCK_K])
                 accumulator = _multiply(left, weight, begin, turn * BLOCK_K, accumulator, BY_K, INTERPRETED)
             _store_tile(
-                accumulator, out, bias, windows, owner, first, begin, rank, shard_rows, n,
+                accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
                 SCATTER, BIAS, ACTIVATION, TYPE, BLOCK_M, BLOCK_N, PARTS,
             )  # fmt: skip
             if SCATTER:
                 _count_tile(
-                    done,
-                    peers_ready,
-                    owner,
-                    first,
-                    rank,
-                    shard_rows,
-                    columns,
-                    slot_rows,
-                    slots,
-                    first_slot,
-                    expected,
-                    BLOCK_M,
-                    INTERPRETED,
-                )
+                    done, peers_ready, owner, first, rank, shard_rows, columns, slot_rows, slots, epoch,
+                    BLOCK_M, INTERPRETED,
+                )  # fmt: skip
 
 
 _ARGUMENTS = (
-    "out", "bias", "windows", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
-    "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "step", "slot_rows", "slots", "first_slot",
-    "epoch", "timeout",
+    "out", "bias", "targets", "owners", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
+    "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots",
+    "timeout",
 )  # fmt: skip
 
 
@@ -312,45 +302,46 @@ def _launch(
     bias: torch.Tensor | None,
     activation: str,
     out: torch.Tensor | None,
-    destinations: Destinations | None,
-    signals: Signals | None,
     rank: int,
-    world_size: int,
-    step: int,
+    owners: torch.Tensor | None,
+    signals: Signals | None,
+    destinations: Destinations | None,
     tiling: Tiling,
     programs: int | None,
 ) -> None:
-    """Launch `_product` on the current stream, scattered if there are destinations, else gathered if there are signals.
+    """Launch `_product` on the current stream; with signals it is gathered, with destinations, too, scattered.
 
     What the kernel is compiled not to touch is given as `x`, an address like any other.
     """
     assert fits(x, weight), "ask `fits` first"
     (m, k), n, by_k = x.shape, weight.shape[0], weight.is_contiguous()
+    world_size = 1 if owners is None else owners.numel()
     assert m % world_size == 0, f"{m} rows are not shards of {world_size} ranks"
-    shard_rows, scatter = m // world_size, destinations is not None
-    order = destinations.order if destinations is not None else "own_first"
-    kind = _Kind(signals is not None and not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
-    windows, done = (destinations.windows, destinations.done) if destinations is not None else (x, x)
+    shard_rows, order = m // world_size, "alone" if signals is None else "own_first"
+    peers_ready = ready = clock = status = targets = done = x
+    slot_rows, slots, timeout = shard_rows, 1, 0
     if signals is not None:
-        flags, first_slot, slot_rows, epoch = signals
-        assert not scatter or slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
+        flags, slot_rows = signals
         ready, slots, timeout = flags.local, flags.local.shape[1], flags.timeout
         peers_ready, clock, status = flags.addresses, flags.clock, flags.status
-    else:
-        peers_ready = ready = clock = status = x
-        first_slot, slot_rows, epoch, slots, timeout = 0, shard_rows, 0, 1, 0
+        assert slot_rows >= min(tiling.block_m, shard_rows), f"{slot_rows} rows: a tile has {tiling.block_m}"
+    if destinations is not None:
+        targets, done, order = destinations
+        assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
+    scatter = destinations is not None
+    kind = _Kind(signals is not None and not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
     rows = TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k])
     if by_k:
         columns = TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k])
     else:
         columns = TensorDescriptor.from_tensor(weight.t(), [tiling.block_k, tiling.block_n])
     tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
-    given = x if bias is None else bias
+    given, turns = x if bias is None else bias, x if owners is None else owners
     _compiled(kind, tiling)(
         _programs(x.device, tiles, programs), (given.dtype,),
-        x if out is None else out, given, windows, peers_ready, ready, done, clock, status, rows, columns,
-        rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, step, slot_rows, slots, first_slot,
-        epoch, timeout,
+        x if out is None else out, given, targets, turns, peers_ready, ready, done, clock, status, rows, columns,
+        rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, slots,
+        timeout,
     )  # fmt: skip
 
 
@@ -360,7 +351,7 @@ def product(
     bias: torch.Tensor | None,
     activation: str,
     out: torch.Tensor,
-    tiling: Tiling = Tiling(),  # noqa: B008  a NamedTuple of numbers
+    tiling: Tiling = TILING,
     programs: int | None = None,
 ) -> None:
     """Compute out = activation(x @ weight^T + bias) on the current stream, without communication.
@@ -374,7 +365,7 @@ def product(
         tiling: how the product is cut.
         programs: of the grid; None takes one a multiprocessor.
     """
-    _launch(x, weight, bias, activation, out, None, None, 0, 1, 1, tiling, programs)
+    _launch(x, weight, bias, activation, out, 0, None, None, None, tiling, programs)
 
 
 def gathered_product(
@@ -384,54 +375,53 @@ def gathered_product(
     activation: str,
     out: torch.Tensor,
     rank: int,
+    owners: torch.Tensor,
     signals: Signals,
-    step: int = 1,
-    tiling: Tiling = Tiling(),  # noqa: B008
+    tiling: Tiling = TILING,
     programs: int | None = None,
 ) -> None:
-    """Compute out = activation(x @ weight^T + bias) on the current stream, while shards of x arrive.
+    """Compute out = activation(x @ weight^T + bias) on the current stream, while the peers' shards of x arrive.
 
-    All shards have flags, the rank's own too. A wait that lasts longer than `flags.timeout` is recorded and stops the
-    GPU's work. Rows must arrive without a multiprocessor of this GPU, or by a kernel that is resident before this one.
+    A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work. Rows have to arrive without a
+    multiprocessor of this GPU, since the kernel may hold all of them: by copy engines, or by stores of the peers.
 
     Args:
-        x: [M, K] as for `product`: this rank's window, of which shard w, M / W rows, is brought there by rank w.
+        x: [M, K] as for `product`, of which shard w, M / W rows, is rank w's. The own one is there.
         weight: [N, K] as for `product`.
         bias: [N] of any float type, or None.
         activation: none | relu.
         out: [M, N] contiguous, of the type of `x`.
-        rank: of the caller, whose own shard is computed first.
-        signals: that rows are there; of any number of rows each.
-        step: 1 or -1: after its own shard the rank takes those of rank + step, rank + 2 * step, ..; best the order in
-            which they arrive.
+        rank: of the caller.
+        owners: [W] int32: the order of the shards; the rank itself, then its peers, best as their rows arrive.
+        signals: of `rank`, that the peers' rows are there; a slot has at least the rows of a tile.
         tiling: how the product is cut.
         programs: of the grid; None takes one a multiprocessor.
     """
-    world_size = signals.flags.local.shape[0]
-    _launch(x, weight, bias, activation, out, None, signals, rank, world_size, step % world_size, tiling, programs)
+    _launch(x, weight, bias, activation, out, rank, owners, signals, None, tiling, programs)
 
 
 def scattered_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     rank: int,
-    destinations: Destinations,
+    owners: torch.Tensor,
     signals: Signals,
-    tiling: Tiling = Tiling(),  # noqa: B008
+    destinations: Destinations,
+    tiling: Tiling = TILING,
     programs: int | None = None,
 ) -> None:
-    """Store this rank's part of x @ weight^T into the windows of the ranks that own its rows, and raise their flags.
+    """Store this rank's part of x @ weight^T at the ranks that own its rows, and raise their flags.
 
-    The kernel waits for nobody, so it needs no other to be resident. `reduce_windows` adds the parts up.
+    The kernel waits for nobody. What is at an owner's is added up there by `sum_parts`.
 
     Args:
         x: [M, K] as for `product`, K being this rank's part of the sum; rank w owns the rows [w * M / W, ..).
         weight: [N, K] as for `product`.
         rank: of the caller.
-        destinations: where the tiles go.
+        owners: [W] int32: the order of the owners; the peers, then the rank itself.
         signals: the flags that are raised, each once a slot's rows are there; a slot has whole tiles.
+        destinations: where the tiles go.
         tiling: how the product is cut.
         programs: of the grid; None takes one a multiprocessor.
     """
-    world_size = signals.flags.local.shape[0]
-    _launch(x, weight, None, "none", None, destinations, signals, rank, world_size, 1, tiling, programs)
+    _launch(x, weight, None, "none", None, rank, owners, signals, destinations, tiling, programs)

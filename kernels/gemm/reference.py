@@ -1,6 +1,19 @@
-"""The products with communication inside, in plain PyTorch, for the tests."""
+"""The kernels of products with communication inside, in plain PyTorch: what they are held against."""
 
 import torch
+
+
+def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
+    """Return the sum over the ranks of `parts` [W, rows, columns], added up in float32 in their order, of its type.
+
+    Example: parts [[[1, 2]], [[3, -9]]], bias [1, 1], relu: [[5, 0]].
+    """
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    if bias is not None:
+        total = total + bias.float()
+    return (total.relu() if relu else total).to(parts.dtype)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -16,19 +29,3 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ac
     if bias is not None:
         total = total + bias.double()
     return (total.relu() if activation == "relu" else total).float()
-
-
-def reduce_windows(window: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Return activation(window[0] + .. + window[W - 1] + bias) as float32, added up in that order.
-
-    Args:
-        window: [W, M / W, N] of a float type.
-        bias: [N] or None.
-        activation: none | relu.
-    """
-    total = window[0].float()
-    for part in window[1:]:
-        total = total + part.float()
-    if bias is not None:
-        total = total + bias.float()
-    return total.relu() if activation == "relu" else total

@@ -1,35 +1,25 @@
-"""Cases of `test_gemm`: products with their communication inside, forward and gradients, against float64.
+"""Cases of `test_gemm`: products with their communication inside, forward and gradients, against float64."""
 
-Every rank makes all ranks' operands from seeds, so each holds its own results against the whole.
-"""
-
+import random
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm import operators
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from tests.agreement import assert_near
+from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.gemm.arguments import Tiling
+from tests.distributed.interpreted import without_streams
+from tests.distributed.models import world
+from tests.distributed.products import Case, check_operators
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""of an element, see `assert_near`: operands, partial products and the output are rounded to the type"""
 CULPRIT = 1
-
-
-class Case(NamedTuple):
-    """One product: the rows of a rank, N and K of its weight."""
-
-    rows: int
-    columns: int
-    inner: int
-    dtype: torch.dtype = torch.float32
-    bias: bool = True
-    activation: Any = "relu"
-
 
 CASES = [
     Case(5, 7, 3),
@@ -39,100 +29,6 @@ CASES = [
     Case(2, 5, 4, activation="none"),
     Case(6, 3, 2, bias=False, activation="none"),
 ]
-
-
-def drawn(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers of about unit size, of `dtype`."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-
-class Operands(NamedTuple):
-    """One operator's operands of one rank and the gradient of its output, and what it must give."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    gradient: torch.Tensor
-    expected: list[torch.Tensor]
-    """float64: output, gradients of x, weight and, if there is one, bias"""
-
-
-def _expected(case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = functional.linear(x, weight, bias)
-    return out.relu() if case.activation == "relu" else out
-
-
-def gather_operands(case: Case, rank: int, world_size: int, device: torch.device) -> Operands:
-    """Return what rank `rank` gives `all_gather_matmul`, and what all ranks' operands make of it."""
-    shards = [drawn(rank, case.rows, case.inner, dtype=case.dtype, device=device) for rank in range(world_size)]
-    x = torch.cat(shards).double().requires_grad_()
-    outputs, gradients, leaves = [], [], []
-    for each in range(world_size):
-        weight = drawn(100 + each, case.columns, case.inner, dtype=case.dtype, device=device)
-        bias = drawn(200 + each, case.columns, dtype=case.dtype, device=device) if case.bias else None
-        gradient = drawn(300 + each, world_size * case.rows, case.columns, dtype=case.dtype, device=device)
-        own = [weight.double().requires_grad_(), None if bias is None else bias.double().requires_grad_()]
-        outputs.append(_expected(case, x, own[0], own[1]))
-        gradients.append(gradient)
-        leaves.append((weight, bias, own))
-    torch.autograd.backward(outputs, [gradient.double() for gradient in gradients])
-    weight, bias, own = leaves[rank]
-    assert x.grad is not None
-    dx = x.grad[rank * case.rows : (rank + 1) * case.rows]
-    expected = [outputs[rank].detach(), dx, *(leaf.grad for leaf in own if leaf is not None)]
-    return Operands(shards[rank], weight, bias, gradients[rank], expected)
-
-
-def scatter_operands(case: Case, rank: int, world_size: int, device: torch.device) -> Operands:
-    """Return what rank `rank` gives `matmul_reduce_scatter`, and what all ranks' operands make of it."""
-    rows = world_size * case.rows
-    bias = drawn(500, case.columns, dtype=case.dtype, device=device) if case.bias else None
-    gradient = drawn(600, rows, case.columns, dtype=case.dtype, device=device)
-    total: Any = 0
-    leaves = []
-    for each in range(world_size):
-        x = drawn(700 + each, rows, case.inner, dtype=case.dtype, device=device)
-        weight = drawn(800 + each, case.columns, case.inner, dtype=case.dtype, device=device)
-        own = [x.double().requires_grad_(), weight.double().requires_grad_()]
-        total = total + functional.linear(*own)
-        leaves.append((x, weight, own))
-    own_rows = slice(rank * case.rows, (rank + 1) * case.rows)
-    biases = []
-    parts = []
-    for each, part in enumerate(total.split(case.rows)):
-        biases.append(None if bias is None else bias.double().requires_grad_())
-        part = part if biases[each] is None else part + biases[each]
-        parts.append(part.relu() if case.activation == "relu" else part)
-    torch.autograd.backward(torch.cat(parts), gradient.double())
-    x, weight, own = leaves[rank]
-    expected = [parts[rank].detach(), *(leaf.grad for leaf in (*own, biases[rank]) if leaf is not None)]
-    return Operands(x, weight, bias, gradient[own_rows], expected)
-
-
-def run(operator: Callable[..., torch.Tensor], operands: Operands, case: Case, **options: Any) -> list[torch.Tensor]:
-    """Return the operator's output and gradients, in the order of `Operands.expected`."""
-    leaves = [operands.x, operands.weight] + ([] if operands.bias is None else [operands.bias])
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    out = operator(*leaves, *([None] * (3 - len(leaves))), case.activation, **options)
-    out.backward(operands.gradient)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-NAMES = ("output", "gradient of x", "gradient of weight", "gradient of bias")
-
-
-def check_operators(case: Case, place: tuple[int, int], device: torch.device, **options: Any) -> None:
-    """Check both operators, twice: the second time must give the same bits."""
-    operators = ((all_gather_matmul, gather_operands), (matmul_reduce_scatter, scatter_operands))
-    for operator, operands_of in operators:
-        operands = operands_of(case, *place, device)
-        found, again = (run(operator, operands, case, **options) for _ in range(2))
-        for name, tensor, other, expected in zip(NAMES, found, again, operands.expected, strict=False):
-            what = f"{operator.__name__} {case}, {options}: {name}"
-            assert tensor.dtype == case.dtype, what
-            assert_near(tensor.double(), expected, TOLERANCE[case.dtype], what)
-            assert torch.equal(tensor, other), f"{what}, again"
 
 
 def check_serial() -> None:
@@ -178,8 +74,70 @@ def check_mistakes() -> None:
     assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
 
 
+HALVES = [
+    Case(19, 7, 3, torch.float16),
+    Case(16, 8, 8, torch.bfloat16, bias=False),
+    Case(9, 5, 2, torch.float16, bias=False, activation="none"),
+    Case(1, 3, 4, torch.float16),
+]
+"""that the interpreter can multiply soon; 19 rows are three parts of 8, 8 and 3"""
+
+
+def copies_on_host(timeout_s: float = 60.0) -> Any:
+    """Return what GPUs run, its kernels interpreted and its copies the host's; to be used in `without_streams`."""
+    from dlrm_overlap.gemm.copies import Copies
+
+    return Copies(world(), torch.device("cpu"), timeout_s)
+
+
+def check_copies() -> None:
+    """Every cut of every case, with ranks that are late at random; windows poisoned before each call."""
+    device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
+    late = random.Random(place[0])
+    with without_streams():
+        copies = copies_on_host()
+        products = ParallelProducts(world(), device)
+        products._ways["copies"] = copies
+        copies.fault = lambda _: ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "parallel_products", lambda *_: products)
+            for case in HALVES:
+                for parts in copies.parts:
+                    time.sleep(late.choice([0, 2e-3]))
+                    check_operators(case, place, device, way=f"copies/{parts}")
+        copies.close()
+
+
+TILED = [
+    Case(21, 16, 24, torch.bfloat16),
+    Case(16, 8, 8, torch.float16, bias=False, activation="none"),
+]
+"""whose N and K are multiples of 8, as are those of their gradients; 21 rows are two tiles"""
+
+
+def check_tiles() -> None:
+    """As `check_copies`, by the kernels that hold the communication."""
+    from dlrm_overlap.gemm.tiles import Tiles
+
+    device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
+    with without_streams():
+        tiles = Tiles(world(), device, 60.0)
+        tiles.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+        products = ParallelProducts(world(), device)
+        products._ways["tiles"] = tiles
+        tiles.fault = lambda _: ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "parallel_products", lambda *_: products)
+            for case in TILED:
+                for parts in (1, 2):
+                    check_operators(case, place, device, way=f"tiles/{parts}")
+        tiles.close()
+
+
 QUICK: dict[str, Callable[[], None]] = {
     "serial": check_serial,
     "autocast": check_autocast,
     "mistakes": check_mistakes,
 }
+if INTERPRETED:
+    QUICK |= {"copies": check_copies, "tiles": check_tiles}

@@ -10,11 +10,11 @@ from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm import reference
 from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
 from dlrm_overlap.kernels.gemm.product import gathered_product, product, scattered_product
-from dlrm_overlap.kernels.gemm.reduce import reduce_windows
+from dlrm_overlap.kernels.schedule import staggered_peers
 from tests.agreement import assert_near, assert_same
-from tests.kernels.emulation import CLOCK, CPU, interpreted, to_wire
+from tests.kernels.emulation import CPU, interpreted
 
-EPOCH, FIRST_SLOT = 3, 1
+EPOCH = 3
 TILING = Tiling(block_m=16, block_n=32, block_k=16, group=2, parts=2, flatten=True)
 NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
@@ -55,9 +55,9 @@ class Ranks:
         self.weight = [self._weight(generator) for _ in range(case.world_size)]
         self.bias = torch.randn(case.n, generator=generator) if case.bias else None
         self.regions = -(-case.shard_rows // case.slot_rows)
-        slots = FIRST_SLOT + self.regions + 1
-        self.ready = [torch.zeros(case.world_size, slots, dtype=torch.int64) for _ in range(case.world_size)]
+        self.ready = [torch.zeros(case.world_size, self.regions + 1, dtype=torch.int64) for _ in range(case.world_size)]
         self.records = [Record(CPU) for _ in range(case.world_size)]
+        self.clock = torch.tensor([EPOCH, 0])[:1]
 
     def _random(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(self.case.dtype)
@@ -69,8 +69,13 @@ class Ranks:
     def signals(self, rank: int) -> Signals:
         addresses = torch.tensor([ready.data_ptr() for ready in self.ready])
         unused = torch.zeros(self.case.world_size, dtype=torch.int32)
-        flags = Flags(addresses, CLOCK, self.ready[rank], unused, 3, self.records[rank].status)
-        return Signals(flags, FIRST_SLOT, self.case.slot_rows, EPOCH)
+        flags = Flags(addresses, self.clock, self.ready[rank], unused, 3, self.records[rank].status)
+        return Signals(flags, self.case.slot_rows)
+
+    def owners(self, rank: int, own_first: bool) -> torch.Tensor:
+        """Return the ranks in turn, `rank` the first or the last."""
+        turns = staggered_peers(rank, self.case.world_size)
+        return torch.tensor([rank, *turns] if own_first else [*turns, rank], dtype=torch.int32)
 
     def assert_near(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         assert_near(found.float(), expected, NEAR[self.case.dtype] * expected.abs().max().item(), what)
@@ -81,9 +86,10 @@ class Ranks:
 def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
     ranks = Ranks(case)
     x, weight, rank = ranks.x[0], ranks.weight[0], case.world_size - 1
-    ranks.ready[rank][:, FIRST_SLOT : FIRST_SLOT + ranks.regions] = EPOCH
+    ranks.ready[rank][:rank, : ranks.regions] = EPOCH  # the own rows are there
     out = torch.full((ranks.m, case.n), torch.nan, dtype=case.dtype)
-    gathered_product(x, weight, ranks.bias, case.activation, out, rank, ranks.signals(rank), -1, case.tiling)
+    owners, signals = ranks.owners(rank, own_first=True), ranks.signals(rank)
+    gathered_product(x, weight, ranks.bias, case.activation, out, rank, owners, signals, case.tiling)
     expected = reference.product(x, weight, ranks.bias, case.activation)
     ranks.assert_near(out, expected, "the gathered product")
     assert ranks.records[rank].expired() is None
@@ -95,37 +101,31 @@ def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
 @interpreted
 def test_a_gathered_product_names_the_rows_that_do_not_come() -> None:
     ranks = Ranks(CASES["two_ranks"])
-    ranks.ready[1][:, FIRST_SLOT] = EPOCH
-    ranks.ready[1][0, FIRST_SLOT + 1] = EPOCH - 1
-    ranks.ready[1][1, FIRST_SLOT + 1] = EPOCH
+    ranks.ready[1][0, :2] = torch.tensor([EPOCH, EPOCH - 1])
     out = torch.empty(ranks.m, ranks.case.n, dtype=ranks.case.dtype)
-    gathered_product(ranks.x[1], ranks.weight[1], None, "none", out, 1, ranks.signals(1), 1, TILING)
-    assert ranks.records[1].expired() == [1, 0, FIRST_SLOT + 1, EPOCH, EPOCH - 1]
+    owners, signals = ranks.owners(1, own_first=True), ranks.signals(1)
+    gathered_product(ranks.x[1], ranks.weight[1], None, "none", out, 1, owners, signals, TILING)
+    assert ranks.records[1].expired() == [1, 0, 1, EPOCH, EPOCH - 1]
 
 
 @interpreted
 @every_case
-def test_scattered_products_are_stored_at_the_owners_and_added_up(case: Case) -> None:
+def test_a_scattered_product_is_stored_at_the_owners(case: Case) -> None:
     ranks = Ranks(case)
     shape = case.world_size, case.shard_rows, case.n
     windows = [torch.full(shape, torch.nan, dtype=case.dtype) for _ in range(case.world_size)]
-    addresses = torch.tensor([window.data_ptr() for window in windows])
     done = torch.zeros(case.world_size * ranks.regions, dtype=torch.int32)
     for rank in range(case.world_size):
-        destinations = Destinations(addresses, done, case.order)
-        scattered_product(ranks.x[rank], ranks.weight[rank], rank, destinations, ranks.signals(rank), case.tiling)
+        destinations = Destinations(torch.tensor([window[rank].data_ptr() for window in windows]), done, case.order)
+        owners, signals = ranks.owners(rank, own_first=False), ranks.signals(rank)
+        scattered_product(ranks.x[rank], ranks.weight[rank], rank, owners, signals, destinations, case.tiling)
         assert not done.any(), "the counts are ready for the next launch"
         for owner, ready in enumerate(ranks.ready):
             expected = torch.zeros_like(ready)
-            expected[: rank + 1, FIRST_SLOT : FIRST_SLOT + ranks.regions] = EPOCH
+            expected[: rank + 1, : ranks.regions] = EPOCH
             assert_same(ready, expected, f"flags at rank {owner}")
-    for rank, window in enumerate(windows):
-        rows = slice(rank * case.shard_rows, (rank + 1) * case.shard_rows)
-        for source in range(case.world_size):
-            part = reference.product(ranks.x[source][rows], ranks.weight[source], None, "none")
-            ranks.assert_near(window[source], part, f"part of rank {source} at rank {rank}")
-        out = torch.full(shape[1:], torch.nan, dtype=case.dtype)
-        reduce_windows(window, ranks.bias, case.activation, out, rank, ranks.signals(rank))
-        total = to_wire(reference.reduce_windows(window, ranks.bias, case.activation), case.dtype)
-        assert_same(out, total, f"sum at rank {rank}")
-        assert ranks.records[rank].expired() is None
+    for owner, window in enumerate(windows):
+        rows = slice(owner * case.shard_rows, (owner + 1) * case.shard_rows)
+        for rank, part in enumerate(window):
+            expected = reference.product(ranks.x[rank][rows], ranks.weight[rank], None, "none")
+            ranks.assert_near(part, expected, f"part of rank {rank} at rank {owner}")

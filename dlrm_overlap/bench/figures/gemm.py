@@ -10,7 +10,7 @@ contenders and their parts are timed in turns, the ranks beginning together, wit
 Columns, times being medians of the slowest rank:
     gemm_ms, triton_gemm_ms   the product alone, of all rows: by cuBLAS, and by our kernel, which the way `tiles` uses
     triton_of_cublas          gemm_ms / triton_gemm_ms
-    collective_ms, own_ms     the communication alone: the process group's, and ours with the kernel that adds up
+    collective_ms, own_ms     the communication alone: the process group's, and our own all-gather
     communication_ms          the less of the two
     ect_ms                    effective communication time: median_ms less the shorter of the products alone
     overlap_efficiency        1 - ect_ms / that of `serial`: 1 if the product hides all communication

@@ -114,14 +114,14 @@ class Case:
         return found
 
     def communication_alone(self, own: PeerCollectives) -> dict[str, Call]:
-        """Return the collective alone: the process group's and, on GPUs, our own, with the kernel that adds up.
+        """Return the collective alone: the process group's and, of an all-gather between GPUs, our own.
 
         Args:
             own: with room for M x K elements.
         """
         ranks, (m, k, _) = self.group.size(), self.shape
         rows = torch.zeros(m, k, device=self.device, dtype=self.x.dtype)
-        mine, apart = rows[: m // ranks], rows.view(ranks, m // ranks, k)
+        mine = rows[: m // ranks]
         found: dict[str, Call] = {}
         if self.operator == "all_gather":
             source = mine.clone()
@@ -132,19 +132,12 @@ class Case:
         else:  # gloo's own way, see `gemm.ways.Serial`
             landing = torch.empty_like(rows)
             found["collective"] = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]
-        if self.device.type == "cuda":
-            from dlrm_overlap.kernels.gemm.reduce import reduce_windows
-
+        if self.operator == "all_gather" and self.device.type == "cuda":
             window, sent = own.empty((ranks, m // ranks, k), rows.dtype), mine.clone()
 
             def gather() -> torch.Tensor:
                 own.all_gather(window, sent).wait()
                 return window
 
-            def scatter() -> torch.Tensor:
-                own.all_to_all(window, apart).wait()
-                reduce_windows(window, None, "none", sent, self.group.rank(), None)
-                return sent
-
-            found["own"] = gather if self.operator == "all_gather" else scatter
+            found["own"] = gather
         return found

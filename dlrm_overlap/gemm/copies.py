@@ -1,0 +1,224 @@
+"""Products whose rows travel by copy engines, part by part, while cuBLAS has every multiprocessor.
+
+All-gather: each rank copies its rows to its window and multiplies them; meanwhile its copy engine reads the peers'
+rows, from one peer after the other, and each part's product waits for its copy, by an event of the stream:
+
+    current stream | rows to the window, READY, await it of all | own rows | rows of r^1 | rows of r^2 and r^3
+    copy engine    |                                            | read r^1 | read r^2 | read r^3 | DONE
+
+Rows are read, not sent, since they then lie in ordinary memory, which autograd may keep as long as it likes, and no
+flag has to follow them. Reduce-scatter: the rows that peers own come first; each part is sent to its owner's window as
+soon as it is multiplied, a flag behind it, and the owner adds up the parts that have arrived:
+
+    current stream | await DONE | rows of r^2 and r^3 | rows of r^1 | own rows | await, add up a part | another | DONE
+    copy engine    |                                  | send r^2, flag | send r^3, flag | send r^1, flag
+
+Nothing but the products runs on multiprocessors meanwhile. Where links bound, all products but the last one's are
+hidden, so parts are small; where the product bounds, all copies are, and parts are large, for cuBLAS's sake.
+
+Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when they are
+complete; here each chunk is a product of its own, so the stream says when it is.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.linear import Activation, linear_into
+from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, scattered_parts, turns
+from dlrm_overlap.gemm.ways import Finish, Problem, Products
+from dlrm_overlap.gemm.window import SLOTS, Window
+from dlrm_overlap.kernels.dense.arguments import LINE
+from dlrm_overlap.kernels.flags import wait_flags
+from dlrm_overlap.kernels.gemm.publish import begin_call, publish_rows
+from dlrm_overlap.kernels.gemm.sum_parts import Parts, sum_parts
+
+_GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
+_SMALL_BYTES = 4 << 20  # a shard up to so large is published at once
+
+
+class Copies(Products):
+    """See the module. A window is made for problems that do not fit into those that there are."""
+
+    parts = (WHOLE, 1, 2, 4, SLOTS)
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        """Take the bound of a wait for a peer."""
+        super().__init__(group, device)
+        self._timeout_s, self._turns = timeout_s, turns(self.rank, self.world_size)
+        self._windows: list[Window] = []
+        self._under_way = False
+        self._last: torch.cuda.Stream | None = None
+
+    def fault(self, problem: Problem) -> str:
+        """Return why copies cannot run a problem, or an empty text."""
+        if self.device.type != "cuda" or self.world_size == 1:
+            return "copies run between GPUs; take serial"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"{problem.dtype}: copies take float16 and bfloat16; cast, or take serial"
+        if 0 in (problem.rows, problem.columns, problem.inner):
+            return "there is nothing to multiply; take serial"
+        return ""
+
+    def prepare(self, problem: Problem, parts: int) -> None:
+        """Make a window if those that there are do not suffice, and load all kernels by calls with zeros."""
+        rows = problem.rows // self.world_size
+        if problem.operator == "all_gather":
+            needed = rows * problem.inner * problem.dtype.itemsize
+        else:
+            needed = self.world_size * lines_of(rows, problem.columns) * LINE * problem.dtype.itemsize
+        if not any(window.capacity_bytes >= needed for window in self._windows):
+            capacity = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
+            self._windows.append(Window(self.group, self.device, capacity, self._timeout_s))
+        self._rehearse(problem, parts, lambda weight: weight)
+
+    def _rehearse(self, problem: Problem, parts: int, lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Load all kernels by calls with zeros, of a weight that `lay` has laid out."""
+        rows = problem.rows // self.world_size
+        x = torch.zeros(problem.rows, problem.inner, dtype=problem.dtype, device=self.device)
+        weight = lay(x.new_zeros(problem.columns, problem.inner))
+        bias = weight.new_zeros(problem.columns) if problem.bias else None
+        activation: Activation = "relu" if problem.activation == "relu" else "none"
+        if problem.operator == "reduce_scatter":
+            self.begin_reduce_scatter(x, weight, bias, activation, parts)()
+            return
+        for keep in (False, True):
+            self.all_gather_matmul(x[:rows], weight, bias, activation, parts, keep)
+
+    def _window(self, needed_bytes: int) -> Window:
+        """Return the first window that is large enough, which is the same one on all ranks."""
+        return next(window for window in self._windows if window.capacity_bytes >= needed_bytes)
+
+    def _join_last(self) -> None:
+        """Come behind the call before, if that was on another stream; captures are the caller's."""
+        if self._under_way:
+            raise InputError("a product and its reduce-scatter is under way; finish it before another one begins")
+        current = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._last)
+        self._last = current
+
+    def all_gather_matmul(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        parts: int,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Multiply this rank's rows, then the peers' as they come."""
+        self._join_last()
+        if x_shard.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
+            x_shard = x_shard.clone()
+        (rows, inner), ranks = x_shard.shape, self.world_size
+        window = self._window(x_shard.numel() * x_shard.dtype.itemsize)
+        shards = [window.at(rank, x_shard.dtype)[: rows * inner].view(rows, inner) for rank in range(ranks)]
+        x, out = x_shard.new_empty(ranks * rows, inner), x_shard.new_empty(ranks * rows, weight.shape[0])
+        own, engine = slice(self.rank * rows, (self.rank + 1) * rows), window.engine
+        first = self._publish(window, x_shard, shards[self.rank], x[own] if keep else None, parts)
+        linear_into(out[own], x_shard, weight, bias, activation)
+        awaits = first < rows
+        for part, event in zip(gathered_parts(self.rank, ranks, rows, parts), window.events, strict=False):
+            if awaits and part.end > first:
+                engine.stream.wait_event(window.events[-1])
+                awaits = False
+            for peer in sorted(part.ranks, key=self._turns.index):
+                rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
+                engine.copy(x[rows_of_peer], shards[peer][part.begin : part.end])
+            event.record(engine.stream)
+            torch.cuda.current_stream(self.device).wait_event(event)
+            linear_into(out[part.rows(rows)], x[part.rows(rows)], weight, bias, activation)
+        engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
+        engine.join()
+        return out, x if keep else None
+
+    def _publish(
+        self, window: Window, x_shard: torch.Tensor, shard: torch.Tensor, kept: torch.Tensor | None, parts: int
+    ) -> int:
+        """Copy this rank's rows to its window; let the engine follow when the first of all ranks' are there.
+
+        Returns:
+            How many rows of each rank these are. The window's last event is behind the others.
+        """
+        rows, first = x_shard.shape[0], x_shard.shape[0]
+        if parts != WHOLE and x_shard.numel() * x_shard.dtype.itemsize > _SMALL_BYTES:
+            _, first = cut(rows, parts)[0]
+        for slot, (begin, end) in enumerate([(0, first), (first, rows)] if first < rows else [(0, rows)]):
+            some = slice(begin, end)
+            publish_rows(
+                x_shard[some], shard[some], None if kept is None else kept[some], window.flags, self.rank, slot
+            )
+            if slot == 0:
+                window.engine.follow()
+        window.events[-1].record(torch.cuda.current_stream(self.device))
+        return first
+
+    def begin_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
+    ) -> Finish:
+        """Multiply the peers' rows and send them, then this rank's."""
+        self._join_last()
+        rows, columns, ranks = x.shape[0] // self.world_size, weight.shape[0], self.world_size
+        lines = lines_of(rows, columns)
+        window = self._window(ranks * lines * LINE * x.dtype.itemsize)
+        begin_call(window.flags, self.rank)
+        partial, engine = x.new_empty(ranks * rows, columns), window.engine
+        slots = [window.at(rank, x.dtype)[self.rank * lines * LINE :][: rows * columns] for rank in range(ranks)]
+        targets = [slot.view(rows, columns) for slot in slots]
+        pieces = [(0, rows)] if parts == WHOLE else cut(rows, parts)
+        sent = window.events[-len(pieces) :]
+        for part, event in zip(scattered_parts(self.rank, ranks, rows, parts), window.events, strict=False):
+            linear_into(partial[part.rows(rows)], x[part.rows(rows)], weight)
+            event.record(torch.cuda.current_stream(self.device))
+            engine.stream.wait_event(event)
+            piece = pieces.index((part.begin, part.end))
+            for peer in sorted(part.ranks, key=self._turns.index):
+                rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
+                engine.copy(targets[peer][part.begin : part.end], partial[rows_of_peer])
+                engine.write_flag(window.ready_at[peer][piece : piece + 1], window.word)
+            sent[piece].record(engine.stream)
+        own = slice(self.rank * rows, (self.rank + 1) * rows)
+        linear_into(targets[self.rank], x[own], weight)
+        self._under_way = True
+
+        def finish() -> torch.Tensor:
+            self._under_way = False
+            received = window.at(self.rank, x.dtype)[: ranks * lines * LINE]
+            out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
+            summed = Parts(received, lines, out, columns, bias, activation == "relu")
+            for piece, piece_rows in enumerate(pieces):
+                # Behind what this rank sends of it: a graph that runs its branches one by one must not wait first.
+                torch.cuda.current_stream(self.device).wait_event(sent[piece])
+                wait_flags(window.flags.ready[piece], self.rank, 0)
+                last = piece == len(pieces) - 1
+                sum_parts(summed, window.flags.done, window.flags.counted, self.rank, piece_rows, last)
+            engine.join()  # from here on the memory of `partial` may be used again
+            return out.resize_(rows, columns)  # no view, which autograd would let nobody change in place
+
+        return finish
+
+    def check(self) -> None:
+        """Raise what a wait has recorded."""
+        for window in self._windows:
+            window.check()
+
+    def close(self) -> None:
+        """Give the windows back, once all that was issued is done."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            self.check()
+            raise
+        dist.barrier(self.group)  # a peer may still write to this rank's flags
+        for window in self._windows:
+            window.close()
+        self._windows, self._last = [], None
+
+
+def lines_of(rows: int, columns: int) -> int:
+    """Return how many lines of LINE elements hold so many rows."""
+    return -(-rows * columns // LINE)
