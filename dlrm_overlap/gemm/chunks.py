@@ -5,17 +5,21 @@ want, so it pays less than its picture promises; see `copies`.
 """
 
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.gemm.linear import Activation, activate, linear_into
 from dlrm_overlap.gemm.plan import cut
-from dlrm_overlap.gemm.ways import Finish, Products
+from dlrm_overlap.gemm.ways import Finish, Problem, Products, all_gather, reduce_scatter
 
 
 class Chunks(Products):
     """See the module. NCCL runs on a stream of its own, which follows the current one where a part begins."""
 
+    name = "chunks"
     parts = (2, 4, 1)
+
+    def fault(self, problem: Problem) -> str:
+        """Return why chunks cannot run a problem, or an empty text."""
+        return "" if self.device.type == "cuda" and self.world_size > 1 else "chunks run between GPUs; take serial"
 
     def all_gather_matmul(
         self,
@@ -33,8 +37,7 @@ class Chunks(Products):
         under_way = []
         for begin, end in cut(rows, parts):
             gathered = x_shard.new_empty(ranks * (end - begin), inner)
-            work = dist.all_gather_into_tensor(gathered, x_shard[begin:end], group=self.group, async_op=True)
-            assert work is not None
+            work = all_gather(gathered, x_shard[begin:end], group=self.group, async_op=True)
             under_way.append((begin, end, gathered.view(ranks, end - begin, inner), work))
         own = self.rank * rows
         linear_into(out[own : own + rows], x_shard, weight, bias, activation)
@@ -58,9 +61,7 @@ class Chunks(Products):
             partial = x.new_empty(ranks, end - begin, columns)
             for owner in range(ranks):
                 linear_into(partial[owner], x[owner * rows + begin : owner * rows + end], weight)
-            work = dist.reduce_scatter_tensor(out[begin:end], partial.flatten(0, 1), group=self.group, async_op=True)
-            assert work is not None
-            under_way.append(work)
+            under_way.append(reduce_scatter(out[begin:end], partial.flatten(0, 1), group=self.group, async_op=True))
 
         def finish() -> torch.Tensor:
             for work in under_way:

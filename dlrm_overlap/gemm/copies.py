@@ -42,6 +42,7 @@ _SMALL_BYTES = 4 << 20  # a shard up to so large is published at once
 class Copies(Products):
     """See the module. A window is made for problems that do not fit into those that there are."""
 
+    name = "copies"
     parts = (WHOLE, 1, 2, 4, SLOTS)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
@@ -178,7 +179,10 @@ class Copies(Products):
             for peer in sorted(part.ranks, key=self._turns.index):
                 rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
                 engine.copy(targets[peer][part.begin : part.end], partial[rows_of_peer])
-                engine.write_flag(window.ready_at[peer][piece : piece + 1], window.word)
+                if peer == self._turns[-1]:
+                    engine.write_flag(window.ready_at[peer][piece : piece + 1], window.word)
+                elif piece == len(pieces) - 1:  # it is awaited with the first part of the last sender's
+                    engine.write_flag(window.ready_at[peer][:1], window.word)
             sent[piece].record(engine.stream)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         linear_into(targets[self.rank], x[own], weight)
@@ -192,7 +196,7 @@ class Copies(Products):
             for piece, piece_rows in enumerate(pieces):
                 # Behind what this rank sends of it: a graph that runs its branches one by one must not wait first.
                 torch.cuda.current_stream(self.device).wait_event(sent[piece])
-                wait_flags(window.flags.ready[piece], self.rank, 0)
+                wait_flags(window.arrived[piece], self.rank, 0)
                 last = piece == len(pieces) - 1
                 sum_parts(summed, window.flags.done, window.flags.counted, self.rank, piece_rows, last)
             engine.join()  # from here on the memory of `partial` may be used again

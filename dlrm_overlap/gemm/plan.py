@@ -32,7 +32,7 @@ def cut(rows: int, parts: int) -> list[tuple[int, int]]:
 
     Example: 1000 rows in 3: 0 .. 336, 336 .. 672, 672 .. 1000; 8192 in 3: 0 .. 2816, 2816 .. 5632, 5632 .. 8192.
     """
-    step = _COARSE if rows >= _COARSE * parts else _FINE
+    step = _COARSE if rows >= 4 * _COARSE * parts else _FINE
     size = -(-rows // (parts * step)) * step
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
@@ -48,6 +48,15 @@ def turns(rank: int, world_size: int) -> list[int]:
     if world_size & (world_size - 1):
         return staggered_peers(rank, world_size)
     return [rank ^ turn for turn in range(1, world_size)]
+
+
+def last_sender(rank: int, world_size: int) -> int:
+    """Return the peer in whose order `rank` comes last; a rank alone returns itself.
+
+    Example: rank 1 of 4: 2, whose order is 3, 0, 1.
+    """
+    peers = (peer for peer in range(world_size) if peer != rank and turns(peer, world_size)[-1] == rank)
+    return next(peers, rank)
 
 
 def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:

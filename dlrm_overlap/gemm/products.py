@@ -5,30 +5,28 @@
     copies   part by part, rows by copy engines, see `copies`
     tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
 
-`auto` takes what suits the problem. Within a capture nothing is asked of other ranks, so a problem that has not been
-run before is refused there.
+`auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
+nothing is asked of other ranks, so a problem that has not been run before is refused there.
 """
 
+import logging
 from functools import lru_cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.choose import Choice, choose, read_tuned, tuned_file
 from dlrm_overlap.gemm.chunks import Chunks
 from dlrm_overlap.gemm.linear import Activation
 from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
+log = logging.getLogger("dlrm_overlap")
+
 WAYS = ("serial", "chunks", "copies", "tiles")
-
-
-class Choice(NamedTuple):
-    """A way, and into how many parts it cuts a rank's rows."""
-
-    way: str
-    parts: int = 1
 
 
 class ParallelProducts:
@@ -42,6 +40,9 @@ class ParallelProducts:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.wait_timeout_s = group, device, 600.0
         """bound of a wait for a peer, of what is prepared from now on"""
+        self.tuned_file = tuned_file(device, group.size())
+        """where `auto` finds what has been measured; rank 0 reads it, when `auto` first chooses"""
+        self._tuned: dict[str, dict[str, Any]] | None = None
         self._ways: dict[str, Products] = {}
         self._known: dict[tuple[Problem, str], Choice] = {}
 
@@ -108,21 +109,28 @@ class ParallelProducts:
 
         on_every_rank(check, self.group)
         calls = [""] * self.group.size()
-        mine = f"{problem} by way {way}: {choice.way}, {choice.parts} parts"
+        mine = f"{problem} by way {way}"
         dist.all_gather_object(calls, mine, self.group)
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 raise InputError(
-                    f"rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same order on all ranks, "
-                    f"and see that all read the same file of tuned ways"
+                    f"rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same order on all ranks"
                 )
-        self.way(choice.way).prepare(problem, choice.parts)
+        if way == "auto":
+            choice = self._choose_on_rank_0(problem)
+        try:
+            on_every_rank(lambda: self.way(choice.way).prepare(problem, choice.parts), self.group)
+        except InputError as error:
+            if way != "auto":
+                raise
+            log.warning("%s runs serially, since %s", problem, error)
+            choice = Choice("serial")
         self._known[problem, way] = choice
         return choice
 
     def _pick(self, problem: Problem, way: str) -> Choice:
         if way == "auto":
-            return Choice("serial")
+            return Choice("serial")  # until rank 0 has chosen
         name, _, parts = way.partition("/")
         if name not in WAYS or not (parts.isdecimal() or not parts):
             raise InputError(
@@ -130,11 +138,38 @@ class ParallelProducts:
             )
         if fault := self.way(name).fault(problem):
             raise InputError(f"{problem}: way {way}: {fault}")
-        known = self.way(name).parts
-        choice = Choice(name, int(parts) if parts else known[0])
-        if choice.parts not in known:
-            raise InputError(f"{problem}: way {way}: {name} cuts into {', '.join(map(str, known))} parts; take one")
-        return choice
+        known = [Choice(name, each) for each in self.way(name).parts]
+        if not parts:
+            return choose(problem, self.group.size(), known, {})
+        if Choice(name, int(parts)) not in known:
+            raise InputError(f"{problem}: way {way}: not known; take one of {', '.join(map(str, known))}")
+        return Choice(name, int(parts))
+
+    def candidates(self, problem: Problem) -> list[Choice]:
+        """Return everything that can run a problem."""
+        names = WAYS if self.device.type == "cuda" and self.group.size() > 1 else WAYS[:1]
+        able = [self.way(name) for name in names if not self.way(name).fault(problem)]
+        return [Choice(way.name, parts) for way in able for parts in way.parts]
+
+    def _choose_on_rank_0(self, problem: Problem) -> Choice:
+        """Return what rank 0 takes, whose file the others may not see; a collective on the host."""
+
+        def chosen() -> Choice | None:
+            if self.group.rank() != 0:
+                return None
+            if self._tuned is None:
+                self._tuned = read_tuned(self.tuned_file)
+            return choose(problem, self.group.size(), self.candidates(problem), self._tuned)
+
+        choices: list[Choice | None] = [None] * self.group.size()
+        dist.all_gather_object(choices, on_every_rank(chosen, self.group), self.group)
+        assert choices[0] is not None
+        return choices[0]
+
+    def use_tuned(self, path: Path) -> None:
+        """Let `auto` choose anew, by the file at `path`; what is captured stays as it is. All ranks call this."""
+        self.tuned_file, self._tuned = path, None
+        self._known = {known: choice for known, choice in self._known.items() if known[1] != "auto"}
 
     def way(self, name: str) -> Products:
         """Return the way `name`, made at the first call."""
@@ -167,7 +202,7 @@ class ParallelProducts:
         """Give all memory back, once all that was issued is done. All ranks call this; the next call begins anew."""
         for way in self._ways.values():
             way.close()
-        _made.cache_clear()
+        self._ways, self._known = {}, {}
 
 
 def _fault(

@@ -38,6 +38,7 @@ from dlrm_overlap.kernels.gemm.sum_parts import Parts, sum_parts
 class Tiles(Copies):
     """See the module."""
 
+    name = "tiles"
     parts = (4, 1, 2, SLOTS)
     tiling = TILING
 

@@ -2,13 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.gemm.linear import Activation, activate
+
+# Names since torch 2.13, and before.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Finish = Callable[[], torch.Tensor]
 """makes the current stream wait for what has been begun, and returns it; called once"""
@@ -42,6 +46,8 @@ class Products(ABC):
     All ranks make the same calls in the same order, on one stream or on streams that are ordered one behind the other.
     """
 
+    name: str
+    """as the operators' argument `way` has it"""
     parts: tuple[int, ...] = (1,)
     """into how many parts a rank's rows may be cut; each number is a candidate of the tuner"""
 
@@ -99,6 +105,8 @@ class Serial(Products):
     and in an order of its own, the same every time; on CPUs they are added up in float32 in the order of the ranks.
     """
 
+    name = "serial"
+
     def all_gather_matmul(
         self,
         x_shard: torch.Tensor,
@@ -110,7 +118,7 @@ class Serial(Products):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather, then multiply."""
         x = x_shard.new_empty(self.world_size * x_shard.shape[0], x_shard.shape[1])
-        dist.all_gather_into_tensor(x, x_shard.contiguous(), group=self.group)
+        all_gather(x, x_shard.contiguous(), group=self.group)
         out = functional.linear(x, weight, bias)
         return activate(out, None, activation), x if keep else None
 
@@ -122,8 +130,7 @@ class Serial(Products):
         if self.device.type == "cpu":
             return self._begin_on_host(partial, bias, activation)
         out = partial.new_empty(partial.shape[0] // self.world_size, partial.shape[1])
-        work = dist.reduce_scatter_tensor(out, partial, group=self.group, async_op=True)
-        assert work is not None
+        work = reduce_scatter(out, partial, group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
             work.wait()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.gemm.plan import last_sender
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.publish import CallFlags
 
@@ -46,8 +47,13 @@ class Window:
         self._timeout_s, self._record = timeout_s, Record(device)
         self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
         """[1] int64: the epoch"""
-        done = self._flags("done", 1)
-        ready = tuple(self._flags("ready", slot + 1) for slot in range(SLOTS))
+        every = dict.fromkeys(range(self.world_size), 1)
+        done = self._flags("done", every)
+        ready = tuple(self._flags("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS))
+        self.arrived = [
+            self._flags("ready", every | {last_sender(self.rank, self.world_size): k + 1}) for k in range(SLOTS)
+        ]
+        """number k awaits part k of a reduce-scatter: slot 0 of every peer, slots 0 .. k of the one that sends last"""
         self.flags = CallFlags(done, ready, torch.zeros(1, dtype=torch.int32, device=device))
         self.ready_at = [self._arena.view("ready", rank)[self.rank] for rank in range(self.world_size)]
         """of each rank, [SLOTS] int64: the flags READY that this rank raises there"""
@@ -59,9 +65,9 @@ class Window:
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS + 1)]
         """a call's own, of parts that follow each other"""
 
-    def _flags(self, name: str, slots: int) -> Flags:
+    def _flags(self, name: str, slots: dict[int, int]) -> Flags:
         """Return flags of which the first `slots` of each peer are awaited."""
-        counts = [slots * int(rank != self.rank) for rank in range(self.world_size)]
+        counts = [slots[rank] * int(rank != self.rank) for rank in range(self.world_size)]
         return Flags(
             addresses=self._arena.addresses(name),
             clock=self.word,

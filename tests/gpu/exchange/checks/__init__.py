@@ -6,6 +6,7 @@ from tests.gpu.exchange.checks import (
     collectives,
     dense,
     faults,
+    gemm,
     graphs,
     lookups,
     overlap,
@@ -26,11 +27,13 @@ CHECKS = (
     | faults.CHECKS
     | dense.CHECKS
     | collectives.CHECKS
+    | gemm.CHECKS
     | training.CHECKS
     | graphs.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST
     | collectives.LOST
+    | gemm.LOST
     | graphs.LOST
 )

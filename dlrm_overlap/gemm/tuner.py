@@ -1,0 +1,129 @@
+"""Finds the fastest way for a problem by measuring all candidates, and keeps it in a file of this machine.
+
+    products = parallel_products(None, device)
+    tune(products, [Problem("all_gather", 32768, 1024, 4096, torch.bfloat16, False, "none")])
+
+Each candidate is captured in a CUDA graph, as a training step is, so that what the host needs is not counted.
+Candidates are replayed in turns; a candidate's time is the median of the greatest of the ranks' times.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import on_every_rank
+from dlrm_overlap.config import InputError
+from dlrm_overlap.files import replacing
+from dlrm_overlap.gemm.choose import Choice, key, read_tuned
+from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.gemm.ways import Problem
+
+_ROUNDS, _LEAST_GAIN = 12, 1.01
+
+
+def tune(
+    products: ParallelProducts, problems: Iterable[Problem], path: Path | None = None, rounds: int = _ROUNDS
+) -> dict[str, dict[str, float]]:
+    """Measure every way of each problem, keep the fastest in the file, and let `auto` take it from now on.
+
+    All ranks call this alike, when nothing else runs on their GPUs, not within a capture.
+
+    Args:
+        products: of a group and a device.
+        problems: what to measure.
+        path: the file; `products.tuned_file` if None. Entries of other problems stay.
+        rounds: turns of all candidates.
+
+    Returns:
+        Problem, as the file names it -> candidate -> us, the fastest first.
+
+    Raises:
+        InputError: on every rank, if a file cannot be read or written.
+    """
+    path = path or products.tuned_file
+    found: dict[str, dict[str, float]] = {}
+    for problem in problems:
+        times = measure(products, problem, rounds)
+        found[key(problem)] = dict(sorted(times.items(), key=lambda item: item[1]))
+    on_every_rank(lambda: _keep(path, found) if products.group.rank() == 0 else None, products.group)
+    products.use_tuned(path)
+    return found
+
+
+def entry(times: dict[str, float]) -> dict[str, Any]:
+    """Return what the file keeps of a problem: serial, unless another way gains a hundredth.
+
+    Example: serial/1 100 us, copies/4 99.5 us: serial, 1 part.
+    """
+    fastest = min(times, key=lambda name: times[name])
+    if times.get("serial/1", float("inf")) < times[fastest] * _LEAST_GAIN:
+        fastest = "serial/1"
+    way, _, parts = fastest.partition("/")
+    return {"way": way, "parts": int(parts), "us": {name: round(us, 1) for name, us in times.items()}}
+
+
+def _keep(path: Path, found: dict[str, dict[str, float]]) -> None:
+    entries = read_tuned(path) | {name: entry(times) for name, times in found.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as stream:
+            stream.write((json.dumps(entries, indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"{path}: {error}; tune with another path") from None
+
+
+def measure(products: ParallelProducts, problem: Problem, rounds: int = _ROUNDS) -> dict[str, float]:
+    """Return candidate -> us of one call; the greatest of the ranks, the median of `rounds` turns.
+
+    The operands are random numbers, since a GPU multiplies zeros faster.
+    """
+    device, ranks = products.device, products.group.size()
+    generator = torch.Generator(device).manual_seed(products.group.rank())
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(problem.dtype)
+
+    gathers = problem.operator == "all_gather"
+    x = drawn(problem.rows // ranks if gathers else problem.rows, problem.inner)
+    weight = drawn(problem.columns, problem.inner)
+    calls: dict[str, Callable[[], None]] = {}
+    for choice in products.candidates(problem):
+        calls[str(choice)] = _captured(_call(products, problem, choice, x, weight), device)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    met = torch.zeros(1, device=device)
+    for _ in range(rounds):
+        for name, replay in calls.items():
+            begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            dist.all_reduce(met, group=products.group)  # the ranks begin together
+            begun.record()
+            replay()
+            done.record()
+            done.synchronize()
+            samples[name].append(begun.elapsed_time(done) * 1e3)
+    table = torch.tensor([samples[name] for name in calls], dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=products.group)
+    return {name: statistics.median(row) for name, row in zip(calls, table.tolist(), strict=True)}
+
+
+def _call(
+    products: ParallelProducts, problem: Problem, choice: Choice, x: torch.Tensor, weight: torch.Tensor
+) -> Callable[[], None]:
+    way = str(choice)
+    if problem.operator == "all_gather":
+        return lambda: (products.all_gather_matmul(x, weight, None, "none", way, keep=True), None)[1]
+    return lambda: (products.begin_reduce_scatter(x, weight, None, "none", way)(), None)[1]
+
+
+def _captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"):
+        call()
+    return graph.replay

@@ -1,0 +1,52 @@
+"""Which way is taken: as measured, else as predicted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.choose import Choice, choose, key, predicted_us, read_tuned
+from dlrm_overlap.gemm.tuner import _keep, entry
+from dlrm_overlap.gemm.ways import Problem
+
+ABLE = [Choice("serial"), *(Choice("copies", parts) for parts in (0, 1, 2, 4, 8))]
+
+
+def problem(operator: str, rows: int, columns: int, inner: int) -> Problem:
+    return Problem(operator, rows, columns, inner, torch.bfloat16, True, "relu")
+
+
+def test_what_was_measured_is_taken(tmp_path: Path) -> None:
+    known, path = problem("all_gather", 4096, 1024, 512), tmp_path / "folder" / "tuned.json"
+    assert read_tuned(path) == {}
+    _keep(path, {key(known): {"serial/1": 90.0, "copies/2": 70.0}})
+    _keep(path, {"another": {"serial/1": 90.0}})
+    entries = read_tuned(path)
+    assert choose(known, 4, ABLE, entries) == Choice("copies", 2)
+    assert choose(known._replace(bias=False, activation="none"), 4, ABLE, entries) == Choice("copies", 2)
+    assert choose(known, 4, ABLE[:1], entries) == Choice("serial"), "a way that cannot run the problem"
+    path.write_text('{"another": {"way": "copies"}}')
+    with pytest.raises(InputError, match="remove it, and tune again"):
+        read_tuned(path)
+
+
+def test_serial_stays_unless_another_way_gains() -> None:
+    assert entry({"copies/4": 99.5, "serial/1": 100.0})["way"] == "serial"
+    assert entry({"copies/4": 98.0, "serial/1": 100.0})["way"] == "copies"
+
+
+@pytest.mark.parametrize("operator", ["all_gather", "reduce_scatter"])
+def test_without_a_measurement(operator: str) -> None:
+    small = choose(problem(operator, 64, 64, 64), 4, ABLE, {})
+    assert small.way == "serial", "communication takes less than cutting"
+    narrow = problem(operator, 32768, 1024, 4096) if operator == "all_gather" else problem(operator, 32768, 4096, 1024)
+    assert choose(narrow, 4, ABLE, {}).parts > 1, "links bound: the last product is to be short"
+    wide = problem(operator, 8192, 12288, 12288)
+    assert choose(wide, 4, ABLE, {}) == Choice("copies", 0), "the product bounds: as few as there can be"
+
+
+def test_the_example_of_the_roofline() -> None:
+    example = problem("all_gather", 32768, 1024, 4096)
+    assert predicted_us(example, 4, Choice("serial")) == pytest.approx(1043, abs=1)
+    assert predicted_us(example, 4, Choice("copies", 4)) == pytest.approx(608, abs=1)

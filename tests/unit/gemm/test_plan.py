@@ -1,0 +1,38 @@
+"""How products are cut into parts, and in which order these come."""
+
+import pytest
+
+from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, last_sender, scattered_parts, turns
+
+
+def test_cuts_begin_where_tiles_or_vectors_do() -> None:
+    assert cut(8192, 4) == [(0, 2048), (2048, 4096), (4096, 6144), (6144, 8192)]
+    assert cut(1000, 3) == [(0, 336), (336, 672), (672, 1000)]
+    assert cut(3, 8) == [(0, 3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_no_two_ranks_take_the_same_peer_at_a_turn(world_size: int) -> None:
+    orders = [turns(rank, world_size) for rank in range(world_size)]
+    for rank, order in enumerate(orders):
+        assert sorted([rank, *order]) == list(range(world_size))
+    for turn in zip(*orders, strict=True):
+        assert len(set(turn)) == world_size
+    if world_size > 1:
+        assert [orders[last_sender(rank, world_size)][-1] for rank in range(world_size)] == list(range(world_size))
+
+
+@pytest.mark.parametrize("parts", [WHOLE, 1, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_parts_cover_the_peers_rows_once(world_size: int, parts: int) -> None:
+    rows = 100
+    for rank in range(world_size):
+        for plan in (gathered_parts, scattered_parts):
+            covered = [row for part in plan(rank, world_size, rows, parts) for row in range(1000)[part.rows(rows)]]
+            others = [row for row in range(world_size * rows) if row // rows != rank]
+            assert sorted(covered) == others
+
+
+def test_whole_blocks_are_few_products() -> None:
+    assert [list(part.ranks) for part in gathered_parts(5, 8, 64, WHOLE)] == [[4], [6, 7], [0, 1, 2, 3]]
+    assert [list(part.ranks) for part in scattered_parts(1, 4, 64, WHOLE)] == [[2, 3], [0]]
