@@ -55,7 +55,7 @@ def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDE
     within = within % (GROUP * columns)
     position = first + within % height
     if ORDER == "alone":
-        return tl.zeros((), tl.int32), position, within // height
+        return position * 0, position, within // height
     turn, block = position // blocks, position % blocks
     if ORDER == "balanced":
         turn, block = position % world_size, position // world_size
