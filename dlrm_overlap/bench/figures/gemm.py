@@ -111,9 +111,8 @@ def compare(
         link_bytes: that leave each rank.
         link_gb_per_s: at which they can.
     """
-    parts = {
-        name: timed[name].median_ms if name in timed else None for name in ("cublas", "triton", "collective", "own")
-    }
+    parts = {name: timed[name].median_ms if name in timed else None for name in _PARTS}
+    cublas_ms, triton_ms = timed["cublas"].median_ms, parts["triton"]
     gemm_ms, communication_ms = (
         min(ms for name in names if (ms := parts[name]) is not None)
         for names in (("cublas", "triton"), ("collective", "own"))
