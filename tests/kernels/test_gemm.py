@@ -42,7 +42,13 @@ CASES = {
     "a_loop_in_a_loop": Case(2, 33, 40, 24, slot_rows=32, tiling=TILING._replace(flatten=False, group=8)),
     "one_rank": Case(1, 37, 8, 8, torch.float16, order="remote_first"),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name == "two_ranks" else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 
 
 class Ranks:
