@@ -88,7 +88,7 @@ def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
     the product of one part, and for a reduce-scatter the sum of one; where the product does, the whole sum.
 
     Example: 4 ranks, an all-gather of 32768 rows of 4096 bfloat16: 201 MB arrive, 523 us at 385 GB/s. The product with
-    N 1024 takes 352 us. Serial: 352 + 20 + 671 = 1043 us. In 4 parts: 523 + 352 / 16 + 15 + 16 x 3 = 608 us.
+    N 1024 takes 352 us. Serial: 352 + 20 + 671 = 1043 us. In 4 parts: 523 + 352 / 16 + 15 + 8 x 3 = 584 us.
     """
     travelling = problem.columns if problem.operator == "reduce_scatter" else problem.inner
     elements = problem.rows * (problem.inner + problem.columns) + problem.inner * problem.columns
@@ -101,7 +101,7 @@ def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
     if choice.way == "serial":
         return product + nccl
     pieces = max(1, choice.parts)
-    products = world_size * pieces if choice.parts else world_size.bit_length()
+    products = world_size + pieces if choice.parts else world_size.bit_length()
     part, overhead = product / world_size / pieces, _CALL_US + _PART_US * products
     if choice.way == "chunks":  # NCCL's kernels hold multiprocessors
         return max(product, nccl) + min(product, nccl) / pieces + overhead + pieces * _NCCL_US

@@ -20,6 +20,7 @@ Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by r
 complete; here each chunk is a product of its own, so the stream says when it is.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -175,34 +176,45 @@ class Copies(Products):
             linear_into(partial[part.rows(rows)], x[part.rows(rows)], weight)
             event.record(torch.cuda.current_stream(self.device))
             engine.stream.wait_event(event)
-            piece = pieces.index((part.begin, part.end))
             for peer in sorted(part.ranks, key=self._turns.index):
                 rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
                 engine.copy(targets[peer][part.begin : part.end], partial[rows_of_peer])
                 if peer == self._turns[-1]:
-                    engine.write_flag(window.ready_at[peer][piece : piece + 1], window.word)
-                elif piece == len(pieces) - 1:  # it is awaited with the first part of the last sender's
-                    engine.write_flag(window.ready_at[peer][:1], window.word)
-            sent[piece].record(engine.stream)
+                    slot = pieces.index((part.begin, part.end))
+                elif part.end == rows:
+                    slot = 0  # it is awaited with the first part of the last sender's
+                else:
+                    continue
+                engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
+                sent[slot].record(engine.stream)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         linear_into(targets[self.rank], x[own], weight)
         self._under_way = True
+        out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
+        parts_of_all = window.at(self.rank, x.dtype)[: ranks * lines * LINE]
+        summed = Parts(parts_of_all, lines, out, columns, bias, activation == "relu")
+        return functools.partial(self._finish, window, summed, pieces, sent, partial)
 
-        def finish() -> torch.Tensor:
-            self._under_way = False
-            received = window.at(self.rank, x.dtype)[: ranks * lines * LINE]
-            out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
-            summed = Parts(received, lines, out, columns, bias, activation == "relu")
-            for piece, piece_rows in enumerate(pieces):
-                # Behind what this rank sends of it: a graph that runs its branches one by one must not wait first.
-                torch.cuda.current_stream(self.device).wait_event(sent[piece])
-                wait_flags(window.arrived[piece], self.rank, 0)
-                last = piece == len(pieces) - 1
-                sum_parts(summed, window.flags.done, window.flags.counted, self.rank, piece_rows, last)
-            engine.join()  # from here on the memory of `partial` may be used again
-            return out.resize_(rows, columns)  # no view, which autograd would let nobody change in place
-
-        return finish
+    def _finish(
+        self,
+        window: Window,
+        summed: Parts,
+        pieces: list[tuple[int, int]],
+        sent: list[torch.cuda.Event],
+        partial: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add up the parts as they arrive; `partial` must live until the engine has been joined, which reads it."""
+        self._under_way = False
+        for number, rows in enumerate(pieces):
+            # Behind what this rank sends of it: a graph that runs its branches one by one must not wait first.
+            torch.cuda.current_stream(self.device).wait_event(sent[number])
+            wait_flags(window.arrived[number], self.rank, 0)
+            last = number == len(pieces) - 1
+            sum_parts(summed, window.flags.done, window.flags.counted, self.rank, rows, last)
+        window.engine.join()
+        del partial
+        # No view, which autograd would let nobody change in place.
+        return summed.out.resize_(pieces[-1][1], summed.columns)
 
     def check(self) -> None:
         """Raise what a wait has recorded."""

@@ -62,18 +62,26 @@ def last_sender(rank: int, world_size: int) -> int:
 def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
     """Return the parts of the peers' rows in the order in which they arrive.
 
+    Only at both ends are they small, so that what comes first is there soon, and what comes last leaves little to do:
+    the last peer's rows come in `parts`, the first one's in one of that size and the rest, the others' whole. Each part
+    costs a copy and a product of its own.
+
     Args:
         rank: of the caller.
         world_size: ranks.
         rows: of each rank.
-        parts: of a rank's rows, or WHOLE: the first peer's rows, then twice as many ranks' each time, where they are
-            neighbours.
+        parts: of the last peer's rows, or WHOLE: the first peer's rows, then twice as many ranks' each time, where they
+            are neighbours.
 
-    Example: rank 1 of 4, WHOLE: rank 0; ranks 2 and 3.
+    Example: rank 1 of 4 with 32 rows. In 4: rows 0 .. 8 and 8 .. 32 of rank 0, all of rank 3, four times 8 of rank 2.
+    WHOLE: rank 0; ranks 2 and 3.
     """
     peers = turns(rank, world_size)
     if parts != WHOLE:
-        return [Part(range(peer, peer + 1), *piece) for peer in peers for piece in cut(rows, parts)]
+        pieces = cut(rows, parts)
+        ends = [[pieces[0], (pieces[0][1], rows)] if len(pieces) > 1 else pieces, pieces]
+        cuts = [*ends[:1], *[[(0, rows)]] * (len(peers) - 2), *ends[1:]] if len(peers) > 1 else ends[1:]
+        return [Part(range(peer, peer + 1), *piece) for peer, of in zip(peers, cuts, strict=False) for piece in of]
     if world_size & (world_size - 1):
         return [Part(range(peer, peer + 1), 0, rows) for peer in peers]
     blocks = [peers[first - 1 : 2 * first - 1] for first in (1 << i for i in range(world_size.bit_length() - 1))]

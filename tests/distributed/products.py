@@ -112,12 +112,16 @@ NAMES = ("output", "gradient of x", "gradient of weight", "gradient of bias")
 
 
 def check_operators(case: Case, place: tuple[int, int], device: torch.device, **options: Any) -> None:
-    """Check both operators, twice: the second time must give the same bits."""
-    operators = ((all_gather_matmul, gather_operands), (matmul_reduce_scatter, scatter_operands))
-    for operator, operands_of in operators:
+    """Check both operators, twice: the second time must give the same bits.
+
+    All calls are made before anything is told, since the other ranks may find nothing wrong and go on.
+    """
+    calls = []
+    for operator, operands_of in ((all_gather_matmul, gather_operands), (matmul_reduce_scatter, scatter_operands)):
         operands = operands_of(case, *place, device)
-        found, again = (run(operator, operands, case, **options) for _ in range(2))
-        for name, tensor, other, expected in zip(NAMES, found, again, operands.expected, strict=False):
+        calls.append((operator, operands.expected, *(run(operator, operands, case, **options) for _ in range(2))))
+    for operator, expectations, found, again in calls:
+        for name, tensor, other, expected in zip(NAMES, found, again, expectations, strict=False):
             what = f"{operator.__name__} {case}, {options}: {name}"
             assert tensor.dtype == case.dtype, what
             assert_near(tensor.double(), expected, TOLERANCE[case.dtype], what)

@@ -33,6 +33,12 @@ def test_parts_cover_the_peers_rows_once(world_size: int, parts: int) -> None:
             assert sorted(covered) == others
 
 
+def test_parts_are_small_at_both_ends_alone() -> None:
+    parts = [(*part.ranks, part.begin, part.end) for part in gathered_parts(1, 4, 32, 4)]
+    assert parts == [(0, 0, 8), (0, 8, 32), (3, 0, 32), (2, 0, 8), (2, 8, 16), (2, 16, 24), (2, 24, 32)]
+    assert len(gathered_parts(0, 2, 32, 4)) == 4
+
+
 def test_whole_blocks_are_few_products() -> None:
     assert [list(part.ranks) for part in gathered_parts(5, 8, 64, WHOLE)] == [[4], [6, 7], [0, 1, 2, 3]]
     assert [list(part.ranks) for part in scattered_parts(1, 4, 64, WHOLE)] == [[2, 3], [0]]
