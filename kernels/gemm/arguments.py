@@ -17,14 +17,17 @@ class Tiling(NamedTuple):
     block_k: int = 64
     """of both matrices that are read at a time"""
     group: int = 8
-    """blocks of rows that are computed together, see `product.tile_at`"""
-    stages: int = 3
+    """blocks of rows that are computed together, see `order.tile_at`"""
+    stages: int = 4
     """such reads that are under way at once, with the one that is used"""
     num_warps: int = 8
+    """of a program that is not specialised"""
     parts: int = 2
     """in which a tile's columns go through shared memory to the stores: 1 or 2"""
     flatten: bool = True
-    """the reads of the next tile begin during the last products of a tile"""
+    """the reads of the next tile begin during the last products of a tile; always so if specialised"""
+    specialised: bool = True
+    """on GPUs by `hopper.product_on_hopper`, which has warps that load and others that multiply; else by `_product`"""
 
 
 class Signals(NamedTuple):
@@ -45,4 +48,4 @@ class Destinations(NamedTuple):
     """[W * regions] int32, regions = ceil(M / W / slot_rows): tiles of each region that are stored; 0 before and after.
     Launches that share it run one after the other"""
     order: str = "balanced"
-    """of the shards: remote_first | balanced, see `product.tile_at`"""
+    """of the shards: remote_first | balanced, see `order.tile_at`"""

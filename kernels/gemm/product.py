@@ -8,7 +8,7 @@ arXiv 2406.06858, section 3), whose kernels do the first in the prologue and the
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,49 +17,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel
 from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
+from dlrm_overlap.kernels.gemm.order import tile_at
 from dlrm_overlap.kernels.primitives import await_few, barrier
 
 TILING = Tiling()
 ALIGNED = 8
 """elements that must divide N and K: 16 bytes of a type of 2, as TMA and the stores ask for"""
-
-
-@triton.jit
-def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDER: tl.constexpr):
-    """Return (owner, block, column) of the tile at a position in the order of the tiles.
-
-    The shards have `blocks` blocks of rows each, and are visited as `owners` [W] int32 names them:
-
-        alone         there is one shard, that of rank 0
-        own_first     one after the other, as shards arrive; the first one is the rank's own
-        remote_first  one after the other; the last one is the rank's own, during which nothing is left to send
-        balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
-
-    GROUP blocks that follow each other in this order are computed together, column after column, so that they share
-    what is in L2; but the rank's own blocks share a group with those of peers in the balanced order alone.
-
-    Example: owners 1 0, 2 blocks each, 3 columns, GROUP 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
-    1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so forth.
-    """
-    first, rows = 0, blocks * world_size
-    if ORDER == "own_first":
-        first = tl.where(tile < blocks * columns, 0, blocks)
-        rows = tl.where(tile < blocks * columns, blocks, rows)
-    elif ORDER == "remote_first":
-        remote = blocks * (world_size - 1)
-        first = tl.where(tile < remote * columns, 0, remote)
-        rows = tl.where(tile < remote * columns, remote, rows)
-    within = tile - first * columns
-    first += within // (GROUP * columns) * GROUP
-    height = tl.minimum(GROUP, rows - first)
-    within = within % (GROUP * columns)
-    position = first + within % height
-    if ORDER == "alone":
-        return position * 0, position, within // height
-    turn, block = position // blocks, position % blocks
-    if ORDER == "balanced":
-        turn, block = position % world_size, position // world_size
-    return tl.load(owners + turn), block, within // height
 
 
 @triton.jit
@@ -268,10 +231,30 @@ def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
         "BLOCK_K": tiling.block_k,
         "GROUP": tiling.group,
         "PARTS": tiling.parts,
-        "FLATTEN": tiling.flatten,
-        "INTERPRETED": INTERPRETED,
     }
+    if tiling.specialised:
+        from dlrm_overlap.kernels.gemm import hopper
+
+        constants |= {
+            "STAGES": tiling.stages,
+            "GROUPS": hopper.GROUPS,
+            "LOAD_REGISTERS": hopper.LOAD_REGISTERS,
+            "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS,
+        }
+        return CompiledKernel(hopper.product_on_hopper, _ARGUMENTS, constants, num_warps=4)
+    constants |= {"FLATTEN": tiling.flatten, "INTERPRETED": INTERPRETED}
     return CompiledKernel(_product, _ARGUMENTS, constants, num_warps=tiling.num_warps, num_stages=tiling.stages)
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:
+    """Return what TMA reads blocks of [rows, columns] of a contiguous matrix by."""
+    if not tiling.specialised:
+        return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+
+    layout = NVMMASharedLayout.get_default_for([rows, columns], TYPES[matrix.dtype])
+    return LaidOut.from_tensor(matrix, [rows, columns], layout)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -330,11 +313,12 @@ def _launch(
         assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
     scatter = destinations is not None
     kind = _Kind(signals is not None and not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
-    rows = TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k])
+    tiling = tiling if x.is_cuda else tiling._replace(specialised=False)
+    rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
     if by_k:
-        columns = TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k])
+        columns = _descriptor(weight, tiling.block_n, tiling.block_k, tiling)
     else:
-        columns = TensorDescriptor.from_tensor(weight.t(), [tiling.block_k, tiling.block_n])
+        columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
     tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
     given, turns = x if bias is None else bias, x if owners is None else owners
     _compiled(kind, tiling)(

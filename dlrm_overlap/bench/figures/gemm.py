@@ -57,7 +57,9 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     assert isinstance(group, dist.ProcessGroup)
     shapes = [Shape.read(text) for text in request.shapes_on(device.type)]
     link_gb_per_s = min(rates[1] for rates in gather([*measure_ceilings(group, device)], device, group))
-    own = PeerCollectives(group, device, max(shape.m * shape.k for shape in shapes) * _DTYPE.itemsize)
+    capacity_bytes = max(shape.m * shape.k for shape in shapes) * _DTYPE.itemsize
+    own = PeerCollectives(group, device, capacity_bytes)
+    landing = own.empty((capacity_bytes,), torch.uint8)
     products, turns = parallel_products(group, device), Turns(group, device)
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
@@ -67,7 +69,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)
-                parts = case.products_alone() | case.communication_alone(own)
+                parts = case.products_alone() | case.communication_alone(own, landing)
                 pieces = [*found.values(), *parts.values()]
                 timed = dict(zip([*found, *parts], turns.time(pieces, request.repetitions), strict=True))
                 faults += _wrong(case, found)

@@ -113,11 +113,12 @@ class Case:
                 found["triton"] = lambda: (product(x, self.weight, None, "none", out), out)[1]
         return found
 
-    def communication_alone(self, own: PeerCollectives) -> dict[str, Call]:
+    def communication_alone(self, own: PeerCollectives, landing: torch.Tensor) -> dict[str, Call]:
         """Return the collective alone: the process group's and, of an all-gather between GPUs, our own.
 
         Args:
-            own: with room for M x K elements.
+            own: to gather by.
+            landing: uint8, from its `empty`, at least as large as all ranks' rows.
         """
         ranks, (m, k, _) = self.group.size(), self.shape
         rows = torch.zeros(m, k, device=self.device, dtype=self.x.dtype)
@@ -133,7 +134,8 @@ class Case:
             landing = torch.empty_like(rows)
             found["collective"] = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]
         if self.operator == "all_gather" and self.device.type == "cuda":
-            window, sent = own.empty((ranks, m // ranks, k), rows.dtype), mine.clone()
+            sent = mine.clone()
+            window = landing[: m * k * sent.dtype.itemsize].view(sent.dtype).view(ranks, m // ranks, k)
 
             def gather() -> torch.Tensor:
                 own.all_gather(window, sent).wait()
