@@ -13,8 +13,9 @@ soon as it is multiplied, a flag behind it, and the owner adds up the parts that
     current stream | await DONE | rows of r^2 and r^3 | rows of r^1 | own rows | await, add up a part | another | DONE
     copy engine    |                                  | send r^2, flag | send r^3, flag | send r^1, flag
 
-Nothing but the products runs on multiprocessors meanwhile. Where links bound, all products but the last one's are
-hidden, so parts are small; where the product bounds, all copies are, and parts are large, for cuBLAS's sake.
+Nothing but the products runs on multiprocessors meanwhile. Where links bound, all products are hidden but the first or
+the last, so parts are small there, see `plan`; where the product bounds, all copies are, and parts are large, for
+cuBLAS's sake.
 
 Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when they are
 complete; here each chunk is a product of its own, so the stream says when it is.
