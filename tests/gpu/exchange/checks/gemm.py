@@ -28,23 +28,30 @@ _CASES = (
     Case(1024, 264, 520, _HALF, activation="none"),
     Case(2051, 513, 999, _BRAIN),
 )
-_WAYS = ("auto", "serial", "chunks/2", "copies/0", "copies/1", "copies/2", "copies/8")
+_TILED = (
+    Case(8, 8, 8, _BRAIN, bias=False),
+    Case(1024, 264, 520, _HALF, activation="none"),
+    Case(2051, 520, 1000, _BRAIN),
+)
+"""of N and K that are multiples of 8, which tiles take alone"""
+_WAYS = ("auto", "serial", "chunks/2", "copies/0", "copies/1", "copies/2", "copies/8", "tiles/1", "tiles/8")
 _STEPS = 1000
-_CALLS = ("copies/0", "copies/4", "chunks/2", "copies/8")
+_CALLS = ("copies/0", "copies/4", "chunks/2", "copies/8", "tiles/4")
 
 
 def _poison(place: Place, products: ParallelProducts) -> None:
     """Fill all windows with NaN while nobody is in a call."""
     place.meet()
-    for window in getattr(products.way("copies"), "_windows", []):
-        window.at(place.rank, torch.int16).fill_(-1)
+    for way in ("copies", "tiles"):
+        for window in getattr(products.way(way), "_windows", []):
+            window.at(place.rank, torch.int16).fill_(-1)
     place.meet()
 
 
 def _check_equal(place: Place, way: str) -> None:
     """Outputs and gradients at odd sizes, whatever was in the windows."""
     products = parallel_products(place.group, place.device)
-    for case in _CASES:
+    for case in _TILED if way.startswith("tiles") else _CASES:
         check_operators(case, (place.rank, place.world_size), place.device, way=way)
         _poison(place, products)
         check_operators(case, (place.rank, place.world_size), place.device, way=way)
