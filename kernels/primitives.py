@@ -231,21 +231,8 @@ def await_few(
         if not INTERPRETED:
             stop(rank)
     late = tl.minimum(oldest_epoch(flags, mask, epoch, "acquire") - epoch, 0).to(tl.int32)
-    late = barrier(late, INTERPRETED)  # no thread reads what has arrived before the threads that acquired
+    tl.debug_barrier()  # no thread reads what has arrived before the threads that acquired
     return late * 0 if INTERPRETED else fence_proxy(late)  # an expired wait does not stop the interpreter
-
-
-@triton.jit
-def barrier(value, INTERPRETED: tl.constexpr):
-    """Return `value` once all threads of the program are here.
-
-    `tl.debug_barrier` does the same, but keeps Triton from pipelining the reads of a loop that it stands in.
-    """
-    if INTERPRETED:
-        return value
-    return tl.inline_asm_elementwise(
-        "{ bar.sync 0; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -24,10 +24,9 @@ class Tiling(NamedTuple):
     """of a program that is not specialised"""
     parts: int = 2
     """in which a tile's columns go through shared memory to the stores: 1 or 2"""
-    flatten: bool = True
-    """the reads of the next tile begin during the last products of a tile; always so if specialised"""
     specialised: bool = True
-    """on GPUs by `hopper.product_on_hopper`, which has warps that load and others that multiply; else by `_product`"""
+    """on Hopper by `hopper.product_on_hopper`, which has warps that load and others that multiply; elsewhere, and if
+    not, by `portable.product_in_triton`"""
 
 
 class Signals(NamedTuple):

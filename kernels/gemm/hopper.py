@@ -89,7 +89,7 @@ def _multiply_and_store(
     ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, GROUPS: gl.constexpr, HERE: gl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of group HERE of all tiles of this program, and store them as `product._product` does.
+    """Compute the rows of group HERE of all tiles of this program, and store them as `portable.product_in_triton` does.
 
     A tile is counted by each of the GROUPS.
     """
@@ -166,7 +166,7 @@ def product_on_hopper(
     GROUP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr, PRODUCT_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute what `product._product` does, with the same arguments, memory and order; see there for an example.
+    """Compute what `portable.product_in_triton` does, with the same arguments, memory and order; see there.
 
     Memory: STAGES blocks of both matrices lie in shared memory. `full` and `empty` are barriers of each stage.
 
