@@ -15,7 +15,7 @@ long as the product runs, and no partial product is ever read again here; then t
 Where the product bounds, what is exposed is the first part's copy, or the last tiles' and the sum. A part here costs a
 flag, not a product, so there may be many.
 
-Source: Flux (Chang et al., arXiv 2406.06858, sections 3 and 4).
+Source: Flux (Chang et al., arXiv 2406.06858).
 """
 
 from dataclasses import replace

@@ -4,7 +4,7 @@ A persistent kernel computes x @ weight^T tile by tile, by TMA and wgmma on Hopp
 are in W shards, one a rank. In a gathered product a tile waits until its rows have arrived, and tiles whose rows are
 here already come first. In a scattered product a tile is stored straight into the window of the rank that owns its
 rows, and the program that completes a region of rows raises the region's flag there. Source: Flux (Chang et al.,
-arXiv 2406.06858, section 3), whose kernels do the first in the prologue and the second in the epilogue.
+arXiv 2406.06858), whose kernels do the first in the prologue and the second in the epilogue.
 """
 
 from functools import lru_cache

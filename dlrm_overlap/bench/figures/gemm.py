@@ -18,7 +18,7 @@ Columns, times being medians of the slowest rank:
     floor_ms, of_floor        the longer of the product alone and link_bytes at that rate; floor_ms / median_ms
     speedup                   median_ms of `serial` / median_ms
 
-Source: Flux (Chang et al., arXiv 2406.06858, section 5) for the effective communication time and overlap efficiency.
+Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
 """
 
 from collections.abc import Mapping, Sequence
