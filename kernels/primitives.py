@@ -229,6 +229,7 @@ def await_few(
         missing = first + tl.argmin(tl.where(mask, seen, epoch), 0) * apart
         record(status, EXPIRED, rank, missing // slots, missing % slots, epoch, tl.load(ready + missing))
         if not INTERPRETED:
+            tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
             stop(rank)
     late = tl.minimum(oldest_epoch(flags, mask, epoch, "acquire") - epoch, 0).to(tl.int32)
     tl.debug_barrier()  # no thread reads what has arrived before the threads that acquired
