@@ -236,7 +236,7 @@ GEMM_SHAPES = (
 
 GEMM_TOYS = ("64x48x96", "128x48x96")
 
-GEMM_CONTENDERS = ("serial", "torch", "chunks", "copies", "tiles", "auto")
+GEMM_CONTENDERS = ("serial", "torch", "chunks", "copies", "pushes", "tiles", "auto")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which way suits a product: what was measured on this machine, or else a roofline.
+"""Which way suits a product: as measured on this machine, or else by rates and the order of the parts.
 
 The file of measured choices is written by `tuner.tune`, and read here once for a group and device; a training step
 never measures anything. It is JSON, one entry a problem:
@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.plan import WHOLE, Part, cut, gathered_parts, halve, head, scattered_parts, turns
 from dlrm_overlap.gemm.ways import Problem
 
-# Rates of H200s, four of them over NVLink (docs/results/collectives.md for the links').
-_PRODUCT_FLOP_PER_US, _MEMORY_BYTES_PER_US = 780e6, 4.2e6
-_LINK_BYTES_PER_US, _NCCL_BYTES_PER_US, _NCCL_US = 385e3, 300e3, 20.0
-_CALL_US, _PART_US = 15.0, 3.0  # to begin and end a call; each part's own
+# Four H200s over NVLink, bfloat16. Products: 128 x 256 tiles, 32768 x 1024 x 4096 in 354 us. Links: what copy engines
+# carry, 16 and 64 MB to each peer, sent in 151 and 534 us, read in 158 and 561, in four copies each in 35 and 46 more.
+_MULTIPROCESSORS, _TILE_ROWS, _TILE_WIDTHS = 132, 128, {256: 1.0, 192: 0.95, 128: 0.85}
+_PRODUCT_FLOP_PER_US, _MEMORY_BYTES_PER_US = 800e6, 4.2e6
+_SENT_BYTES_PER_US, _SENT_US, _READ_BYTES_PER_US, _READ_US = 394e3, 4.0, 375e3, 5.0
+_NCCL_BYTES_PER_US, _NCCL_US = 300e3, 20.0
+_CALL_US, _PUBLISH_US, _PART_US = 5.0, 10.0, 3.0
 
 
 class Choice(NamedTuple):
@@ -81,33 +85,74 @@ def choose(
     return min(able, key=lambda choice: predicted_us(problem, world_size, choice))
 
 
-def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
-    """Return how long a call takes by a simple roofline.
+def product_us(rows: int, columns: int, inner: int, itemsize: int = 2) -> float:
+    """Return how long a product takes: as many tiles at once as there are multiprocessors, or the memory's time.
 
-    Serial: the product, then the collective. Otherwise the longer of both, and what nothing hides: where links bound,
-    the product of one part, and for a reduce-scatter the sum of one; where the product does, the whole sum.
-
-    Example: 4 ranks, an all-gather of 32768 rows of 4096 bfloat16: 201 MB arrive, 523 us at 385 GB/s. The product with
-    N 1024 takes 352 us. Serial: 352 + 20 + 671 = 1043 us. In 4 parts: 523 + 352 / 16 + 15 + 8 x 3 = 584 us.
+    Example: 2048 rows, N 1024, K 4096: 16 x 8 tiles of 128 x 128 at once, in 26 us; as 16 x 4 of 128 x 256, on 64 of
+    132 multiprocessors, they would take 44.
     """
-    travelling = problem.columns if problem.operator == "reduce_scatter" else problem.inner
-    elements = problem.rows * (problem.inner + problem.columns) + problem.inner * problem.columns
-    product = max(
-        2.0 * problem.rows * problem.inner * problem.columns / _PRODUCT_FLOP_PER_US,
-        elements * problem.dtype.itemsize / _MEMORY_BYTES_PER_US,
-    )
-    sent = (world_size - 1) / world_size * problem.rows * travelling * problem.dtype.itemsize
-    nccl = _NCCL_US + sent / _NCCL_BYTES_PER_US
+    elements = rows * (inner + columns) + inner * columns
+    by_tile = []
+    for width, efficiency in _TILE_WIDTHS.items():
+        waves = -(-(-(-rows // _TILE_ROWS) * -(-columns // width)) // _MULTIPROCESSORS)
+        by_tile.append(2.0 * waves * _MULTIPROCESSORS * _TILE_ROWS * width * inner / efficiency)
+    return max(min(by_tile) / _PRODUCT_FLOP_PER_US, elements * itemsize / _MEMORY_BYTES_PER_US)
+
+
+def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
+    """Return how long a call takes, by rates and the order of the parts.
+
+    Example: 4 ranks, an all-gather of 32768 rows of 4096 bfloat16, N 1024. Serial: the product takes 354 us, NCCL 20 us
+    and 201 MB at 300 GB/s: 1045 us. Sent whole, the last peer's rows are there after 528 us, and their product takes
+    89: 625 us with 8 us between and behind (by `pushes/1`).
+    """
+    columns, inner, itemsize = problem.columns, problem.inner, problem.dtype.itemsize
+    gathers, rows = problem.operator == "all_gather", problem.rows // world_size
+    row_bytes = (inner if gathers else columns) * itemsize
+    nccl = _NCCL_US + (world_size - 1) * rows * row_bytes / _NCCL_BYTES_PER_US
+    product = product_us(problem.rows, columns, inner, itemsize)
     if choice.way == "serial":
         return product + nccl
-    pieces = max(1, choice.parts)
-    products = world_size + pieces if choice.parts else world_size.bit_length()
-    part, overhead = product / world_size / pieces, _CALL_US + _PART_US * products
     if choice.way == "chunks":  # NCCL's kernels hold multiprocessors
-        return max(product, nccl) + min(product, nccl) / pieces + overhead + pieces * _NCCL_US
-    link = sent / _LINK_BYTES_PER_US
-    total = max(product, link + part) + overhead
-    if problem.operator == "reduce_scatter":
-        summed = problem.rows * problem.columns * problem.dtype.itemsize * (1 + 1 / world_size) / _MEMORY_BYTES_PER_US
-        total += summed if product > link else summed / pieces
-    return total
+        each = world_size * product_us(rows // choice.parts, columns, inner, itemsize)
+        return max(choice.parts * each, nccl) + min(each, nccl / choice.parts) + choice.parts * _NCCL_US
+    if not gathers:
+        return _scattered_us(problem, world_size, choice.parts, row_bytes)
+    return _gathered_us(problem, world_size, choice, row_bytes)
+
+
+def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: int) -> float:
+    rows, read = problem.rows // world_size, choice.way != "pushes"
+    rate, copy_us = (_READ_BYTES_PER_US, _READ_US) if read else (_SENT_BYTES_PER_US, _SENT_US)
+    published = _PUBLISH_US + 2 * rows * row_bytes / _MEMORY_BYTES_PER_US if read else _CALL_US
+    arrived = _CALL_US
+    if read:
+        arrived = _PUBLISH_US + 2 * head(rows, choice.parts) * row_bytes / _MEMORY_BYTES_PER_US
+        parts = gathered_parts(0, world_size, rows, choice.parts)
+    else:
+        *early, last = turns(0, world_size)
+        parts = [Part(range(peer, peer + 1), 0, rows) for peer in early]
+        parts += [Part(range(last, last + 1), *piece) for piece in cut(rows, choice.parts)]
+    done = published + product_us(rows, problem.columns, problem.inner)
+    for part in parts:
+        count = len(part.ranks) * (part.end - part.begin)
+        arrived += len(part.ranks) * copy_us + count * row_bytes / rate
+        done = max(done, arrived) + _PART_US + product_us(count, problem.columns, problem.inner)
+    return done + _CALL_US
+
+
+def _scattered_us(problem: Problem, world_size: int, parts: int, row_bytes: int) -> float:
+    rows = problem.rows // world_size
+    done = sent = _CALL_US
+    arrivals: list[tuple[int, float]] = []
+    for part in scattered_parts(0, world_size, rows, parts):
+        count = len(part.ranks) * (part.end - part.begin)
+        done += _PART_US + product_us(count, problem.columns, problem.inner)
+        sent = max(sent, done) + len(part.ranks) * 1.5 * _SENT_US + count * row_bytes / _SENT_BYTES_PER_US
+        arrivals.append((part.end - part.begin, sent))
+    done += _PART_US + product_us(rows, problem.columns, problem.inner)
+    pieces = 1 if parts == WHOLE else len(halve(rows, parts))
+    for count, arrived in arrivals[-pieces:]:
+        summed = (world_size + 1) * count * row_bytes / _MEMORY_BYTES_PER_US
+        done = max(done, arrived) + 2 * _PART_US + summed
+    return done + _CALL_US

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.linear import Activation, linear_into
-from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, scattered_parts, turns
+from dlrm_overlap.gemm.plan import WHOLE, gathered_parts, halve, head, scattered_parts, turns
 from dlrm_overlap.gemm.ways import Finish, Problem, Products
 from dlrm_overlap.gemm.window import SLOTS, Window
 from dlrm_overlap.kernels.dense.arguments import LINE
@@ -67,11 +67,7 @@ class Copies(Products):
 
     def prepare(self, problem: Problem, parts: int) -> None:
         """Make a window if those that there are do not suffice, and load all kernels by calls with zeros."""
-        rows = problem.rows // self.world_size
-        if problem.operator == "all_gather":
-            needed = rows * problem.inner * problem.dtype.itemsize
-        else:
-            needed = self.world_size * lines_of(rows, problem.columns) * LINE * problem.dtype.itemsize
+        needed = self._needed_bytes(problem)
         if not any(window.capacity_bytes >= needed for window in self._windows):
             capacity = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
             self._windows.append(Window(self.group, self.device, capacity, self._timeout_s))
@@ -89,6 +85,13 @@ class Copies(Products):
             return
         for keep in (False, True):
             self.all_gather_matmul(x[:rows], weight, bias, activation, parts, keep)
+
+    def _needed_bytes(self, problem: Problem) -> int:
+        """Return how much of the window a call takes."""
+        rows = problem.rows // self.world_size
+        if problem.operator == "all_gather":
+            return rows * problem.inner * problem.dtype.itemsize
+        return self.world_size * lines_of(rows, problem.columns) * LINE * problem.dtype.itemsize
 
     def _window(self, needed_bytes: int) -> Window:
         """Return the first window that is large enough, which is the same one on all ranks."""
@@ -146,9 +149,8 @@ class Copies(Products):
         Returns:
             How many rows of each rank these are. The window's last event is behind the others.
         """
-        rows, first = x_shard.shape[0], x_shard.shape[0]
-        if parts != WHOLE and x_shard.numel() * x_shard.dtype.itemsize > _SMALL_BYTES:
-            _, first = cut(rows, parts)[0]
+        rows = x_shard.shape[0]
+        first = head(rows, parts) if x_shard.numel() * x_shard.dtype.itemsize > _SMALL_BYTES else rows
         for slot, (begin, end) in enumerate([(0, first), (first, rows)] if first < rows else [(0, rows)]):
             some = slice(begin, end)
             publish_rows(
@@ -171,7 +173,7 @@ class Copies(Products):
         partial, engine = x.new_empty(ranks * rows, columns), window.engine
         slots = [window.at(rank, x.dtype)[self.rank * lines * LINE :][: rows * columns] for rank in range(ranks)]
         targets = [slot.view(rows, columns) for slot in slots]
-        pieces = [(0, rows)] if parts == WHOLE else cut(rows, parts)
+        pieces = [(0, rows)] if parts == WHOLE else halve(rows, parts)
         sent = window.events[-len(pieces) :]
         for part, event in zip(scattered_parts(self.rank, ranks, rows, parts), window.events, strict=False):
             linear_into(partial[part.rows(rows)], x[part.rows(rows)], weight)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.gemm.linear import Activation
 from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
@@ -130,6 +131,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradients[0].contiguous(), out)
@@ -162,6 +164,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradients[0].contiguous(), out)

@@ -9,6 +9,7 @@ from dlrm_overlap.kernels.schedule import staggered_peers
 
 WHOLE = 0
 """parts: as few products as there can be"""
+_HEADS = 8
 _FINE, _COARSE = 8, 256  # rows: 16 bytes divide 8 of two bytes each; cuBLAS's tiles divide 256
 
 
@@ -37,6 +38,28 @@ def cut(rows: int, parts: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 
+def halve(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Cut the rows of a rank into at most `parts` ranges, each half of what is left, the last as large as that before.
+
+    What follows such a range ends before the next one is there, if it takes less than half as long; so of what follows
+    all of them only that of the last, small one is seen. Ranges begin at multiples of 256, or 8.
+
+    Example: 8192 rows in 4: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
+    """
+    step = _COARSE if rows >= _COARSE << parts else _FINE
+    ranges, begin = [], 0
+    while len(ranges) < parts - 1 and rows - begin > step:
+        end = begin + -(-(rows - begin) // (2 * step)) * step
+        ranges.append((begin, end))
+        begin = end
+    return [*ranges, (begin, rows)]
+
+
+def head(rows: int, parts: int) -> int:
+    """Return how many of a rank's rows are to be first on the links: an eighth, or all where they are not cut."""
+    return rows if parts in (WHOLE, 1) else cut(rows, _HEADS)[0][1]
+
+
 def turns(rank: int, world_size: int) -> list[int]:
     """Return the peers of `rank` in its order: at each turn every rank has another one.
 
@@ -50,48 +73,57 @@ def turns(rank: int, world_size: int) -> list[int]:
     return [rank ^ turn for turn in range(1, world_size)]
 
 
-def last_sender(rank: int, world_size: int) -> int:
-    """Return the peer in whose order `rank` comes last; a rank alone returns itself.
+def senders(rank: int, world_size: int) -> list[int]:
+    """Return the peers in the order in which they turn to `rank`.
 
-    Example: rank 1 of 4: 2, whose order is 3, 0, 1.
+    Example: rank 2 of 4: 3, 0, 1; rank 1 of 3: 0, 2.
     """
-    peers = (peer for peer in range(world_size) if peer != rank and turns(peer, world_size)[-1] == rank)
-    return next(peers, rank)
+    orders = {peer: turns(peer, world_size) for peer in range(world_size) if peer != rank}
+    return sorted(orders, key=lambda peer: orders[peer].index(rank))
 
 
-def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
-    """Return the parts of the peers' rows in the order in which they arrive.
-
-    Only at both ends are they small, so that what comes first is there soon, and what comes last leaves little to do:
-    the last peer's rows come in `parts`, the first one's in one of that size and the rest, the others' whole. Each part
-    costs a copy and a product of its own.
-
-    Args:
-        rank: of the caller.
-        world_size: ranks.
-        rows: of each rank.
-        parts: of the last peer's rows, or WHOLE: the first peer's rows, then twice as many ranks' each time, where they
-            are neighbours.
-
-    Example: rank 1 of 4 with 32 rows. In 4: rows 0 .. 8 and 8 .. 32 of rank 0, all of rank 3, four times 8 of rank 2.
-    WHOLE: rank 0; ranks 2 and 3.
-    """
+def _whole_blocks(rank: int, world_size: int, rows: int) -> list[Part]:
+    """Return the first peer's rows, then twice as many ranks' each time, where they are neighbours."""
     peers = turns(rank, world_size)
-    if parts != WHOLE:
-        pieces = cut(rows, parts)
-        ends = [[pieces[0], (pieces[0][1], rows)] if len(pieces) > 1 else pieces, pieces]
-        cuts = [*ends[:1], *[[(0, rows)]] * (len(peers) - 2), *ends[1:]] if len(peers) > 1 else ends[1:]
-        return [Part(range(peer, peer + 1), *piece) for peer, of in zip(peers, cuts, strict=False) for piece in of]
     if world_size & (world_size - 1):
         return [Part(range(peer, peer + 1), 0, rows) for peer in peers]
     blocks = [peers[first - 1 : 2 * first - 1] for first in (1 << i for i in range(world_size.bit_length() - 1))]
     return [Part(range(min(block), max(block) + 1), 0, rows) for block in blocks]
 
 
+def _fine_at_ends(peers: list[int], rows: int, first: int, last: list[tuple[int, int]]) -> list[Part]:
+    """Return the first peer's rows in two, the last one's in the ranges `last`, and all others' whole."""
+    begin = [(0, first), (first, rows)] if first < rows else [(0, rows)]
+    cuts = [begin, *[[(0, rows)]] * (len(peers) - 2), last][-len(peers) :] if peers else []
+    return [Part(range(peer, peer + 1), *piece) for peer, of in zip(peers, cuts, strict=True) for piece in of]
+
+
+def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
+    """Return the parts of the peers' rows in the order in which they arrive.
+
+    Only at both ends are they small, so that what comes first is there soon, and what comes last leaves little to do.
+    Each part costs a copy and a product of its own.
+
+    Args:
+        rank: of the caller.
+        world_size: ranks.
+        rows: of each rank.
+        parts: of the last peer's rows, or WHOLE: as few products as there can be.
+
+    Example: rank 1 of 4 with 64 rows. In 2: rows 0 .. 8 and 8 .. 64 of rank 0, all of rank 3, twice 32 of rank 2.
+    WHOLE: rank 0; ranks 2 and 3.
+    """
+    if parts == WHOLE:
+        return _whole_blocks(rank, world_size, rows)
+    return _fine_at_ends(turns(rank, world_size), rows, head(rows, parts), cut(rows, parts))
+
+
 def scattered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
     """Return the parts of the rows that peers own in the order in which they are multiplied.
 
-    As `gathered_parts`, but of whole blocks the largest comes first: its rows travel while the others are multiplied.
+    As `gathered_parts`, but the last peer's rows are halved, since what follows them, their sum, is short; and of whole
+    blocks the largest comes first: its rows travel while the others are multiplied.
     """
-    order = gathered_parts(rank, world_size, rows, parts)
-    return order[::-1] if parts == WHOLE else order
+    if parts == WHOLE:
+        return _whole_blocks(rank, world_size, rows)[::-1]
+    return _fine_at_ends(turns(rank, world_size), rows, head(rows, parts), halve(rows, parts))

@@ -3,6 +3,7 @@
     serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     chunks   the same part by part, NCCL's on a stream beside cuBLAS's
     copies   part by part, rows by copy engines, see `copies`
+    pushes   an all-gather whose rows are sent into the peers' windows, see `pushes`
     tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
 
 `auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
@@ -26,7 +27,7 @@ from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
-WAYS = ("serial", "chunks", "copies", "tiles")
+WAYS = ("serial", "chunks", "copies", "pushes", "tiles")
 
 
 class ParallelProducts:
@@ -149,7 +150,7 @@ class ParallelProducts:
         """Return everything that can run a problem."""
         names = WAYS if self.device.type == "cuda" and self.group.size() > 1 else WAYS[:1]
         able = [self.way(name) for name in names if not self.way(name).fault(problem)]
-        return [Choice(way.name, parts) for way in able for parts in way.parts]
+        return [Choice(way.name, parts) for way in able for parts in way.parts_for(problem)]
 
     def _choose_on_rank_0(self, problem: Problem) -> Choice:
         """Return what rank 0 takes, whose file the others may not see; a collective on the host."""
@@ -185,9 +186,11 @@ class ParallelProducts:
         if self.device.type != "cuda":
             raise InputError(f"way {name}: runs between GPUs; take serial or auto")
         from dlrm_overlap.gemm.copies import Copies  # these need Triton, which a CPU does not
+        from dlrm_overlap.gemm.pushes import Pushes
         from dlrm_overlap.gemm.tiles import Tiles
 
-        return (Tiles if name == "tiles" else Copies)(self.group, self.device, self.wait_timeout_s)
+        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles}[name]
+        return made(self.group, self.device, self.wait_timeout_s)
 
     def check(self) -> None:
         """Raise what a wait on the GPU has recorded; waits for nothing.

@@ -66,6 +66,10 @@ class Products(ABC):
         """Return why this way cannot run a problem, or an empty text."""
         return ""
 
+    def parts_for(self, problem: Problem) -> tuple[int, ...]:
+        """Return what the tuner tries for a problem."""
+        return self.parts
+
     @abstractmethod
     def all_gather_matmul(
         self,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
-from dlrm_overlap.gemm.plan import last_sender
+from dlrm_overlap.gemm.plan import senders
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.publish import CallFlags
 
@@ -48,11 +48,10 @@ class Window:
         self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
         """[1] int64: the epoch"""
         every = dict.fromkeys(range(self.world_size), 1)
-        done = self._flags("done", every)
-        ready = tuple(self._flags("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS))
-        self.arrived = [
-            self._flags("ready", every | {last_sender(self.rank, self.world_size): k + 1}) for k in range(SLOTS)
-        ]
+        done = self.awaiting("done", every)
+        ready = tuple(self.awaiting("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS))
+        last = senders(self.rank, self.world_size)[-1:]
+        self.arrived = [self.awaiting("ready", every | dict.fromkeys(last, slot + 1)) for slot in range(SLOTS)]
         """number k awaits part k of a reduce-scatter: slot 0 of every peer, slots 0 .. k of the one that sends last"""
         self.flags = CallFlags(done, ready, torch.zeros(1, dtype=torch.int32, device=device))
         self.ready_at = [self._arena.view("ready", rank)[self.rank] for rank in range(self.world_size)]
@@ -64,10 +63,12 @@ class Window:
         self.engine = CopyEngine(device)
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS + 1)]
         """a call's own, of parts that follow each other"""
+        self.beside = CopyEngine(device)
+        """for copies within this GPU, which run beside the products"""
 
-    def _flags(self, name: str, slots: dict[int, int]) -> Flags:
-        """Return flags of which the first `slots` of each peer are awaited."""
-        counts = [slots[rank] * int(rank != self.rank) for rank in range(self.world_size)]
+    def awaiting(self, name: str, slots: dict[int, int]) -> Flags:
+        """Return the flags `name`, ready or done, of which the first `slots` of each peer are awaited."""
+        counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
         return Flags(
             addresses=self._arena.addresses(name),
             clock=self.word,

@@ -83,29 +83,27 @@ HALVES = [
 """that the interpreter can multiply soon; 19 rows are three parts of 8, 8 and 3"""
 
 
-def copies_on_host(timeout_s: float = 60.0) -> Any:
-    """Return what GPUs run, its kernels interpreted and its copies the host's; to be used in `without_streams`."""
-    from dlrm_overlap.gemm.copies import Copies
-
-    return Copies(world(), torch.device("cpu"), timeout_s)
-
-
 def check_copies() -> None:
     """What a GPU runs, its kernels interpreted and its copies the host's, with ranks that are late at random."""
+    from dlrm_overlap.gemm.copies import Copies
+    from dlrm_overlap.gemm.pushes import Pushes
+
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     late = random.Random(place[0])
     with without_streams():
-        copies = copies_on_host()
         products = ParallelProducts(world(), device)
-        products._ways["copies"] = copies
-        copies.fault = lambda _: ""
+        for way in (Copies, Pushes):
+            products._ways[way.name] = way(world(), device, 60.0)
+            products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operators, "parallel_products", lambda *_: products)
             for case in HALVES:
-                for parts in copies.parts if case is HALVES[0] else (0, 2):
+                for way in (
+                    ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
+                ):
                     time.sleep(late.choice([0, 2e-3]))
-                    check_operators(case, place, device, way=f"copies/{parts}")
-        copies.close()
+                    check_operators(case, place, device, way=way)
+        products.close()
 
 
 TILED = [

@@ -10,7 +10,7 @@ from dlrm_overlap.gemm.choose import Choice, choose, key, predicted_us, read_tun
 from dlrm_overlap.gemm.tuner import _keep, entry
 from dlrm_overlap.gemm.ways import Problem
 
-ABLE = [Choice("serial"), *(Choice("copies", parts) for parts in (0, 1, 2, 4, 8))]
+ABLE = [Choice("serial"), *(Choice("copies", parts) for parts in (0, 1, 2, 4, 8)), Choice("chunks", 2)]
 
 
 def problem(operator: str, rows: int, columns: int, inner: int) -> Problem:
@@ -46,7 +46,19 @@ def test_without_a_measurement(operator: str) -> None:
     assert choose(wide, 4, ABLE, {}) == Choice("copies", 0), "the product bounds: as few as there can be"
 
 
-def test_the_example_of_the_roofline() -> None:
-    example = problem("all_gather", 32768, 1024, 4096)
-    assert predicted_us(example, 4, Choice("serial")) == pytest.approx(1043, abs=1)
-    assert predicted_us(example, 4, Choice("copies", 4)) == pytest.approx(584, abs=1)
+@pytest.mark.parametrize(
+    ("operator", "shape", "way", "measured_us"),
+    [
+        ("all_gather", (32768, 1024, 4096), Choice("serial"), 1016),
+        ("all_gather", (32768, 1024, 4096), Choice("copies", 1), 700),
+        ("all_gather", (4096, 12288, 12288), Choice("copies", 0), 1610),
+        ("all_gather", (1024, 12288, 12288), Choice("copies", 0), 442),
+        ("reduce_scatter", (32768, 4096, 1024), Choice("copies", 1), 739),
+        ("reduce_scatter", (4096, 12288, 12288), Choice("copies", 0), 1646),
+        ("reduce_scatter", (32768, 1024, 256), Choice("serial"), 232),
+    ],
+)
+def test_predictions_are_near_what_four_h200s_took(
+    operator: str, shape: tuple[int, int, int], way: Choice, measured_us: float
+) -> None:
+    assert predicted_us(problem(operator, *shape), 4, way) == pytest.approx(measured_us, rel=0.1)

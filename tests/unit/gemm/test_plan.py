@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, last_sender, scattered_parts, turns
+from dlrm_overlap.gemm.plan import WHOLE, cut, gathered_parts, halve, scattered_parts, senders, turns
 
 
 def test_cuts_begin_where_tiles_or_vectors_do() -> None:
@@ -18,8 +18,9 @@ def test_no_two_ranks_take_the_same_peer_at_a_turn(world_size: int) -> None:
         assert sorted([rank, *order]) == list(range(world_size))
     for turn in zip(*orders, strict=True):
         assert len(set(turn)) == world_size
-    if world_size > 1:
-        assert [orders[last_sender(rank, world_size)][-1] for rank in range(world_size)] == list(range(world_size))
+    for rank in range(world_size):
+        for turn, peer in enumerate(senders(rank, world_size)):
+            assert orders[peer][turn] == rank
 
 
 @pytest.mark.parametrize("parts", [WHOLE, 1, 4])
@@ -34,9 +35,13 @@ def test_parts_cover_the_peers_rows_once(world_size: int, parts: int) -> None:
 
 
 def test_parts_are_small_at_both_ends_alone() -> None:
-    parts = [(*part.ranks, part.begin, part.end) for part in gathered_parts(1, 4, 32, 4)]
-    assert parts == [(0, 0, 8), (0, 8, 32), (3, 0, 32), (2, 0, 8), (2, 8, 16), (2, 16, 24), (2, 24, 32)]
-    assert len(gathered_parts(0, 2, 32, 4)) == 4
+    gathered = [(*part.ranks, part.begin, part.end) for part in gathered_parts(1, 4, 64, 2)]
+    assert gathered == [(0, 0, 8), (0, 8, 64), (3, 0, 64), (2, 0, 32), (2, 32, 64)]
+    scattered = [(*part.ranks, part.begin, part.end) for part in scattered_parts(1, 4, 64, 3)]
+    assert scattered == [(0, 0, 8), (0, 8, 64), (3, 0, 64), (2, 0, 32), (2, 32, 48), (2, 48, 64)]
+    assert len(gathered_parts(0, 2, 64, 4)) == len(scattered_parts(0, 2, 64, 4)) == 4
+    assert halve(8192, 4) == [(0, 4096), (4096, 6144), (6144, 7168), (7168, 8192)]
+    assert halve(5, 4) == [(0, 5)]
 
 
 def test_whole_blocks_are_few_products() -> None:
