@@ -39,7 +39,7 @@ from dlrm_overlap.ranks import Ranks
 
 _DTYPE = torch.bfloat16
 _PARTS = ("cublas", "triton", "collective", "own")
-_TOLERANCE = 0.03  # of an element's size and the mean's: products and, by NCCL, sums of several are rounded to bfloat16
+_TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
     "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "triton_gemm_ms",
     "communication_ms", "ect_ms", "overlap_efficiency", "floor_ms", "of_floor", "speedup",
@@ -61,6 +61,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     own = PeerCollectives(group, device, capacity_bytes)
     landing = own.empty((capacity_bytes,), torch.uint8)
     products, turns = parallel_products(group, device), Turns(group, device)
+    products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
         for operator in request.operators:
