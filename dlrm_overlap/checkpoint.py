@@ -279,7 +279,7 @@ def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
     )
 
 
-def _shards(model: DistributedModelParallel) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
     """Return shape and offsets of each dense parameter of which this rank holds a part, as `local_parts` takes them."""
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 

@@ -46,6 +46,7 @@ class CompiledKernel:
         constants: Mapping[str, Any],
         *,
         num_warps: int,
+        num_stages: int | None = None,
         fuse_sums: bool = True,
         registers: int | None = None,
     ) -> None:
@@ -56,6 +57,7 @@ class CompiledKernel:
             arguments: names of the run-time arguments, in the order in which launches pass them.
             constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
             num_warps: warps a program.
+            num_stages: reads of a pipelined loop that are under way at once; None takes Triton's default.
             fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
                 bits that a CPU computes.
             registers: the most that a thread may have; what does not fit is kept in memory. None: as many as it likes.
@@ -68,6 +70,7 @@ class CompiledKernel:
         _check_names(kernel, "constant", tuple(constants), own_constants)
         self._kernel, self.constants = kernel, constants
         self._options = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
+        self._options |= {} if num_stages is None else {"num_stages": num_stages}
         if registers is not None:
             self._options["maxnreg"] = registers
         self._arguments, self._values = tuple(arguments), tuple(constants.values())

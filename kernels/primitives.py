@@ -135,6 +135,24 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 
 
 @triton.jit
+def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
+    """Return the least epoch at `flags` [N] where `mask`, or `epoch` once all have reached it.
+
+    Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. Order: none, the flags
+    are read relaxed; whoever goes on acquires them.
+    """
+    began = clock(0, INTERPRETED)
+    turn = 0
+    waited = began - began
+    oldest = oldest_epoch(flags, mask, epoch, "relaxed")
+    while (oldest < epoch) & (waited <= timeout):
+        oldest = oldest_epoch(flags, mask, epoch, "relaxed")
+        turn += 1
+        waited = clock(turn, INTERPRETED) - began
+    return oldest
+
+
+@triton.jit
 def await_flags(
     ready,
     counts,
@@ -164,23 +182,66 @@ def await_flags(
     mask = source < world_size
     mask = mask & (index % slots < tl.load(counts + source, mask=mask, other=0))
     flags = ready + index
-    began = clock(0, INTERPRETED)
-    turn = 0
-    waited = began - began
-    oldest = oldest_epoch(flags, mask, epoch, "relaxed")
-    while (oldest < epoch) & (waited <= timeout):
-        oldest = oldest_epoch(flags, mask, epoch, "relaxed")
-        turn += 1
-        waited = clock(turn, INTERPRETED) - began
+    oldest = poll(flags, mask, epoch, timeout, INTERPRETED)
     if oldest < epoch:
         seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
         missing = first + tl.argmin(tl.where(mask, seen, epoch), 0)
         record(status, EXPIRED, rank, missing // slots, missing % slots, epoch, tl.load(ready + missing))
         if not INTERPRETED:
-            stop(turn)
+            stop(rank)
     # Acquired once, at the end: each acquire empties the multiprocessor's L1, where other programs still pool.
     oldest_epoch(flags, mask, epoch, "acquire")
     tl.debug_barrier()  # no thread reads the windows before the threads that acquired
+
+
+@triton.jit
+def await_few(
+    ready,
+    slots,
+    first,
+    apart,
+    count,
+    rank,
+    epoch,
+    timeout,
+    status,
+    LANES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Wait until `count` flags of `ready` [W, slots], at most LANES, have reached `epoch`.
+
+    These are the elements `first`, `first` + `apart`, and so forth. When `timeout` has passed, the program records
+    which flag is missing and stops the kernel, as `await_flags` does.
+
+    Order: as in `await_flags`. A proxy fence follows, so that what the program then reads by TMA comes after, too.
+
+    Returns:
+        0, computed from what has been seen: what is to come after the wait can be made to depend on it.
+
+    Example: slot 2 of 4 of all of 3 ranks: first 2, apart 4, count 3 are the elements 2, 6 and 10.
+    """
+    lane = tl.arange(0, LANES)
+    mask = lane < count
+    flags = ready + first + lane * apart
+    oldest = poll(flags, mask, epoch, timeout, INTERPRETED)
+    if oldest < epoch:
+        seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
+        missing = first + tl.argmin(tl.where(mask, seen, epoch), 0) * apart
+        record(status, EXPIRED, rank, missing // slots, missing % slots, epoch, tl.load(ready + missing))
+        if not INTERPRETED:
+            tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
+            stop(rank)
+    late = tl.minimum(oldest_epoch(flags, mask, epoch, "acquire") - epoch, 0).to(tl.int32)
+    tl.debug_barrier()  # no thread reads what has arrived before the threads that acquired
+    return late * 0 if INTERPRETED else fence_proxy(late)  # an expired wait does not stop the interpreter
+
+
+@triton.jit
+def fence_proxy(value):
+    """Return `value`, once what this thread has acquired is visible to its reads of global memory by TMA, too."""
+    return tl.inline_asm_elementwise(
+        "{ fence.proxy.async.global; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

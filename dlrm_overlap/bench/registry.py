@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.request import (
     AblationRequest,
     BackwardRequest,
@@ -75,5 +76,8 @@ FIGURES = {
         "a computation beside a communication that does not depend on it, by each way to issue the two",
         ConcurrentRequest,
         "concurrent",
+    ),
+    "gemm": Figure(
+        "products with their all-gather or reduce-scatter inside, by each way to do it", GemmRequest, "gemm"
     ),
 }

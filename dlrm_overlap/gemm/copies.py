@@ -22,6 +22,7 @@ complete; here each chunk is a product of its own, so the stream says when it is
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -66,12 +67,17 @@ class Copies(Products):
 
     def prepare(self, problem: Problem, parts: int) -> None:
         """Make a window if those that there are do not suffice, and load all kernels by calls with zeros."""
-        rows, needed = problem.rows // self.world_size, self._needed_bytes(problem)
+        needed = self._needed_bytes(problem)
         if not any(window.capacity_bytes >= needed for window in self._windows):
             capacity = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
             self._windows.append(Window(self.group, self.device, capacity, self._timeout_s))
+        self._rehearse(problem, parts, lambda weight: weight)
+
+    def _rehearse(self, problem: Problem, parts: int, lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Load all kernels by calls with zeros, of a weight that `lay` has laid out."""
+        rows = problem.rows // self.world_size
         x = torch.zeros(problem.rows, problem.inner, dtype=problem.dtype, device=self.device)
-        weight = x.new_zeros(problem.columns, problem.inner)
+        weight = lay(x.new_zeros(problem.columns, problem.inner))
         bias = weight.new_zeros(problem.columns) if problem.bias else None
         activation: Activation = "relu" if problem.activation == "relu" else "none"
         if problem.operator == "reduce_scatter":

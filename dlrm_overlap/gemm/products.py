@@ -3,7 +3,8 @@
     serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     chunks   the same part by part, NCCL's on a stream beside cuBLAS's
     copies   part by part, rows by copy engines, see `copies`
-    pushes   an all-gather whose rows are sent, not read, see `pushes`
+    pushes   an all-gather whose rows are sent into the peers' windows, see `pushes`
+    tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
 
 `auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
 nothing is asked of other ranks, so a problem that has not been run before is refused there.
@@ -26,7 +27,7 @@ from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
-WAYS = ("serial", "chunks", "copies", "pushes")
+WAYS = ("serial", "chunks", "copies", "pushes", "tiles")
 
 
 class ParallelProducts:
@@ -186,8 +187,10 @@ class ParallelProducts:
             raise InputError(f"way {name}: runs between GPUs; take serial or auto")
         from dlrm_overlap.gemm.copies import Copies  # these need Triton, which a CPU does not
         from dlrm_overlap.gemm.pushes import Pushes
+        from dlrm_overlap.gemm.tiles import Tiles
 
-        return (Pushes if name == "pushes" else Copies)(self.group, self.device, self.wait_timeout_s)
+        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles}[name]
+        return made(self.group, self.device, self.wait_timeout_s)
 
     def check(self) -> None:
         """Raise what a wait on the GPU has recorded; waits for nothing.

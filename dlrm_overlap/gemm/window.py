@@ -58,6 +58,8 @@ class Window:
         """of each rank, [SLOTS] int64: the flags READY that this rank raises there"""
         self.done_at = [self._arena.view("done", rank)[self.rank] for rank in range(self.world_size)]
         """of each rank, [1] int64: the flag DONE that this rank raises there"""
+        self.addresses = self._arena.addresses("memory")
+        """[W] int64: of each rank's memory"""
         self.engine = CopyEngine(device)
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS + 1)]
         """a call's own, of parts that follow each other"""

@@ -14,6 +14,7 @@ from dlrm_overlap.gemm import operators
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.gemm.arguments import Tiling
 from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
 from tests.distributed.products import Case, check_operators
@@ -107,10 +108,35 @@ def check_copies() -> None:
         products.close()
 
 
+TILED = [
+    Case(21, 16, 24, torch.bfloat16),
+    Case(16, 8, 8, torch.float16, bias=False, activation="none"),
+]
+"""whose N and K are multiples of 8, as are those of their gradients; 21 rows are two tiles"""
+
+
+def check_tiles() -> None:
+    """As `check_copies`, by the kernels that hold the communication."""
+    from dlrm_overlap.gemm.tiles import Tiles
+
+    device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
+    with without_streams():
+        tiles = Tiles(world(), device, 60.0)
+        tiles.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+        products = ParallelProducts(world(), device)
+        products._ways["tiles"] = tiles
+        tiles.fault = lambda problem: ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "parallel_products", lambda *_: products)
+            for case in TILED:
+                check_operators(case, place, device, way="tiles/2")
+        tiles.close()
+
+
 QUICK: dict[str, Callable[[], None]] = {
     "serial": check_serial,
     "autocast": check_autocast,
     "mistakes": check_mistakes,
 }
 if INTERPRETED:
-    QUICK["copies"] = check_copies
+    QUICK |= {"copies": check_copies, "tiles": check_tiles}

@@ -213,3 +213,22 @@ def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
         assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
         assert float(row["gb_per_s"]) == pytest.approx((1 << 20) / float(row["median_ms"]) / 1e6, rel=1e-2)
         assert (row["product_ms"] != "") == (row["beside"] == "compute")
+
+
+@pytest.mark.slow
+def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
+    output = tmp_path / "gemm.csv"
+    argv = ["bench", "gemm", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
+    result = run_cli(*argv, "--shapes", "16x24x32", "--repetitions", "2", "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks on cpu" in result.stdout
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    operators = ("all_gather", "reduce_scatter")
+    names = ("serial", "chunks", "auto")
+    assert [(row["operator"], row["contender"]) for row in rows] == [
+        (each, name) for each in operators for name in names
+    ]
+    for row in rows:
+        assert (row["device"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("cpu", "16", "24", "32", "384")
+        assert float(row["floor_ms"]) <= float(row["gemm_ms"]) + 384 / float(row["link_gb_per_s"]) / 1e6

@@ -12,6 +12,7 @@ from dlrm_overlap.bench.report.collective_plots import (
     draw_collectives,
     draw_concurrent,
 )
+from dlrm_overlap.bench.report.gemm_plots import draw_gemm, gemm_table
 from dlrm_overlap.bench.report.map_plots import MAPS, PAYS
 from dlrm_overlap.bench.report.measured import Measured, Table
 from dlrm_overlap.bench.report.stage_plots import (
@@ -190,6 +191,14 @@ PLOTS = {
         "CUDA_DEVICE_MAX_CONNECTIONS=32 dlrm-overlap bench concurrent --config configs/quickstart.yaml --nproc 4",
         draw_concurrent,
         concurrent_table,
+    ),
+    "gemm": Plot(
+        "Products with their all-gather or reduce-scatter inside",
+        "Time over that of the collective and the product one after the other. The thick line is the longer of the "
+        "product alone and of its bytes at the rate of the links.",
+        "dlrm-overlap bench gemm --config configs/bench/tiny.yaml --nproc 4",
+        draw_gemm,
+        gemm_table,
     ),
     "input": Plot(
         "The step fed by the loader",

@@ -1,0 +1,147 @@
+"""Products of one kernel each, whose tiles wait for their rows or go straight to the rank that owns their rows.
+
+As `copies`, but there is one product, not one a part. All-gather: the copy engine reads the peers' rows and, behind
+each part of them, a flag that the peer has raised for this rank at home; tiles of rows that have not come wait for the
+part's flag, while those of other rows are multiplied:
+
+    current stream | rows to the window, READY, await it of all | own rows, rows of r^1, rows of r^2, .. | DONE
+    copy engine    |                                            | read r^1, flag | read r^2, flag | ..
+
+Reduce-scatter: the kernel's tiles are stored in the owners' windows by the multiprocessors, so that links are busy as
+long as the product runs, and no partial product is ever read again here; then the owner adds up what has arrived:
+
+    current stream | await DONE | tiles of all ranks in turn, flags behind each part | await, add up a part | .. | DONE
+
+Where the product bounds, what is exposed is the first part's copy, or the last tiles' and the sum. A part here costs a
+flag, not a product, so there may be many.
+
+Source: Flux (Chang et al., arXiv 2406.06858).
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.gemm.copies import Copies, lines_of
+from dlrm_overlap.gemm.linear import Activation
+from dlrm_overlap.gemm.ways import Finish, Problem
+from dlrm_overlap.gemm.window import SLOTS, Window
+from dlrm_overlap.kernels.dense.arguments import LINE
+from dlrm_overlap.kernels.flags import wait_flags
+from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals
+from dlrm_overlap.kernels.gemm.product import ALIGNED, TILING, gathered_product, scattered_product
+from dlrm_overlap.kernels.gemm.publish import begin_call
+from dlrm_overlap.kernels.gemm.sum_parts import Parts, sum_parts
+
+
+class Tiles(Copies):
+    """See the module."""
+
+    name = "tiles"
+    parts = (4, 1, 2, SLOTS)
+    tiling = TILING
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        """Take the bound of a wait for a peer."""
+        super().__init__(group, device, timeout_s)
+        make = lambda order: torch.tensor(order, dtype=torch.int32, device=device)  # noqa: E731
+        self._own_first, self._own_last = make([self.rank, *self._turns]), make([*self._turns, self.rank])
+        self._done = torch.zeros(self.world_size * SLOTS, dtype=torch.int32, device=device)
+        self._arrived: dict[Window, torch.Tensor] = {}
+
+    def fault(self, problem: Problem) -> str:
+        """Return why tiles cannot run a problem, or an empty text."""
+        if fault := super().fault(problem):
+            return fault
+        if problem.columns % ALIGNED or problem.inner % ALIGNED:
+            return f"tiles take N and K that are multiples of {ALIGNED}; pad them, or take copies"
+        return ""
+
+    def prepare(self, problem: Problem, parts: int) -> None:
+        """As `copies`; a weight that is a transpose takes another kernel."""
+        super().prepare(problem, parts)
+        self._rehearse(problem, parts, lambda weight: weight.t().contiguous().t())
+
+    def _slot_rows(self, rows: int, parts: int) -> int:
+        """Return how many of a rank's rows have one flag: whole tiles.
+
+        Example: 1000 rows in 3 parts, tiles of 128 rows: 384.
+        """
+        return -(-rows // (parts * self.tiling.block_m)) * self.tiling.block_m
+
+    def all_gather_matmul(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        parts: int,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Multiply all rows, this rank's first, the peers' as they come."""
+        self._join_last()
+        if x_shard.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
+            x_shard = x_shard.clone()
+        (rows, inner), ranks = x_shard.shape, self.world_size
+        window = self._window(x_shard.numel() * x_shard.dtype.itemsize)
+        shards = [window.at(rank, x_shard.dtype)[: rows * inner].view(rows, inner) for rank in range(ranks)]
+        x, out = x_shard.new_empty(ranks * rows, inner), x_shard.new_empty(ranks * rows, weight.shape[0])
+        own, engine = slice(self.rank * rows, (self.rank + 1) * rows), window.engine
+        slot_rows = self._slot_rows(rows, parts)
+        arrived = self._arrived.setdefault(window, torch.zeros_like(window.flags.ready[0].local))
+        first = self._publish(window, x_shard, shards[self.rank], x[own], parts)
+        awaits = first < rows
+        for peer in self._turns:
+            for slot, begin in enumerate(range(0, rows, slot_rows)):
+                end = min(begin + slot_rows, rows)
+                if awaits and end > first:
+                    engine.stream.wait_event(window.events[-1])
+                    awaits = False
+                engine.copy(x[peer * rows + begin : peer * rows + end], shards[peer][begin:end])
+                # Read at the peer, where this rank has raised it: a copy within this GPU would be a kernel.
+                engine.write_flag(arrived[peer, slot : slot + 1], window.ready_at[peer][:1])
+        signals = Signals(replace(window.flags.ready[0], local=arrived), slot_rows)
+        gathered_product(x, _laid_out(weight), bias, activation, out, self.rank, self._own_first, signals, self.tiling)
+        engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
+        engine.join()
+        return out, x if keep else None
+
+    def begin_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
+    ) -> Finish:
+        """Multiply all rows and store them at their owners."""
+        self._join_last()
+        rows, columns, ranks = x.shape[0] // self.world_size, weight.shape[0], self.world_size
+        lines, slot_rows = lines_of(rows, columns), self._slot_rows(rows, parts)
+        window = self._window(ranks * lines * LINE * x.dtype.itemsize)
+        begin_call(window.flags, self.rank)
+        signals = Signals(window.flags.ready[0], slot_rows)
+        destinations = Destinations(window.addresses + self.rank * lines * LINE * x.dtype.itemsize, self._done)
+        scattered_product(x, _laid_out(weight), self.rank, self._own_last, signals, destinations, self.tiling)
+        self._under_way = True
+
+        def finish() -> torch.Tensor:
+            self._under_way = False
+            received = window.at(self.rank, x.dtype)[: ranks * lines * LINE]
+            out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
+            summed = Parts(received, lines, out, columns, bias, activation == "relu")
+            for slot, begin in enumerate(range(0, rows, slot_rows)):
+                end = min(begin + slot_rows, rows)
+                wait_flags(window.flags.ready[slot], self.rank, 0)
+                sum_parts(summed, window.flags.done, window.flags.counted, self.rank, (begin, end), end == rows)
+            return out.resize_(rows, columns)  # no view, which autograd would let nobody change in place
+
+        return finish
+
+    def close(self) -> None:
+        """Give the windows back, once all that was issued is done."""
+        super().close()
+        self._arrived.clear()
+
+
+def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight that TMA can read: it or its transpose contiguous, at a multiple of 16 bytes."""
+    if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,241 @@
+"""Products of matrices with communication inside: tiles wait for rows that peers send, or are stored at peers.
+
+A persistent kernel computes x @ weight^T tile by tile, by TMA and wgmma on Hopper. The rows of x, or of the result,
+are in W shards, one a rank. In a gathered product a tile waits until its rows have arrived, and tiles whose rows are
+here already come first. In a scattered product a tile is stored straight into the window of the rank that owns its
+rows, and the program that completes a region of rows raises the region's flag there. Source: Flux (Chang et al.,
+arXiv 2406.06858), whose kernels do the first in the prologue and the second in the epilogue.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel
+from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
+from dlrm_overlap.kernels.gemm.portable import product_in_triton
+
+TILING = Tiling()
+ALIGNED = 8
+"""elements that must divide N and K: 16 bytes of a type of 2, as TMA and the stores ask for"""
+
+_ARGUMENTS = (
+    "out", "bias", "targets", "owners", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
+    "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots",
+    "timeout",
+)  # fmt: skip
+
+
+class _Kind(NamedTuple):
+    """What a kernel of products is compiled for, beside its tiling."""
+
+    gather: bool
+    scatter: bool
+    by_k: bool
+    bias: bool
+    activation: str
+    dtype: torch.dtype
+    order: str
+
+
+@lru_cache
+def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
+    constants = {
+        "GATHER": kind.gather,
+        "SCATTER": kind.scatter,
+        "BY_K": kind.by_k,
+        "BIAS": kind.bias,
+        "ACTIVATION": kind.activation,
+        "TYPE": TYPES[kind.dtype],
+        "ORDER": kind.order,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "GROUP": tiling.group,
+        "PARTS": tiling.parts,
+    }
+    if tiling.specialised:
+        from dlrm_overlap.kernels.gemm import hopper
+
+        constants |= {
+            "STAGES": tiling.stages,
+            "GROUPS": hopper.GROUPS,
+            "LOAD_REGISTERS": hopper.LOAD_REGISTERS,
+            "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS,
+        }
+        return CompiledKernel(hopper.product_on_hopper, _ARGUMENTS, constants, num_warps=4)
+    constants["INTERPRETED"] = INTERPRETED
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.stages}
+    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, **options)
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:
+    """Return what TMA reads blocks of [rows, columns] of a contiguous matrix by."""
+    if not tiling.specialised:
+        return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+
+    layout = NVMMASharedLayout.get_default_for([rows, columns], TYPES[matrix.dtype])
+    return LaidOut.from_tensor(matrix, [rows, columns], layout)
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the kernels take such matrices: 2 bytes an element, rows of whole 16 bytes at multiples of 16."""
+    (_, k), n = x.shape, weight.shape[0]
+    return (
+        x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and k % ALIGNED == 0
+        and n % ALIGNED == 0
+        and x.is_contiguous()
+        and (weight.is_contiguous() or weight.t().is_contiguous())
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+@lru_cache
+def _on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _programs(device: torch.device, tiles: int, programs: int | None) -> int:
+    """Return the number of programs: as many as multiprocessors, unless that is more than tiles or `programs`."""
+    if device.type != "cuda":
+        return min(tiles, programs or 2)
+    return min(tiles, programs or torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor | None,
+    rank: int,
+    owners: torch.Tensor | None,
+    signals: Signals | None,
+    destinations: Destinations | None,
+    tiling: Tiling,
+    programs: int | None,
+) -> None:
+    """Launch a kernel on the current stream; with signals it is gathered, with destinations, too, scattered.
+
+    What the kernel is compiled not to touch is given as `x`, an address like any other.
+    """
+    assert fits(x, weight), "ask `fits` first"
+    (m, k), n, by_k = x.shape, weight.shape[0], weight.is_contiguous()
+    world_size = 1 if owners is None else owners.numel()
+    assert m % world_size == 0, f"{m} rows are not shards of {world_size} ranks"
+    shard_rows, order = m // world_size, "alone" if signals is None else "own_first"
+    peers_ready = ready = clock = status = targets = done = x
+    slot_rows, slots, timeout = shard_rows, 1, 0
+    if signals is not None:
+        flags, slot_rows = signals
+        ready, slots, timeout = flags.local, flags.local.shape[1], flags.timeout
+        peers_ready, clock, status = flags.addresses, flags.clock, flags.status
+        assert slot_rows >= min(tiling.block_m, shard_rows), f"{slot_rows} rows: a tile has {tiling.block_m}"
+    if destinations is not None:
+        targets, done, order = destinations
+        assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
+    scatter = destinations is not None
+    kind = _Kind(signals is not None and not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
+    tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
+    rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
+    if by_k:
+        columns = _descriptor(weight, tiling.block_n, tiling.block_k, tiling)
+    else:
+        columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
+    tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
+    given, turns = x if bias is None else bias, x if owners is None else owners
+    _compiled(kind, tiling)(
+        _programs(x.device, tiles, programs), (given.dtype,),
+        x if out is None else out, given, targets, turns, peers_ready, ready, done, clock, status, rows, columns,
+        rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, slots,
+        timeout,
+    )  # fmt: skip
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+    tiling: Tiling = TILING,
+    programs: int | None = None,
+) -> None:
+    """Compute out = activation(x @ weight^T + bias) on the current stream, without communication.
+
+    Args:
+        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8.
+        weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `fits`.
+        bias: [N] of any float type, or None.
+        activation: none | relu.
+        out: [M, N] contiguous, of the type of `x`.
+        tiling: how the product is cut.
+        programs: of the grid; None takes one a multiprocessor.
+    """
+    _launch(x, weight, bias, activation, out, 0, None, None, None, tiling, programs)
+
+
+def gathered_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+    rank: int,
+    owners: torch.Tensor,
+    signals: Signals,
+    tiling: Tiling = TILING,
+    programs: int | None = None,
+) -> None:
+    """Compute out = activation(x @ weight^T + bias) on the current stream, while the peers' shards of x arrive.
+
+    A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work. Rows have to arrive without a
+    multiprocessor of this GPU, since the kernel may hold all of them: by copy engines, or by stores of the peers.
+
+    Args:
+        x: [M, K] as for `product`, of which shard w, M / W rows, is rank w's. The own one is there.
+        weight: [N, K] as for `product`.
+        bias: [N] of any float type, or None.
+        activation: none | relu.
+        out: [M, N] contiguous, of the type of `x`.
+        rank: of the caller.
+        owners: [W] int32: the order of the shards; the rank itself, then its peers, best as their rows arrive.
+        signals: of `rank`, that the peers' rows are there; a slot has at least the rows of a tile.
+        tiling: how the product is cut.
+        programs: of the grid; None takes one a multiprocessor.
+    """
+    _launch(x, weight, bias, activation, out, rank, owners, signals, None, tiling, programs)
+
+
+def scattered_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rank: int,
+    owners: torch.Tensor,
+    signals: Signals,
+    destinations: Destinations,
+    tiling: Tiling = TILING,
+    programs: int | None = None,
+) -> None:
+    """Store this rank's part of x @ weight^T at the ranks that own its rows, and raise their flags.
+
+    The kernel waits for nobody. What is at an owner's is added up there by `sum_parts`.
+
+    Args:
+        x: [M, K] as for `product`, K being this rank's part of the sum; rank w owns the rows [w * M / W, ..).
+        weight: [N, K] as for `product`.
+        rank: of the caller.
+        owners: [W] int32: the order of the owners; the peers, then the rank itself.
+        signals: the flags that are raised, each once a slot's rows are there; a slot has whole tiles.
+        destinations: where the tiles go.
+        tiling: how the product is cut.
+        programs: of the grid; None takes one a multiprocessor.
+    """
+    _launch(x, weight, None, "none", None, rank, owners, signals, destinations, tiling, programs)
