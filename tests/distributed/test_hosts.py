@@ -1,0 +1,190 @@
+"""Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from tests.agreement import assert_all_near, assert_same
+from tests.conftest import read_metrics
+from tests.distributed.interpreted import interpreted_halves, without_streams
+from tests.distributed.tiny_stage import Stage
+from tests.distributed.workers import cases_on_ranks, quickstart, run_ranks, train
+
+OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
+BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (3, 2, 4, 1)]
+HOSTS = {
+    "2 of 2": (range(2), range(2, 4)),
+    "4 of 1": tuple(range(rank, rank + 1) for rank in range(4)),
+    "3 and 1": (range(3), range(3, 4)),  # rank 3 takes three ranks' messages
+    "1 and 3": (range(1), range(1, 4)),
+}
+WIRES: Sequence[dict[str, Any]] = [
+    {},
+    {"wire_dtype": torch.float16},
+    {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
+]
+
+
+def _group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _exchange(stage: Stage, hosts: str, backend: str, **options: Any) -> Exchange:
+    exchange = stage.exchange(_group(), backend, **options)
+    exchange._reach = Reach(stage.rank, HOSTS[hosts], "emulated")
+    return exchange
+
+
+def _train(rank: int, exchange: Exchange, stage: Stage) -> list[torch.Tensor]:
+    """Return the outputs of a step for each of the batch sizes, all but one of which are trained on."""
+    generator, outputs = torch.Generator().manual_seed(rank), []
+    for number, sizes in enumerate(BATCH_SIZES):
+        inputs, _ = stage.inputs(number, sizes)
+        with torch.set_grad_enabled(number != 1):
+            pooled = exchange.start(inputs, sizes).wait()
+        outputs.append(pooled.detach().clone())
+        gradient = torch.randn(pooled.shape, generator=generator).to(pooled.dtype)
+        if pooled.requires_grad:
+            pooled.backward(gradient)
+        if rank == 2:
+            time.sleep(0.02)  # nobody may overtake it
+        del pooled
+    return outputs
+
+
+def _rows(stage: Stage) -> dict[str, torch.Tensor]:
+    shards = stage.layout.by_owner[stage.rank]
+    rows = {f"rows of {shard.name}": stage.tables.weight(shard) for shard in shards}
+    states = {f"state of {shard.name}": stage.tables.state(shard) for shard in shards}
+    return rows | {name: state for name, state in states.items() if state is not None}
+
+
+def check_bits_are_those_of_one_host(rank: int) -> None:
+    every = ["pgas", "fused"]
+    ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
+    ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
+    for optimizer, more, splits, backends in ways:
+        with patch.object(gradients, "_PART_BYTES", 64):
+            known = Stage(OWNERS, rank, optimizer=optimizer)
+            exchange = known.exchange(_group(), "pgas", hosts=1, **more)
+            expected = _train(rank, exchange, known)
+            assert exchange.reach.whole
+            for hosts, backend in ((hosts, backend) for hosts in splits for backend in backends):
+                stage, what = Stage(OWNERS, rank, optimizer=optimizer), f"{backend}, {hosts}, {more}"
+                exchange = _exchange(stage, hosts, backend, **more)
+                for number, pooled in enumerate(_train(rank, exchange, stage)):
+                    assert_same(pooled, expected[number], f"{what}, step {number}")
+                assert_all_near(_rows(stage), _rows(known), 0.0, f"{what}:")
+                exchange.close()
+
+
+def check_hosts_are_found_and_emulated(rank: int) -> None:
+    stage = Stage(OWNERS, rank)
+    assert stage.exchange(_group(), "pgas").reach.hosts == (range(4),), "one machine"
+    assert stage.exchange(_group(), "pgas", hosts=2).reach.hosts == HOSTS["2 of 2"]
+    assert stage.exchange(_group(), "nccl", hosts=2).reach.whole, "a collective reaches all"
+
+
+def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4, 4)
+    exchange = stage.exchange(_group(), "pgas", hosts=2, wait_timeout_s=0.3)
+    inputs, _ = stage.inputs(0, sizes)
+    exchange.start(inputs, sizes).wait()
+    forward: Any = exchange._open().forward
+    told = pytest.raises(ExchangeTimeoutError, match=r"of rank [0-3]: expected epoch 2, seen 1;")
+    # Messages stay where they have arrived.
+    with patch.object(forward, "pass_on", lambda step: step.work.wait()), told as raised:
+        exchange.start(inputs, sizes).wait()
+    silent = (2, 3) if rank < 2 else (0, 1)
+    assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"
+
+
+def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
+    half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
+    sgd, adagrad = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD
+    ways = [("pgas", "push", sgd, {}), ("pgas", "dma", adagrad, half), ("fused", "atomic", sgd, {})]
+    ways += [("fused", "push", adagrad, half | {"put": "stores"})]
+    for backend, backward, optimizer, more in ways:
+        results: list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]] = []
+        for hosts in (1, 2):
+            stage = Stage(OWNERS, rank, optimizer=optimizer)
+            options = ExchangeOptions(
+                backend=backend, backward=backward if hosts > 1 or backward != "dma" else "push", slice_bags=4,
+                wait_timeout_s=1e-3, hosts=hosts, **more,
+            )  # fmt: skip
+            results.append((_step_by_hand(rank, stage, options), _rows(stage)))
+        for number, (pooled, expected) in enumerate(zip(results[1][0], results[0][0], strict=True)):
+            assert_same(pooled, expected, f"{backend}, {more}, step {number}")
+        assert_all_near(results[1][1], results[0][1], 1e-6 if backward == "atomic" else 0.0, f"{backend}, {backward}:")
+
+
+def _step_by_hand(rank: int, stage: Stage, options: ExchangeOptions) -> list[torch.Tensor]:
+    """Return the outputs of three steps by the GPU's halves, whose rows are updated."""
+    generator, outputs = torch.Generator().manual_seed(rank), []
+    with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
+        halves = interpreted_halves(stage, _group(), options, samples=9)
+        for number, sizes in enumerate(BATCH_SIZES[1:4]):
+            step = Step(stage.inputs(number, sizes)[0], BatchSizes.of(sizes))
+            halves.forward.start(step)
+            pooled = halves.forward.finish(step)
+            halves.forward.check()
+            outputs.append(pooled.clone())
+            gradient = torch.randn(pooled.shape, generator=generator).to(pooled.dtype)
+            halves.backward.note_forward(step)
+            halves.backward.start(step, gradient)
+            halves.backward.finish(step)
+            halves.backward.check()
+            dist.barrier()
+            del pooled
+        halves.close()
+    return outputs
+
+
+CHECKS: dict[str, Callable[[int], None]] = {
+    name: function for name, function in list(globals().items()) if name.startswith("check_")
+}
+NAMES = [name for name in CHECKS if INTERPRETED or "interpreter" not in name]
+
+
+def _run_check(name: str) -> None:
+    CHECKS[name](dist.get_rank())
+
+
+ended = cases_on_ranks(len(OWNERS), _run_check, NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_four_ranks(ended: Callable[[str], None], name: str) -> None:
+    ended(name)
+
+
+def _train_quickstart(folder: Path) -> None:
+    options = ["--train.global_batch_size", "256", "--train.steps", "6", "--data.eval_samples", "500"]
+    for backend, hosts in (("pgas", "1"), ("pgas", "2"), ("fused", "2"), ("pgas", "4")):
+        name = f"{backend}_{hosts}"
+        train(quickstart(folder, name, *options, "--embedding.backend", backend, "--embedding.hosts", hosts))
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_host(tmp_path: Path) -> None:
+    run_ranks(_train_quickstart, 4, tmp_path)
+    expected = read_metrics(tmp_path / "pgas_1", "train/loss")
+    assert len(expected) == 6
+    for name in ("pgas_2", "fused_2", "pgas_4"):
+        assert read_metrics(tmp_path / name, "train/loss") == expected, name
