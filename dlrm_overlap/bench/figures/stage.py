@@ -2,7 +2,9 @@
 
 Contenders: the baseline; TorchRec's own path; every backend whose exchange is ours; `fused` once more for each put that
 it can be told by name, such as `fused_stores`; and `pgas` once more, which returns a copy of its window, as the drop-in
-does unless it is asked not to. No extra column.
+does unless it is asked not to. Under `--embedding.hosts N` also `pgas` and `fused` between N emulated hosts, whose
+messages go over the links of this one: that shows what messages cost beside stores, not what a network does. No extra
+column.
 """
 
 from dataclasses import replace
@@ -24,10 +26,15 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
 
 def make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
+    hosts, config = config.hosts, replace(config, hosts="auto")
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
-    return [*every_backend(config, workload), *(Overlap(workload, options) for options in (*by_put, copied))]
+    between = [
+        exchange_options(config, backend) for backend in ("pgas", "fused") if isinstance(hosts, int) and hosts > 1
+    ]
+    emulated = [replace(options, hosts=hosts) for options in between]
+    return [*every_backend(config, workload), *(Overlap(workload, each) for each in (*by_put, copied, *emulated))]
 
 
 def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:

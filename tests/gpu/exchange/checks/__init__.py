@@ -7,6 +7,7 @@ from tests.gpu.exchange.checks import (
     dense,
     faults,
     graphs,
+    hosts,
     lookups,
     overlap,
     streams,
@@ -28,9 +29,11 @@ CHECKS = (
     | collectives.CHECKS
     | training.CHECKS
     | graphs.CHECKS
+    | hosts.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST
     | collectives.LOST
     | graphs.LOST
+    | hosts.LOST_PEERS
 )
