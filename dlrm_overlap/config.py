@@ -311,7 +311,7 @@ class TrainConfig:
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL's all-reduce (gloo's on
     CPU). stores: by loads and stores of the peers' memory, in pieces, each updated while the next one travels. auto is
-    stores"""
+    stores where all ranks are on one host"""
     overlap: Literal["auto", "stores", "dma", "partition"] = "auto"
     """how the gradients of pooled embeddings travel beside the dense part, where embedding.backward is auto. stores: by
     a kernel of few programs. dma: by copy engines. partition: as stores, and the head's weights' products leave them

@@ -115,7 +115,7 @@ class Exchange:
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; a collective when it is asked for first.
 
-        Where there are several hosts, rank 0's log says so, and what that changes.
+        Where there are several hosts, rank 0's log says so, and how they are reached.
         """
         if self._reach is None:
             # A collective reaches all alike, and needs no look.
@@ -126,7 +126,7 @@ class Exchange:
             if not reach.whole and reach.rank == 0:
                 log.warning(
                     "backend %s: %s: stores within a host; between hosts one message a host and rank each way, by %s, "
-                    "since there are no puts to another host (NVSHMEM is not used); steps are not captured",
+                    "since there are no puts to another host (NVSHMEM is not used)",
                     self.options.backend, reach.summary(), "NCCL" if self.device.type == "cuda" else "gloo",
                 )  # fmt: skip
         return self._reach

@@ -10,6 +10,7 @@ from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import DeviceLocalLookup, HostLocalLookup, LocalLookup
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.crossing import arrival_regions
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 
 
@@ -57,7 +58,6 @@ def open_halves(context: ExchangeContext) -> Halves:
     context = replace(context, reach=reach)
     forward = BACKENDS[options.backend].forward_for(options.resolved_put, reach.whole)
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
-    assert reach.whole or context.ids is None, "ids are brought by stores"
     backwards = BACKWARDS if reach.whole else BACKWARDS_ACROSS
     classes = forward.load(device_type), backwards[options.resolved_backward].load(device_type)
     specs = [half.window_spec(context) for half in classes]
@@ -65,6 +65,8 @@ def open_halves(context: ExchangeContext) -> Halves:
     regions: dict[str, Region] = {}
     for spec in specs:
         regions |= spec.regions(context.group.size()) if spec else {}
+    if context.ids is not None:
+        regions |= arrival_regions(context.ids.windows, reach)
     arena = open_arena(regions, context.group, context.device, reach) if regions else None
     counters = context.counters.forward, context.counters.backward, context.counters.ids
     pairs = [

@@ -159,8 +159,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         options = self.exchange.options
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
-        if not self.exchange.reach.whole:
-            return f"ids go to their owners by stores, and there are {self.exchange.reach.summary()}"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
             return "a tracker is registered"
         return None

@@ -62,18 +62,25 @@ class ZeroCopyAcross(ZeroCopyForward):
     def begin(self, step: Step) -> int:
         """Begin the step, then pool for the other hosts, and start to send and to pass on what they send."""
         epoch = super().begin(step)
-        # What the step before has sent and passed on has left the buffers behind this.
-        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
         messages = self._crossing.pooled(step.batch)
         if self._buffers.make_room(messages):
             self._sent_windows.clear()
         for host, windows in self._windows_of(step.batch):
             self._sent_lookup.store(windows, step, self._sent_tables, host)
-        work = self._buffers.exchange(messages)
-        with torch.cuda.stream(self._pass_stream):
-            work.wait()
+        self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._pass_stream), self.order:
+            self._buffers.exchange(messages).wait()
             self._pass_on(step, epoch)
         return epoch
+
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Make the stream wait for the flags, then for what this rank sends and passes on, whose memory is used again.
+
+        In this order, since the wait for flags is bounded, and what passes on may wait for a host that is gone.
+        """
+        pooled = super().finish(step, copy)
+        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
+        return pooled
 
     def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
         """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
@@ -145,15 +152,13 @@ class PushAcross(Push):
         self._pass_flags = PartFlags(self._part_flags.addresses, done, self._part_flags.clock)
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Send to the other hosts, store at this host's owners, and pass on what the other hosts send.
-
-        Raises:
-            RuntimeError: in a captured step, whose parts are sent one by one.
-        """
-        if (first, end) != (0, self.gradients.parts):
-            raise RuntimeError("gradients between hosts travel in one message, which is not captured")
-        # What the step before has sent and passed on has left the buffers behind this.
-        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
+        """Store at this host's owners and, with the first part, send to the other hosts and pass on what they send."""
+        if first > 0:
+            super().push(step, gradient, first, end)
+            return
+        current = torch.cuda.current_stream(self.device)
+        if not self.order.active:  # what the step before has sent and passed on has left the buffers behind this
+            current.wait_stream(self._pass_stream)
         messages = self._crossing.gradients(step.batch)
         self._buffers.make_room(messages)
         for message in messages.sent:
@@ -162,7 +167,8 @@ class PushAcross(Push):
                 torch.mul(columns, self.sent_scale, out=message.within(self._buffers.sent))
         work = self._buffers.exchange(messages)
         super().push(step, gradient, first, end)
-        with torch.cuda.stream(self._pass_stream):
+        # A captured step has all between ranks in one order, which this stream has anyway.
+        with torch.cuda.stream(current if self.order.active else self._pass_stream):
             work.wait()
             for message in messages.received:
                 self._pass_on(step, message.within(self._buffers.received), message.peer)

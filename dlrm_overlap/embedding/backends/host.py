@@ -10,7 +10,7 @@ from dlrm_overlap.embedding.backends.base import Forward, WindowBackward, Window
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step, lengths_and_ids
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.protocol.windows import WindowPair, one_flag_each
 from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid
@@ -44,19 +44,22 @@ def check_on_host(forward: Forward, step: Step) -> None:
         here.masked_fill_(outside, 0)
 
 
-def meet_on_host(windows: WindowPair, timeout_s: float, what: str = "slice") -> None:
-    """Raise a pair's first flag at each rank in the current epoch, and await each rank's; it stands for a `what`."""
+def meet_on_host(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
+    """Raise a pair's first flag at the ranks of this host in the current epoch, and await that of each rank `awaited`.
+
+    A flag stands for a `what`.
+    """
     arena = windows.arena
     assert isinstance(arena, HostArena)
-    for peer in range(arena.world_size):
+    for peer in arena.reached:
         arena.raise_flag(windows.flags, peer, 0, windows.epoch)
-    arena.wait(windows.flags, torch.ones(arena.world_size, dtype=torch.int32), windows.epoch, timeout_s, what)
+    arena.wait(windows.flags, one_flag_each(awaited, arena.world_size), windows.epoch, timeout_s, what)
 
 
 def skip_on_host(windows: WindowPair, timeout_s: float) -> None:
-    """Take an epoch of a pair in which nothing is stored."""
+    """Take an epoch of a pair in which nothing is stored; only ranks of this host store into its windows."""
     windows.begin()
-    meet_on_host(windows, timeout_s)
+    meet_on_host(windows, windows.arena.reached, timeout_s)
 
 
 class HostWindowForward(WindowForward):

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.protocol.crossing import Message, Messages
+from dlrm_overlap.embedding.protocol.crossing import Message, Messages, arriving_windows
+from dlrm_overlap.embedding.protocol.windows import WindowPair
 
 
 class MessageBuffers:
@@ -45,3 +46,22 @@ class MessageBuffers:
         for message in messages:
             sizes[message.peer] = message.elements
         return sizes
+
+
+def send_window(windows: WindowPair, group: dist.ProcessGroup) -> Any:
+    """Start to send this rank's current window to the other hosts, where it arrives whole; see `published_window`.
+
+    Returns:
+        What waits for the windows that arrive here, or None where all ranks are on one host.
+    """
+    reach, window = windows.arena.reach, windows.local.flatten()
+    if reach.whole:
+        return None
+    send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
+    for host in reach.others:
+        send_sizes[reach.relay(reach.rank, host)] = window.numel()
+    for source in reach.sources:
+        receive_sizes[source] = window.numel()
+    sent = window if len(reach.others) == 1 else window.repeat(len(reach.others))
+    received = arriving_windows(windows.arena, windows.name)
+    return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True)

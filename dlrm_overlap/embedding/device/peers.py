@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.protocol.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 
@@ -16,8 +16,11 @@ def peer_windows(pair: WindowPair, stride: int, options: ExchangeOptions) -> lis
 
 
 def skip_epoch(pair: WindowPair, status: torch.Tensor, options: ExchangeOptions) -> None:
-    """Take an epoch of a pair in which nothing is stored: raise a flag at each rank, and await one of each."""
-    flags = ready_flags(pair, torch.ones(pair.arena.world_size, dtype=torch.int32), status, options)
+    """Take an epoch of a pair in which nothing is stored: raise a flag at each rank reached, and await one of each.
+
+    Only ranks of this host store into its windows, so those of other hosts need not be awaited.
+    """
+    flags = ready_flags(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), status, options)
     pair.begin()
     raise_flags(flags, pair.arena.rank, 0, pair.counter.argument)
     wait_flags(flags, pair.arena.rank, pair.counter.argument)

@@ -7,7 +7,9 @@ sample, that begin at multiples of 16 bytes.
     forward     of rank w, to host H:  a row for each sample of H's ranks, with the columns of w's shards, in order
     backward    of rank r, to host H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-So what is sent is as large as in an All-to-All, but there are as many messages as hosts, not as ranks.
+So what is sent is as large as in an All-to-All, but there are as many messages as hosts, not as ranks. Where ids go to
+their owners by the exchange, a third message brings the window in which a rank has published its ids, whole, since its
+size is known beforehand; the ranks of the host read it where it has arrived, at the rank that takes it.
 
 Example: hosts of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
 Forward, rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. Backward, it sends rank 3
@@ -15,14 +17,17 @@ one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes
+from dlrm_overlap.embedding.protocol.windows import WindowSpec
 
 _ROW_BYTES = 16  # divide every row, so that kernels read and write 16 bytes at a time
 _MOST_SIZES = 64  # batch sizes whose messages are remembered
@@ -130,3 +135,30 @@ class Crossing:
             Message(peer, self.reach.host_of(peer), start, *shape)
             for peer, start, shape in zip(peers, starts[:-1], shapes, strict=True)
         ]
+
+
+def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
+    """Return the regions in which windows of other hosts' ranks arrive, alike on all ranks: one for either window."""
+    if reach.whole:
+        return {}
+    most = max(len(replace(reach, rank=rank).sources) for host in reach.hosts for rank in host)
+    window = Region((max(1, most), *spec.window.shape), spec.window.dtype)
+    return {_arrivals(name): window for name in (f"{spec.name}0", f"{spec.name}1")}
+
+
+def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
+    """Return window `name` of `rank` as it is seen here: its own or, of another host's, what has arrived of it."""
+    reach = arena.reach
+    if rank in reach.here:
+        return arena.view(name, rank)
+    relay = reach.relay(rank, reach.here)
+    return arena.view(_arrivals(name), relay)[replace(reach, rank=relay).sources.index(rank)]
+
+
+def arriving_windows(arena: Arena, name: str) -> torch.Tensor:
+    """Return the windows `name` that arrive at this rank, flat, in the order of their ranks."""
+    return arena.local(_arrivals(name))[: len(arena.reach.sources)].flatten()
+
+
+def _arrivals(name: str) -> str:
+    return f"{name}_arrived"

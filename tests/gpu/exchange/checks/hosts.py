@@ -12,6 +12,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.checks.faults import GOOD_STEPS, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
 from tests.gpu.exchange.checks.stress import stress
 from tests.gpu.exchange.checks.training import make_trainer, rows_of, small_config, train_steps
 from tests.gpu.exchange.place import Check, Place
@@ -69,6 +70,24 @@ def _check_losses(place: Place, backend: str) -> None:
     assert all(torch.equal(rows[key], expected_rows[key]) for key in expected_rows)
 
 
+def _check_captured(place: Place, backend: str, known: bool) -> None:
+    """Captured steps between hosts, under any delays and between evaluations, have the bits of those on one host."""
+    runs = []
+    for hosts in (1, _two(place)):
+        config = graph_config(place, backend, "rowwise_adagrad", known)
+        # Between hosts, dense gradients are summed by a collective.
+        train = replace(config.train, dense_reduce="collective")
+        config = replace(config, train=train, embedding=replace(config.embedding, hosts=hosts))
+        losses, evaluated, trainer = train_in_segments(place, config, delays=hosts > 1)
+        runs.append((losses, evaluated, rows_of(trainer)))
+        place.meet()
+        trainer.close()
+    (expected, expected_evaluated, expected_rows), (losses, evaluated, rows) = runs
+    assert losses == expected
+    assert evaluated == expected_evaluated
+    assert_all_near(rows, expected_rows, 0.0, "captured:")
+
+
 def _check_silent_host(place: Place) -> None:
     """Ranks whose messages do not come are told which rank they wait for, in time."""
     tables = [Table(50, 64, owner) for owner in range(place.world_size)]
@@ -98,5 +117,11 @@ CHECKS = {
     for name, (options, optimizer) in _RUNS.items()
 }
 CHECKS |= {f"hosts_stress_{name}": Check(partial(_check_stress, options=_RUNS[name][0])) for name in ("pgas", "fused")}
+CHECKS |= {
+    f"hosts_captured_{backend}{'_known' * known}": Check(
+        partial(_check_captured, backend=backend, known=known), timeout_s=120
+    )
+    for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
+}
 CHECKS |= {f"hosts_losses_{backend}": Check(partial(_check_losses, backend=backend)) for backend in ("pgas", "fused")}
 LOST_PEERS = {"hosts_silent": Check(_check_silent_host, gpu_only=True, alone=True)}
