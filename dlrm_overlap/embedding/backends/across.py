@@ -67,10 +67,11 @@ class ZeroCopyAcross(ZeroCopyForward):
             self._sent_windows.clear()
         for host, windows in self._windows_of(step.batch):
             self._sent_lookup.store(windows, step, self._sent_tables, host)
+        first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
         self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._pass_stream), self.order:
             self._buffers.exchange(messages).wait()
-            self._pass_on(step, epoch)
+            self._pass_on(step, epoch, first_sample)
         return epoch
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
@@ -99,11 +100,9 @@ class ZeroCopyAcross(ZeroCopyForward):
             self._sent_windows[batch] = found
         return self._sent_windows[batch]
 
-    def _pass_on(self, step: Step, epoch: int) -> None:
+    def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
         """Store what has come into the windows of this host's ranks, and raise the senders' flags, when it is here."""
-        reached, windows = self.windows.arena.reached, self.peers[epoch % 2].addresses
-        first_sample = self.lookup.first_samples(step.batch, reached)
-        flags = self.flags_of(step)
+        windows, flags = self.peers[epoch % 2].addresses, self.flags_of(step)
         for message in self._crossing.pooled(step.batch).received:
             put_columns(
                 message.within(self._buffers.received),
@@ -112,7 +111,7 @@ class ZeroCopyAcross(ZeroCopyForward):
                 first_sample,
                 self.stride,
                 step.batch.most,
-                self.rank - reached.start,
+                self.reached.index(self.rank),
             )
             raise_flags(flags, message.peer, 0, self.windows.counter.argument)
 
