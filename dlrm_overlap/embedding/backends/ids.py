@@ -160,10 +160,10 @@ class HostIdExchange(IdExchange):
     """On CPUs, by the reference's copies."""
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        arena, work = self.windows.arena, send_window(self.windows, self.group)
+        arena = self.windows.arena
         assert isinstance(arena, HostArena)
-        if work is not None:
-            work.wait()
+        if not arena.reach.whole:
+            send_window(self.windows, self.group)
         for source in arena.reach.sources:
             for peer in arena.reached:
                 arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
@@ -237,9 +237,9 @@ class DeviceIdExchange(IdExchange):
         argument, parity = self.windows.counter.argument, self.windows.epoch % 2
         with self.order:
             raise_flags(self._flags, self.rank, 0, argument)
-            if (work := send_window(self.windows, self.group)) is not None:
-                work.wait()
-            for source in self.windows.arena.reach.sources:
+            if not (reach := self.windows.arena.reach).whole:
+                send_window(self.windows, self.group)
+            for source in reach.sources:
                 raise_flags(self._flags, source, 0, argument)
             wait_flags(self._flags, self.rank, argument)
         shards = self._pull(samples, parity, self.bad_ids.mode != BoundsCheckMode.NONE)

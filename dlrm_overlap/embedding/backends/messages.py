@@ -48,20 +48,22 @@ class MessageBuffers:
         return sizes
 
 
-def send_window(windows: WindowPair, group: dist.ProcessGroup) -> Any:
-    """Start to send this rank's current window to the other hosts, where it arrives whole; see `published_window`.
+def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
+    """Send this rank's current window to the other hosts, and put what they send where this host's ranks read it.
 
-    Returns:
-        What waits for the windows that arrive here, or None where all ranks are on one host.
+    All ranks call this; see `published_window`. On a GPU it is issued on the current stream, on a CPU it is done. The
+    messages are in memory of their own, since NCCL may ask for more of memory that it sends from in a CUDA graph than
+    windows give.
     """
     reach, window = windows.arena.reach, windows.local.flatten()
-    if reach.whole:
-        return None
     send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
     for host in reach.others:
         send_sizes[reach.relay(reach.rank, host)] = window.numel()
     for source in reach.sources:
         receive_sizes[source] = window.numel()
-    sent = window if len(reach.others) == 1 else window.repeat(len(reach.others))
-    received = arriving_windows(windows.arena, windows.name)
-    return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True)
+    received = window.new_empty(sum(receive_sizes))
+    sent = window.repeat(len(reach.others))
+    work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True)
+    assert work is not None
+    work.wait()
+    arriving_windows(windows.arena, windows.name).copy_(received)

@@ -113,15 +113,15 @@ def _check_silent_host(place: Place) -> None:
 
 
 CHECKS = {
-    f"hosts_bits_{name}": Check(partial(_check_bits, options=options, optimizer=optimizer), timeout_s=120)
-    for name, (options, optimizer) in _RUNS.items()
-}
-CHECKS |= {f"hosts_stress_{name}": Check(partial(_check_stress, options=_RUNS[name][0])) for name in ("pgas", "fused")}
-CHECKS |= {
     f"hosts_captured_{backend}{'_known' * known}": Check(
         partial(_check_captured, backend=backend, known=known), timeout_s=120
     )
     for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
+}
+CHECKS |= {f"hosts_stress_{name}": Check(partial(_check_stress, options=_RUNS[name][0])) for name in ("pgas", "fused")}
+CHECKS |= {
+    f"hosts_bits_{name}": Check(partial(_check_bits, options=options, optimizer=optimizer), timeout_s=120)
+    for name, (options, optimizer) in _RUNS.items()
 }
 CHECKS |= {f"hosts_losses_{backend}": Check(partial(_check_losses, backend=backend)) for backend in ("pgas", "fused")}
 LOST_PEERS = {"hosts_silent": Check(_check_silent_host, gpu_only=True, alone=True)}
