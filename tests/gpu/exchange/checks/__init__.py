@@ -35,5 +35,4 @@ CHECKS = (
     | dense.LOST
     | collectives.LOST
     | graphs.LOST
-    | hosts.LOST_PEERS
 )

@@ -11,12 +11,10 @@ import torch
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
-from tests.gpu.exchange.checks.faults import GOOD_STEPS, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
 from tests.gpu.exchange.checks.stress import stress
 from tests.gpu.exchange.checks.training import make_trainer, rows_of, small_config, train_steps
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _BF16 = {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 64}
 _RUNS = {
@@ -88,30 +86,6 @@ def _check_captured(place: Place, backend: str, known: bool) -> None:
     assert_all_near(rows, expected_rows, 0.0, "captured:")
 
 
-def _check_silent_host(place: Place) -> None:
-    """Ranks whose messages do not come are told which rank they wait for, in time."""
-    tables = [Table(50, 64, owner) for owner in range(place.world_size)]
-    stage = Stage(place, tables, lr=1.0)
-    stage.fill(integers=True)
-    batch = Batch(place, tables, [64] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions("pgas", wait_timeout_s=TIMEOUT_S, hosts=_two(place)))
-
-    def step() -> None:
-        with torch.no_grad():
-            exchange.start(stage.inputs(batch), batch.sizes).wait()
-
-    for _ in range(GOOD_STEPS):
-        step()
-    place.meet()
-    culprit = place.world_size - 1
-    if place.rank == culprit:
-        place.leave()
-    flag, told = flag_told_of(place, exchange, "slice", step)
-    rank, _, _, expected, seen = flag
-    assert (rank, expected, seen) == (place.rank, GOOD_STEPS + 1, GOOD_STEPS), told
-    place.leave()
-
-
 CHECKS = {
     f"hosts_captured_{backend}{'_known' * known}": Check(
         partial(_check_captured, backend=backend, known=known), timeout_s=120
@@ -124,4 +98,3 @@ CHECKS |= {
     for name, (options, optimizer) in _RUNS.items()
 }
 CHECKS |= {f"hosts_losses_{backend}": Check(partial(_check_losses, backend=backend)) for backend in ("pgas", "fused")}
-LOST_PEERS = {"hosts_silent": Check(_check_silent_host, gpu_only=True, alone=True)}
