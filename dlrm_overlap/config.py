@@ -247,8 +247,8 @@ class EmbeddingConfig:
                 f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
                 f"whole tasks; take 32"
             )
-        if isinstance(self.hosts, int) and self.hosts < 1:
-            raise InputError(f"embedding.hosts: {self.hosts} hosts; take a number from 1 on, or auto")
+        if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
+            raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(
