@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,6 +149,23 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         assert_all_near(_rows(stage), _rows(known), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:")
 
 
+def check_losses_are_those_of_one_host(rank: int) -> None:
+    """By steps whose ids the exchange brings, and evaluations between them."""
+    options = ["--train.global_batch_size", "256", "--train.steps", "6", "--train.eval_every", "3"]
+    options += ["--data.eval_samples", "500", "--train.dense_reduce", "collective", "--train.pipeline", "graph"]
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for backend, hosts in (("pgas", "1"), ("pgas", "2"), ("fused", "4")):
+            more = ["--embedding.backend", backend, "--embedding.hosts", hosts]
+            train(quickstart(Path(folder[0]), f"{backend}_{hosts}", *options, *more))
+        expected = read_metrics(Path(folder[0]) / "pgas_1", "train/loss")
+        assert len(expected) == 6
+        for name in ("pgas_2", "fused_4"):
+            assert read_metrics(Path(folder[0]) / name, "train/loss") == expected, name
+        dist.barrier()
+
+
 CHECKS: dict[str, Callable[[int], None]] = {
     name: function for name, function in list(globals().items()) if name.startswith("check_")
 }
@@ -165,29 +183,6 @@ ended = cases_on_ranks(len(OWNERS), _run_check, NAMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks(ended: Callable[[str], None], name: str) -> None:
     ended(name)
-
-
-def _train_quickstart(folder: Path) -> None:
-    options = ["--train.global_batch_size", "256", "--train.steps", "6", "--train.eval_every", "3"]
-    options += ["--data.eval_samples", "500", "--train.dense_reduce", "collective"]
-    for pipeline, backend, hosts in RUNS:
-        more = ["--embedding.backend", backend, "--embedding.hosts", hosts, "--train.pipeline", pipeline]
-        train(quickstart(folder, f"{pipeline}_{backend}_{hosts}", *options, *more))
-
-
-RUNS = [("graph", "pgas", "1"), ("graph", "pgas", "2"), ("graph", "fused", "4"), ("torchrec", "pgas", "2")]
-"""pipeline, backend, hosts; in the pipeline graph the exchange brings the ids, too"""
-
-
-@pytest.mark.slow
-def test_losses_are_those_of_one_host(tmp_path: Path) -> None:
-    run_ranks(_train_quickstart, 4, tmp_path)
-    expected = read_metrics(tmp_path / "graph_pgas_1", "train/loss")
-    assert len(expected) == 6
-    for name in ("graph_pgas_2", "graph_fused_4"):
-        assert read_metrics(tmp_path / name, "train/loss") == expected, name
-    # DDP sums the dense gradients in another order.
-    assert read_metrics(tmp_path / "torchrec_pgas_2", "train/loss") == pytest.approx(expected, rel=1e-5, abs=0)
 
 
 def _start_agent(host: int, port: int, folder: Path) -> subprocess.Popen[str]:
