@@ -34,14 +34,19 @@ class Backend(NamedTuple):
     backwards: tuple[str, ...]
     """the values of `embedding.backward` that it takes, auto aside; the first is what auto stands for"""
     stores_to_peers: bool = False
-    """it stores into the peers' memory: one host or NVLink domain; `GraphTrainPipeline` can capture its steps"""
+    """it stores into the peers' memory, within a host or NVLink domain; there `GraphTrainPipeline` captures its steps.
+    Between hosts it sends messages"""
     has_slices: bool = False
     """it sends slices from a persistent kernel: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
     forward_by_put: Mapping[str, Implementation] = MappingProxyType({})
     """values of `embedding.put` that take another forward"""
+    forward_across: Implementation | None = None
+    """the forward where ranks are on several hosts; None takes the same, as a collective reaches all ranks"""
 
-    def forward_for(self, put: str) -> Implementation | None:
-        """Return the forward for a value of `embedding.put`."""
+    def forward_for(self, put: str, one_host: bool = True) -> Implementation | None:
+        """Return the forward for a value of `embedding.put`, where all ranks reach each other by stores or do not."""
+        if not one_host and self.forward_across is not None:
+            return self.forward_across
         return self.forward_by_put.get(put, self.forward)
 
 
@@ -57,6 +62,7 @@ BACKENDS = {
         Implementation(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
         ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
+        forward_across=Implementation(cpu="host_across:HostZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "slices put by one persistent kernel as they are done",
@@ -65,6 +71,7 @@ BACKENDS = {
         stores_to_peers=True,
         has_slices=True,
         forward_by_put={"dma": Implementation("host:HostSlicedForward", "sliced_copies:CopiedSlicesForward")},
+        forward_across=Implementation(cpu="host_across:HostSlicedAcross", cuda="across:SlicedAcross"),
     ),
 }
 
@@ -74,6 +81,14 @@ BACKWARDS = {
     "dma": Implementation(cpu="host:HostPush", cuda="push_copies:CopyPush"),
     "atomic": Implementation(cpu="host:HostPush", cuda="atomic:AtomicPush"),
 }
+
+_PUSH_ACROSS = Implementation(cpu="host_across:HostPushAcross", cuda="across:PushAcross")
+BACKWARDS_ACROSS = BACKWARDS | {
+    "push": _PUSH_ACROSS,
+    "dma": _PUSH_ACROSS,
+    "atomic": Implementation(cpu="host_across:HostPushAcross", cuda="across:AtomicPushAcross"),
+}
+"""The backwards where ranks are on several hosts; copy engines are not used there."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
 """The backends whose exchange is ours: what the sharder takes."""

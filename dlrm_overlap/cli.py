@@ -163,6 +163,7 @@ def bench(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         request = figure.request.read(kind, ranks.values)
+        request.check_hosts(ranks.config)
         request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
         return figure.load()(request, ranks)
 

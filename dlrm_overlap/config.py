@@ -222,6 +222,10 @@ class EmbeddingConfig:
     gradient_parts: PositiveInt | None = None
     """push: the most parts in which a rank's gradients travel, each some of its tables: rows of one part are updated
     while the next part travels. null takes as many as pay, up to six"""
+    hosts: PositiveInt | Literal["auto"] = "auto"
+    """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages, one a host and rank.
+    A number is for tests: it emulates so many hosts of consecutive ranks, whatever they reach. 1 has all ranks store to
+    each other, as in an NVLink domain of several machines"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank ends the run, and tells for
     which one; so does a wait for a loader process"""
@@ -251,6 +255,8 @@ class EmbeddingConfig:
                 f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
                 f"whole tasks; take 32"
             )
+        if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
+            raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(
@@ -314,7 +320,7 @@ class TrainConfig:
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL's all-reduce (gloo's on
     CPU). stores: by loads and stores of the peers' memory, in pieces, each updated while the next one travels. auto is
-    stores"""
+    stores where all ranks are on one host"""
     overlap: Literal["auto", "stores", "dma", "partition"] = "auto"
     """how the gradients of pooled embeddings travel beside the dense part, where embedding.backward is auto. stores: by
     a kernel of few programs. dma: by copy engines. partition: as stores, and the head's weights' products leave them

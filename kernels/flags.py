@@ -22,7 +22,8 @@ class Flags:
     """
 
     addresses: torch.Tensor
-    """[W] int64: of each rank's flags, [W, slots] int64, whose row w rank w raises"""
+    """[W] int64: of each rank's flags, [W, slots] int64, whose row w rank w raises; only those of the ranks reached by
+    stores, where there are others"""
     clock: torch.Tensor
     """[1] int64 on the device: kernels add it to the epoch that they are given, see `comm/counters.py`"""
     local: torch.Tensor
@@ -117,9 +118,9 @@ def _awaiting(block: int) -> CompiledKernel:
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
-    """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank, after all before it on the stream."""
-    world_size, slots = flags.local.shape
-    _raising(world_size)(1, (), flags.addresses, flags.clock, rank, world_size, slots, slot, epoch)
+    """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all before it."""
+    ranks, slots = flags.addresses.numel(), flags.local.shape[1]
+    _raising(ranks)(1, (), flags.addresses, flags.clock, rank, ranks, slots, slot, epoch)
 
 
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:

@@ -68,6 +68,19 @@ class Request:
         if device_type == "cpu" and self.lacks_on_cpu:
             raise InputError(f"bench {self.kind}: {self.lacks_on_cpu}; run it on GPUs")
 
+    def check_hosts(self, config: Config) -> None:
+        """Check that rows will say so where hosts are emulated: only those of `bench stage` do.
+
+        Raises:
+            InputError: if this figure's would not.
+        """
+        hosts = config.embedding.hosts
+        if self.kind != "stage" and hosts not in ("auto", 1):
+            raise InputError(
+                f"embedding.hosts: {hosts} emulated hosts, but the rows of bench {self.kind} would not say so; take "
+                f"bench stage, or the contender pgas_graph_2_emulated_hosts of bench step"
+            )
+
 
 @dataclass(frozen=True)
 class InputRequest(Request):

@@ -1,7 +1,8 @@
 """Memory of one rank that its peers read and write: the only file that touches symmetric memory.
 
-An arena is made of regions, alike on every rank, each a tensor that every peer can address. On GPUs it is one
-allocation of PyTorch's symmetric memory; between processes of one host, a nameless file in shared memory that all map.
+An arena is made of regions, alike on every rank, each a tensor that every rank of its host can address (`comm.reach`).
+On GPUs it is one allocation of PyTorch's symmetric memory; between processes of one host, a nameless file in shared
+memory that all map.
 
 Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
 step's epoch; the consumer waits until the flag has reached it. Flags are never reset. On GPUs kernels raise and await
@@ -23,6 +24,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 
@@ -63,10 +65,16 @@ def _first_line(error: Exception) -> str:
 
 
 class Arena(ABC):
-    """This rank's regions and its view of the peers'. Making one is a collective over `group`."""
+    """This rank's regions and its view of those of its host's ranks. Making one is a collective over `group`."""
 
-    def __init__(self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
+    ) -> None:
+        """Take what is reached by stores; None is all of `group`."""
         self.rank, self.world_size, self.device = group.rank(), group.size(), device
+        self.reach = reach or Reach.of_one_host(group)
+        self.reached = self.reach.here
+        """the ranks whose regions are seen here, this rank among them"""
         self._places: dict[str, tuple[int, Region]] = {}
         self.size_bytes = 0
         for name, region in regions.items():
@@ -77,20 +85,21 @@ class Arena(ABC):
 
     @abstractmethod
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return every rank's memory, [size_bytes] uint8 each, this rank's zeroed before any peer can write to it."""
+        """Return the memory of each rank reached, [size_bytes] uint8; this rank's is zeroed before a peer can write."""
 
     def view(self, name: str, rank: int) -> torch.Tensor:
-        """Return region `name` of `rank`'s arena."""
+        """Return region `name` of the arena of `rank`, one of those reached."""
         offset, (shape, dtype) = self._places[name]
-        return self._memory[rank][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        memory = self._memory[self.reached.index(rank)]
+        return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def local(self, name: str) -> torch.Tensor:
         """Return region `name` of this rank's arena."""
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return [W] int64 on the device: where this process finds region `name` of each rank."""
-        pointers = [self.view(name, rank).data_ptr() for rank in range(self.world_size)]
+        """Return int64 on the device, one for each rank reached: where this process finds its region `name`."""
+        pointers = [self.view(name, rank).data_ptr() for rank in self.reached]
         return torch.tensor(pointers, dtype=torch.int64, device=self.device)
 
     def loan(self, name: str) -> "Loan":
@@ -148,7 +157,7 @@ class CudaArena(Arena):
     """Symmetric memory of GPUs that reach each other by loads and stores."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        if self.world_size == 1:
+        if len(self.reached) == 1:
             return [torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.device)]
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -166,14 +175,14 @@ class CudaArena(Arena):
 
         local = on_every_rank(allocate, group)
         try:
-            handle = symmetric_memory.rendezvous(local, group)
+            handle = symmetric_memory.rendezvous(local, self.reach.group or group)
         except RuntimeError as error:
             raise InputError(
-                f"embedding.backend: the GPUs of these {self.world_size} ranks do not reach each other's memory "
+                f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
                 f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
             ) from error
-        peers = [handle.get_buffer(rank, (self.size_bytes,), torch.uint8) for rank in range(self.world_size)]
-        peers[self.rank] = local
+        peers = [handle.get_buffer(i, (self.size_bytes,), torch.uint8) for i in range(len(self.reached))]
+        peers[self.reached.index(self.rank)] = local
         return peers
 
 
@@ -189,6 +198,7 @@ class HostArena(Arena):
             place = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
             places = [place] * self.world_size
             dist.all_gather_object(places, place, group)
+            places = [places[rank] for rank in self.reached]
             if (hosts := len({host for host, _, _ in places})) > 1:
                 raise InputError(
                     f"embedding.backend: CPU ranks on {hosts} hosts share no memory; use --embedding.backend torchrec, "
@@ -236,9 +246,9 @@ class HostArena(Arena):
         finally:
             os.close(descriptor)
 
-    def raise_flag(self, name: str, peer: int, slot: int, epoch: int) -> None:
-        """Raise this rank's flag `slot` at `peer` to `epoch`; region `name` is [W, slots] int64."""
-        self.view(name, peer)[self.rank, slot] = epoch
+    def raise_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
+        """Raise flag `slot` of this rank, or of `source`, at `peer` to `epoch`; region `name` is [W, slots] int64."""
+        self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
         """Wait until the first counts[w] flags of every rank w have reached `epoch` here; each stands for a `what`.
@@ -263,10 +273,15 @@ def _out_of_reach(path: str, why: str) -> InputError:
     )
 
 
-def open_arena(regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device) -> Arena:
+def open_arena(
+    regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
+) -> Arena:
     """Make an arena of zeros on every rank of `group`, which all call this with the same regions.
 
+    Args:
+        reach: which ranks see each other's regions; None is all of `group`.
+
     Raises:
-        InputError: if the ranks cannot reach each other's memory.
+        InputError: if ranks that are to see each other's memory cannot reach it.
     """
-    return (CudaArena if device.type == "cuda" else HostArena)(regions, group, device)
+    return (CudaArena if device.type == "cuda" else HostArena)(regions, group, device, reach)

@@ -4,6 +4,7 @@ In a training step `Exchange.start` starts the forward's half and returns what w
 `start_backward`, when the gradient of the pooled embeddings is there, and `finish_backward`, at the end.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
@@ -27,6 +29,8 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
+
+log = logging.getLogger("dlrm_overlap")
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -86,6 +90,7 @@ class Exchange:
         """of captured steps; set before the first step where several exchanges are captured together"""
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
+        self._reach: Reach | None = None
         self._capacity = 0
         self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
@@ -105,6 +110,26 @@ class Exchange:
     @steps.setter
     def steps(self, steps: int) -> None:
         self.counters.steps.value = steps
+
+    @property
+    def reach(self) -> Reach:
+        """Which ranks this one reaches by stores; a collective when it is asked for first.
+
+        Where there are several hosts, rank 0's log says so, and how they are reached.
+        """
+        if self._reach is None:
+            # A collective reaches all alike, and needs no look.
+            reach = Reach.of_one_host(self._group)
+            if BACKENDS[self.options.backend].stores_to_peers:
+                reach = find_reach(self._group, self.device, self.options.hosts)
+            self._reach = reach
+            if not reach.whole and reach.rank == 0:
+                log.warning(
+                    "backend %s: %s: stores within a host; between hosts one message a host and rank each way, by %s, "
+                    "since there are no puts to another host (NVSHMEM is not used)",
+                    self.options.backend, reach.summary(), "NCCL" if self.device.type == "cuda" else "gloo",
+                )  # fmt: skip
+        return self._reach
 
     @uncompiled
     def start(
@@ -167,7 +192,8 @@ class Exchange:
             self.close()
             self._capacity = max(1, samples)
             known = self.layout, self._tables, self.options, self._group, self.device
-            context = ExchangeContext(*known, self._capacity, self.counters, self.order, self._ids, self._replicated)
+            rest = self.order, self._ids, self._replicated, self.reach
+            context = ExchangeContext(*known, self._capacity, self.counters, *rest)
             self._halves = open_halves(context)
         return self._halves
 

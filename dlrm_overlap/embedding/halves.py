@@ -1,13 +1,16 @@
 """The parts of an exchange, forward, backward and that of the ids, and the memory that they use."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from dlrm_overlap.backends import BACKENDS, BACKWARDS
+from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
+from dlrm_overlap.comm.reach import find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import DeviceLocalLookup, HostLocalLookup, LocalLookup
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.crossing import arrival_regions
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 
 
@@ -51,15 +54,20 @@ def open_halves(context: ExchangeContext) -> Halves:
         InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
     """
     options, device_type = context.options, context.device.type
-    forward = BACKENDS[options.backend].forward_for(options.resolved_put)
+    reach = context.reach or find_reach(context.group, context.device, options.hosts)
+    context = replace(context, reach=reach)
+    forward = BACKENDS[options.backend].forward_for(options.resolved_put, reach.whole)
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
-    classes = forward.load(device_type), BACKWARDS[options.resolved_backward].load(device_type)
+    backwards = BACKWARDS if reach.whole else BACKWARDS_ACROSS
+    classes = forward.load(device_type), backwards[options.resolved_backward].load(device_type)
     specs = [half.window_spec(context) for half in classes]
     specs.append(context.ids.windows if context.ids is not None else None)
     regions: dict[str, Region] = {}
     for spec in specs:
         regions |= spec.regions(context.group.size()) if spec else {}
-    arena = open_arena(regions, context.group, context.device) if regions else None
+    if context.ids is not None:
+        regions |= arrival_regions(context.ids.windows, reach)
+    arena = open_arena(regions, context.group, context.device, reach) if regions else None
     counters = context.counters.forward, context.counters.backward, context.counters.ids
     pairs = [
         WindowPair(spec, arena, counter) if spec and arena else None

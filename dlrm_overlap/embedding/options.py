@@ -1,6 +1,7 @@
 """How an exchange runs, and on what."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
@@ -48,6 +50,9 @@ class ExchangeOptions:
     its user must let go of before the next forward"""
     output_dtype: torch.dtype = torch.float32
     """type in which pooled embeddings are returned and their gradient is taken: float32, or that of the wire"""
+    hosts: int | Literal["auto"] = "auto"
+    """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
+    `find_reach`"""
     leading_columns: int = 0
     """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
     what its user joins with them. No rank stores there, and nothing reads them"""
@@ -104,3 +109,5 @@ class ExchangeContext:
     """where ids are, if this exchange sends them to the owners of their rows; None leaves that to TorchRec"""
     replicated: ReplicatedTables | None = None
     """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""
+    reach: Reach | None = None
+    """which ranks are reached by stores; None has `open_halves` find out"""

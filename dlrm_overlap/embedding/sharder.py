@@ -1,6 +1,6 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -48,6 +48,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
         backward: str = "auto",
         gradient_parts: int | None = None,
+        hosts: int | Literal["auto"] = "auto",
         copy_output: bool = True,
         output_order: str = "plan",
         output_dtype: str = "fp32",
@@ -83,7 +84,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         if output_dtype not in ("fp32", wire_dtype):
             raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
         # The configuration's own checks of the other keys.
-        EmbeddingConfig(slice_bags=slice_bags, programs_per_sm=programs_per_sm, wait_timeout_s=wait_timeout_s)
+        EmbeddingConfig(
+            slice_bags=slice_bags, programs_per_sm=programs_per_sm, wait_timeout_s=wait_timeout_s, hosts=hosts
+        )
         self.output_order = output_order
         self.options = ExchangeOptions(
             backend,
@@ -97,6 +100,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             backward=backward,
             copy_output=copy_output,
             output_dtype=WIRE_DTYPES[output_dtype],
+            hosts=hosts,
             leading_columns=leading_columns,
         )
 
@@ -158,6 +162,7 @@ def build_sharder(
             wait_timeout_s=config.wait_timeout_s,
             backward=config.backward,
             gradient_parts=config.gradient_parts,
+            hosts=config.hosts,
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",

@@ -85,7 +85,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
             casts: through which the model gets its weights, if it does.
             gradient_dtype: in which dense gradients are sent, float32 or bfloat16.
-            dense_reduce: collective | stores | auto, which is stores: how they are summed, see `dense.stores`.
+            dense_reduce: collective | stores | auto, which is stores where all ranks are on one host: how they are
+                summed, see `dense.stores`.
             capture: None captures on GPUs.
         """
         if dense_reduce not in _DENSE_REDUCE:
@@ -104,9 +105,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         dense, self._fused = split_optimizer(optimizer)
         self._order = CommunicationOrder()
-        # The exchanges store to their peers, so whatever has come this far can do the same with dense gradients.
+        # Where all exchanges store to all their peers, dense gradients can be stored there as well.
+        reached = all(exchange_of(module).reach.whole for module in self._modules)
+        by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
         timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
-        stores = None if dense_reduce == "collective" else StoreOptions(wait_timeout_s=timeout_s)
+        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
         flat = flat or FlatParameters(dense_parameters(model), shards_of(model))
         for layer in divided_layers(model):
             layer.ranks.order = self._order

@@ -99,6 +99,7 @@ def _findings() -> Iterator[Finding]:
     if torch_finding.status == "ok":
         yield from _gpus()
         yield _symmetric_memory()
+        yield _reach()
     yield _mpi()
 
 
@@ -254,7 +255,8 @@ def _symmetric_memory() -> Finding:
 
     if torch.cuda.is_available():
         if _pairs_without_peer_access():
-            return Finding("wrong", "symmetric memory", "needs peer access between all GPUs", needed=False)
+            cure = "GPUs without it exchange messages under pgas and fused, which is slower"
+            return Finding("wrong", "symmetric memory", "needs peer access between all GPUs", cure, needed=False)
         from torch.distributed import _symmetric_memory
 
         return Finding("ok", "symmetric memory", f"{_symmetric_memory.__name__}, all GPUs reach each other")
@@ -267,6 +269,22 @@ def _symmetric_memory() -> Finding:
         detail += ", little for the windows and the loaders"
         return Finding("wrong", "shared memory", detail, "in a container: docker run --shm-size 8g", needed=False)
     return Finding("ok", "shared memory", detail)
+
+
+def _reach() -> Finding:
+    """Tell which ranks `pgas` and `fused` reach by stores, and how they reach the others."""
+    import torch
+    from torch.distributed import _symmetric_memory
+
+    from dlrm_overlap.comm.reach import hosts_of, place_of
+
+    if not torch.cuda.is_available():
+        return Finding("ok", "reach", "CPU ranks of one machine by stores, of other machines by messages of gloo")
+    hosts, _ = hosts_of([place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())])
+    together = " | ".join(f"{host[0]}-{host[-1]}" if len(host) > 1 else str(host[0]) for host in hosts)
+    nvshmem = "there, but not used" if _symmetric_memory.is_nvshmem_available() else "not there"
+    detail = f"GPUs {together} by stores, all others and other machines by messages of NCCL; NVSHMEM is {nvshmem}"
+    return Finding("ok" if len(hosts) == 1 else "wrong", "reach", detail, needed=False)
 
 
 def _mpi() -> Finding:

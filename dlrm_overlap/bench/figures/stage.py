@@ -4,7 +4,9 @@ Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL 
 next (`nccl_chunked_2` and so on, as far as every rank has so many tables); TorchRec's own path; every backend whose
 exchange is ours; `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once
 more, which returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the
-baseline in 4 chunks by NCCL's copy engines (its zero-CTA policy). No extra column.
+baseline in 4 chunks by NCCL's copy engines (its zero-CTA policy). Under `--embedding.hosts N` also `pgas` and `fused`
+between N emulated hosts, whose messages go over the links of this one: that shows what messages cost beside stores, not
+what a network does. No extra column.
 """
 
 from dataclasses import replace
@@ -28,13 +30,19 @@ def run(request: EveryoneRequest, ranks: Ranks) -> int:
 
 def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
+    hosts, config = config.hosts, replace(config, hosts="auto")
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
+    between = [
+        exchange_options(config, backend) for backend in ("pgas", "fused") if isinstance(hosts, int) and hosts > 1
+    ]
+    emulated = [replace(options, hosts=hosts) for options in between]
     baseline, *backends = every_backend(config, workload)
     chunked = make_chunked(workload, request.chunks)
     chunked += make_copy_engines(workload) if request.copy_engines else []
-    return [baseline, *chunked, *backends, *(Overlap(workload, options) for options in (*by_put, copied))]
+    variants = (*by_put, copied, *emulated)
+    return [baseline, *chunked, *backends, *(Overlap(workload, options) for options in variants)]
 
 
 def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:

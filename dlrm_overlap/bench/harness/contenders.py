@@ -88,13 +88,16 @@ class TorchRec(Contender):
 class Overlap(Contender):
     """One of our exchanges, named for its backend.
 
-    The name goes on with the put if one is asked for by name, and with `copied` if the output is a copy of the window.
+    The name goes on with the put if one is asked for by name, with `copied` if the output is a copy of the window, and
+    with the number of hosts if some are emulated.
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         has_slices = BACKENDS[options.backend].has_slices
         put = f"_{options.put}" if has_slices and options.put != "auto" else ""
-        super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
+        emulated = isinstance(options.hosts, int) and options.hosts > 1
+        hosts = f"_{options.hosts}_emulated_hosts" if emulated else ""
+        super().__init__(options.backend + put + "_copied" * options.copy_output + hosts, workload)
         self.options = options
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)

@@ -164,10 +164,12 @@ class WindowForward(Forward):
         """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
 
         It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
-        before no more.
+        before no more. What another host's rank sends is one message, for which a rank of this host raises one flag.
         """
-        slices = self.slices(self.options, step.batch.most)
-        counts = [max(1, slices * len(shards)) for shards in self.layout.by_owner]
+        slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
+        counts = [
+            max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
+        ]
         counts[self.rank] = 0
         return torch.tensor(counts, dtype=torch.int32)
 

@@ -10,7 +10,7 @@ from dlrm_overlap.embedding.backends.base import Forward, WindowBackward, Window
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step, lengths_and_ids
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.protocol.windows import WindowPair, one_flag_each
 from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid
@@ -44,50 +44,62 @@ def check_on_host(forward: Forward, step: Step) -> None:
         here.masked_fill_(outside, 0)
 
 
-def meet_on_host(windows: WindowPair, timeout_s: float, what: str = "slice") -> None:
-    """Raise a pair's first flag at each rank in the current epoch, and await each rank's; it stands for a `what`."""
+def meet_on_host(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
+    """Raise a pair's first flag at the ranks of this host in the current epoch, and await that of each rank `awaited`.
+
+    A flag stands for a `what`.
+    """
     arena = windows.arena
     assert isinstance(arena, HostArena)
-    for peer in range(arena.world_size):
+    for peer in arena.reached:
         arena.raise_flag(windows.flags, peer, 0, windows.epoch)
-    arena.wait(windows.flags, torch.ones(arena.world_size, dtype=torch.int32), windows.epoch, timeout_s, what)
+    arena.wait(windows.flags, one_flag_each(awaited, arena.world_size), windows.epoch, timeout_s, what)
 
 
 def skip_on_host(windows: WindowPair, timeout_s: float) -> None:
-    """Take an epoch of a pair in which nothing is stored."""
+    """Take an epoch of a pair in which nothing is stored; only ranks of this host store into its windows."""
     windows.begin()
-    meet_on_host(windows, timeout_s)
+    meet_on_host(windows, windows.arena.reached, timeout_s)
 
 
-class _HostWindowForward(WindowForward):
+class HostWindowForward(WindowForward):
     """Stores pooled embeddings into the peers' windows."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
-        self._arena = windows.arena
+        self._arena, self._reached = windows.arena, windows.arena.reached
+
+    def begin(self, step: Step) -> None:
+        """Check the ids and take the next epoch; what goes to other hosts is sent behind that."""
+        check_on_host(self, step)
+        self.windows.begin()
+
+    def pass_on(self, step: Step) -> None:
+        """Bring what other hosts have sent to the ranks of this host; here there are none."""
 
     def _store(self, step: Step, bags: int) -> Iterator[tuple[int, int]]:
-        """Pool and store `bags` bags at a time, in the schedule's order.
+        """Pool and store `bags` bags at a time for this host's ranks, in the schedule's order.
 
         Yields:
             After each store (rank stored to, number of the slice among those from here to there).
         """
-        shards = self.layout.by_owner[self.rank]
+        shards, place = self.layout.by_owner[self.rank], self._reached.index(self.rank)
         weights = [self.tables.weight(shard) for shard in shards]
-        grid = TaskGrid(self.rank, self.world_size, len(shards), step.batch.most, task_bags=bags, slice_bags=bags)
+        grid = TaskGrid(place, len(self._reached), len(shards), step.batch.most, task_bags=bags, slice_bags=bags)
         for task in grid.order(self.schedule):
-            shard, first = shards[task.feature], step.batch.first_sample[task.destination]
-            begin = min(task.block * bags, step.batch.per_rank[task.destination])
-            end = min(begin + bags, step.batch.per_rank[task.destination])
+            destination = self._reached[task.destination]
+            shard, first = shards[task.feature], step.batch.first_sample[destination]
+            begin = min(task.block * bags, step.batch.per_rank[destination])
+            end = min(begin + bags, step.batch.per_rank[destination])
             column = self.column(shard)
-            window = self._arena.view(self.windows.name, task.destination)
+            window = self._arena.view(self.windows.name, destination)
             pooled = pool_on_host(shard, weights[task.feature], step, first + begin, first + end)
             window[begin:end, column : column + shard.dim] = pooled
-            yield task.destination, grid.slice_of(task)
+            yield destination, grid.slice_of(task)
 
-    def _raise(self, peer: int, slot: int = 0) -> None:
-        self._arena.raise_flag(self.windows.flags, peer, slot, self.windows.epoch)
+    def _raise(self, peer: int, slot: int = 0, source: int | None = None) -> None:
+        self._arena.raise_flag(self.windows.flags, peer, slot, self.windows.epoch, source)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
@@ -95,24 +107,24 @@ class _HostWindowForward(WindowForward):
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Wait for the flags, and lend the window or copy it."""
+        self.pass_on(step)
         self._arena.wait(self.windows.flags, self.awaited_flags(step), self.windows.epoch, self.options.wait_timeout_s)
         return self.output(step, copy)
 
 
-class HostZeroCopyForward(_HostWindowForward):
+class HostZeroCopyForward(HostWindowForward):
     """`pgas`: a rank stores all it has, then raises one flag at each rank."""
 
     def start(self, step: Step) -> None:
         """Pool and store everything, then raise the flags."""
-        check_on_host(self, step)
-        self.windows.begin()
+        self.begin(step)
         for _ in self._store(step, max(1, step.batch.most)):
             pass
-        for peer in range(self.world_size):
+        for peer in self._reached:
             self._raise(peer)
 
 
-class HostSlicedForward(_HostWindowForward):
+class HostSlicedForward(HostWindowForward):
     """`fused`: a rank raises a flag behind each slice that it stores.
 
     The option `put` has no effect: a slice is one tensor here, which goes from where it is pooled to the peer's window
@@ -123,15 +135,14 @@ class HostSlicedForward(_HostWindowForward):
 
     def start(self, step: Step) -> None:
         """Pool and store slice by slice; a rank that has none raises its first flag all the same."""
-        check_on_host(self, step)
-        self.windows.begin()
+        self.begin(step)
         nothing = True
         for destination, slot in self._store(step, self.options.slice_bags):
             nothing = False
             if destination != self.rank:
                 self._raise(destination, slot)
         if nothing:
-            for peer in range(self.world_size):
+            for peer in self._reached:
                 self._raise(peer)
 
 
@@ -141,8 +152,14 @@ class HostPush(WindowBackward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
-        self._arena = windows.arena
+        self._arena, self._reached = windows.arena, windows.arena.reached
         self._unfinished: Step | None = None
+
+    def send(self, step: Step, gradient: torch.Tensor) -> None:
+        """Start to send to other hosts what their owners are due; here there are none."""
+
+    def pass_on(self, step: Step) -> None:
+        """Bring what other hosts have sent to the ranks of this host."""
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Store each shard's gradient at its owner, part by part, and raise the part's flag."""
@@ -152,10 +169,11 @@ class HostPush(WindowBackward):
         epoch = self.windows.begin()
         if self.sent_scale != 1.0:
             gradient = gradient * self.sent_scale
-        first = step.batch.first_sample[self.rank]
+        self.send(step, gradient)
+        first, next_one = step.batch.first_sample[self.rank], self._reached.index(self.rank) + 1
         for part, by_owner in enumerate(self.gradients.shards):
-            for turn in range(self.world_size):
-                owner = (self.rank + 1 + turn) % self.world_size
+            for turn in range(len(self._reached)):
+                owner = self._reached[(next_one + turn) % len(self._reached)]
                 window = self._arena.view(self.windows.name, owner)
                 for shard in by_owner[owner]:
                     column = self.layout.column(shard)
@@ -168,6 +186,7 @@ class HostPush(WindowBackward):
         if step is not self._unfinished:
             return
         self._unfinished = None
+        self.pass_on(step)
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
         window = self.windows.local

@@ -9,12 +9,15 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.host import meet_on_host, skip_on_host
+from dlrm_overlap.embedding.backends.messages import send_window
 from dlrm_overlap.embedding.device.id_pull import Bags, IdPull
 from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.crossing import published_window
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.protocol.step import BatchSizes
@@ -49,7 +52,7 @@ class IdExchange(ABC):
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
         self.layout, self.tables, self.order = context.layout, context.tables, context.order
-        self.rank, self.world_size = context.group.rank(), context.group.size()
+        self.group, self.rank, self.world_size = context.group, context.group.rank(), context.group.size()
         self._replicated_tables, self._own_bad_ids = context.replicated, BadIds(BoundsCheckMode.NONE)
         if context.replicated is not None:
             self._own_bad_ids = BadIds(context.replicated.bounds_check)
@@ -154,10 +157,17 @@ def _input(values: torch.Tensor, offsets: torch.Tensor, samples: int) -> KeyedJa
 
 
 class HostIdExchange(IdExchange):
-    """Between processes of one host, by the reference's copies."""
+    """On CPUs, by the reference's copies."""
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        meet_on_host(self.windows, self.options.wait_timeout_s, "ids")
+        arena = self.windows.arena
+        assert isinstance(arena, HostArena)
+        if not arena.reach.whole:
+            send_window(self.windows, self.group)
+        for source in arena.reach.sources:
+            for peer in arena.reached:
+                arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
+        meet_on_host(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
         published = [self._published(rank, samples) for rank in range(self.world_size)]
         shards = reference.pull_ids(published, self.requested, samples)
         self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards, samples)
@@ -172,7 +182,7 @@ class HostIdExchange(IdExchange):
         skip_on_host(self.windows, self.options.wait_timeout_s)
 
     def _published(self, rank: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        window, keys = self.windows.arena.view(self.windows.name, rank), self.ids.keys
+        window, keys = published_window(self.windows.arena, self.windows.name, rank), self.ids.keys
         offsets = window[self.ids.offsets_at :]
         if self.known:
             known = self.ids.known_offsets(range(len(keys)), samples)
@@ -227,6 +237,10 @@ class DeviceIdExchange(IdExchange):
         argument, parity = self.windows.counter.argument, self.windows.epoch % 2
         with self.order:
             raise_flags(self._flags, self.rank, 0, argument)
+            if not (reach := self.windows.arena.reach).whole:
+                send_window(self.windows, self.group)
+            for source in reach.sources:
+                raise_flags(self._flags, source, 0, argument)
             wait_flags(self._flags, self.rank, argument)
         shards = self._pull(samples, parity, self.bad_ids.mode != BoundsCheckMode.NONE)
         own = None

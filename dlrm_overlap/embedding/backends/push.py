@@ -7,6 +7,7 @@ the main stream goes on with the bottom MLP's backward and the dense all-reduce;
 backward.
 """
 
+from collections.abc import Callable
 from itertools import groupby
 from math import gcd
 
@@ -18,6 +19,7 @@ from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.device.rules import DeviceRules
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
@@ -48,8 +50,8 @@ class Push(WindowBackward):
         self._flags = [self._flags_of(part) for part in range(self.gradients.parts)]
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
-        dims = {shard.dim for shards in self.layout.by_owner for shard in shards}
-        self._pushed = [self._shard_table(dim) for dim in sorted(dims)]
+        self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
+        self._pushed = [self._shard_table(dim, self.layout.column) for dim in self._dims]
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
         self._seed = torch.initial_seed()
@@ -62,18 +64,22 @@ class Push(WindowBackward):
         counts[self.rank] *= self.awaits_itself
         return ready_flags(self.windows, counts, self._record.status, self.options)
 
-    def _shard_table(self, dim: int) -> ShardTable:
-        """Return what of the gradient goes where, for all shards of one dim."""
-        column, starts = self.layout.column, self.gradients.starts
+    def _shard_table(self, dim: int, column: Callable[[FeatureShard], int]) -> ShardTable:
+        """Return what of a gradient, whose columns `column` tells, goes where, for the shards of one dim reached."""
+        starts, reached = self.gradients.starts, self.windows.arena.reached
         places = [
-            [[[column(s), starts[s], self.is_stored(owner)] for s in owned if s.dim == dim] for owner, owned in owners]
-            for owners in map(enumerate, self.gradients.shards)
+            [
+                [[column(s), starts[s], self.is_stored(owner)] for s in by_owner[owner] if s.dim == dim]
+                for owner in reached
+            ]
+            for by_owner in self.gradients.shards
         ]
         counts = [max(map(len, shards)) for shards in places]
         every = [place for shards in places for owned in shards for place in owned]
         padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in shards] for shards in places]
+        entries = torch.tensor(padded, dtype=torch.int64, device=self.device)
         return ShardTable(
-            entries=torch.tensor(padded, dtype=torch.int64, device=self.device),
+            entries=entries.view(len(padded), len(reached), max(counts), 3),  # also where no rank reached has any
             counts=torch.tensor(counts, dtype=torch.int32, device=self.device),
             dim=dim,
             source_alignment=gcd(16, *(column for column, _, _ in every)),

@@ -6,6 +6,7 @@ import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
+from dlrm_overlap.embedding.device.peers import flags_among
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
@@ -55,18 +56,17 @@ class SlicedForward(ZeroCopyForward):
             return
         self.check()
         flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
-        epoch = self.windows.begin()
-        self.join_stream()
+        epoch, raised = self.begin(step), flags_among(flags, self.reached)
         first_slot, last = 0, len(self.lookup.pooled_together) - 1
         for i, (shards, table) in enumerate(zip(self.lookup.pooled_together, tables, strict=True)):
-            bags = self.lookup.bags(shards, step)
+            bags = self.lookup.bags(shards, step, self.reached)
             options = self.pooling_options(table, bags)
             end_wait = self.ends_with_wait and i == last
             put = SlicedPut(
                 bags=bags,
                 features=table,
                 windows=self.peers[epoch % 2],
-                flags=flags,
+                flags=raised,
                 state=self.state(i, bags, table, options.tuning),
                 options=options,
                 slices=Slices(self.options.slice_bags, first_slot, self.put, raises=i == last, end_wait=end_wait),
@@ -89,7 +89,8 @@ class SlicedForward(ZeroCopyForward):
     def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
         """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
         many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
-        return self.lookup.pooling_options(tuning_for(table.dim, groups=2 if many else 1))
+        options = self.lookup.pooling_options(tuning_for(table.dim, groups=2 if many else 1))
+        return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
         """Return what the programs of kernel i share, for the largest batch so far; staging memory if it is used."""

@@ -22,8 +22,10 @@ class ZeroCopyForward(WindowForward):
         columns = {shard: self.column(shard) for shard in self.layout.by_owner[self.rank]}
         self.lookup = DeviceLookup(context, columns, self.bad_ids)
         self.peers = peer_windows(windows, self.stride, self.options)
-        """the windows of all ranks: of even epochs, of odd ones"""
+        """the windows of the ranks reached: of even epochs, of odd ones"""
+        self.reached = windows.arena.reached
         self._flags: dict[int, Flags] = {}
+        """by slices of a shard: of all ranks awaited, and to be raised at those reached"""
 
     def flags_of(self, step: Step) -> Flags:
         """Return the flags that this rank awaits in `step`."""
@@ -33,13 +35,18 @@ class ZeroCopyForward(WindowForward):
             self._flags[slices] = ready_flags(self.windows, self.awaited_flags(step), status, self.options)
         return self._flags[slices]
 
+    def begin(self, step: Step) -> int:
+        """Begin the step on the current stream and return its epoch; what goes to other hosts is sent behind that."""
+        epoch = self.windows.begin()
+        self.join_stream()
+        return epoch
+
     def start(self, step: Step) -> None:
         """Launch the kernels that pool, and behind them the one that raises the flags."""
         self.check()
         flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
-        epoch = self.windows.begin()
-        self.join_stream()
-        self.lookup.store(self.peers[epoch % 2], step, tables)
+        epoch = self.begin(step)
+        self.lookup.store(self.peers[epoch % 2], step, tables, self.reached)
         with self.order:
             raise_flags(flags, self.rank, 0, self.windows.counter.argument)
 

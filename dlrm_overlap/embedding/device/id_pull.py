@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrm_overlap.comm.record import Record
+from dlrm_overlap.embedding.protocol.crossing import published_window
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.ids.pull_ids import BLOCK_IDS, Places, Published, place_ids, pull_ids, pull_tasks
@@ -36,8 +37,8 @@ class IdPull:
         self._device, self._known = windows.arena.device, ids.bound.known_lengths
         self.record = Record(self._device)
         numbers = self._tensor(features), self._tensor(rows), self._tensor(ids.capacity)
-        # Clones, since kernels are compiled for what divides the addresses of their arguments.
-        addresses = [windows.arena.addresses(name)[sources.start : sources.stop].clone() for name in windows.names]
+        seen = [[published_window(windows.arena, name, rank) for rank in sources] for name in windows.names]
+        addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in seen]
         self._published = [Published(each, ids.offsets_at, *numbers) for each in addresses]
         room = ids.arriving(features, self._sources)
         self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]

@@ -43,7 +43,7 @@ class DeviceLookup:
         self.record = Record(self._device)
         self._storage: tuple[int, ...] | None = None
         self._tables: list[FeatureTable] = []
-        self._first_samples: dict[BatchSizes, torch.Tensor] = {}
+        self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
 
     def tables(self) -> list[FeatureTable]:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
@@ -67,23 +67,25 @@ class DeviceLookup:
             column_alignment=gcd(16, *(self._columns[shard] for shard in shards)),
         )
 
-    def first_samples(self, batch: BatchSizes) -> torch.Tensor:
-        """Return [W + 1] int32 on the device: the first sample of each rank, and B."""
-        found = self._first_samples.get(batch)
+    def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor:
+        """Return [R + 1] int32 on the device: the first sample of each of R ranks, and the end; None are all ranks."""
+        key = batch, ranks
+        found = self._first_samples.get(key)
         if found is None:
-            if len(self._first_samples) == _MOST_SIZES:
+            if len(self._first_samples) >= _MOST_SIZES:
                 self._first_samples.clear()
-            found = torch.tensor(batch.first_sample, dtype=torch.int32, device=self._device)
-            self._first_samples[batch] = found
+            first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
+            found = torch.tensor(first, dtype=torch.int32, device=self._device)
+            self._first_samples[key] = found
         return found
 
-    def bags(self, shards: list[FeatureShard], step: Step) -> Bags:
-        """Return the ids of the kernel that pools `shards`."""
+    def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
+        """Return the ids of the kernel that pools `shards` for the samples of `ranks`, None for all."""
         ids = step.inputs[shards[0].input]
         return Bags(
             values=ids.values(),
             offsets=ids.offsets(),
-            first_sample=self.first_samples(step.batch),
+            first_sample=self.first_samples(step.batch, ranks),
             samples=step.batch.total,
             samples_per_rank=step.batch.most,
         )
@@ -100,11 +102,18 @@ class DeviceLookup:
         first = self.first_samples(step.batch)[:-1]
         return Windows(send.data_ptr() + first.long() * row_bytes, send.shape[1], send.dtype, gcd(16, row_bytes))
 
-    def store(self, windows: Windows, step: Step, tables: list[FeatureTable]) -> None:
-        """Pool every bag into its destination's window, by the zero-copy kernel; `tables` are `tables()`."""
+    def store(self, windows: Windows, step: Step, tables: list[FeatureTable], ranks: range | None = None) -> None:
+        """Pool every bag of the samples of `ranks`, None for all, into its rank's window, by the zero-copy kernel.
+
+        Args:
+            windows: of these ranks.
+            step: whose ids are looked up.
+            tables: what `tables()` has returned.
+            ranks: that follow one another.
+        """
         for shards, table in zip(self.pooled_together, tables, strict=True):
             options = self.pooling_options(tuning_for(table.dim))
-            store_pooled(self.bags(shards, step), table, windows, self.record.status, options)
+            store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
         """Raise what a kernel has recorded; under bounds check WARNING, log an id outside its table.

@@ -138,3 +138,11 @@ def test_what_does_not_go_together_is_refused(
 def test_optimizers_are_known_and_named_once(optimizers: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         BackwardRequest("backward", OUTPUT, optimizers=optimizers)
+
+
+def test_emulated_hosts_are_measured_only_where_rows_say_so() -> None:
+    emulated = _config("tiny", "--embedding.hosts", "2")
+    _request("stage").check_hosts(emulated)
+    _request("slice").check_hosts(_config("tiny", "--embedding.hosts", "1"))
+    with pytest.raises(InputError, match=r"embedding\.hosts: 2 emulated hosts, but the rows of bench slice would not"):
+        _request("slice").check_hosts(emulated)

@@ -194,11 +194,12 @@ class FakeGPUs:
     """Four GPUs, of which only the pairs in `linked` reach each other."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, linked: Callable[[int, int], bool]) -> None:
-        properties = SimpleNamespace(name="NVIDIA X", total_memory=80 << 30, major=9, minor=0)
+        known = {"name": "NVIDIA X", "total_memory": 80 << 30, "major": 9, "minor": 0}
+        properties = [SimpleNamespace(uuid=f"GPU-{index}", **known) for index in range(4)]
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", linked)
         monkeypatch.setattr(doctor, "_output", lambda *command: TOPOLOGY if command[0] == "nvidia-smi" else "")
 
@@ -210,6 +211,8 @@ def test_doctor_shows_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus[0].detail == "NVIDIA X, 80 GiB, compute capability 9.0"
     assert (links.status, links.detail) == ("ok", "peer access between all GPUs, NV12 SYS")
     assert doctor._symmetric_memory().status == "ok"
+    assert doctor._reach().status == "ok"
+    assert "GPUs 0-3 by stores, all others and other machines by messages of NCCL" in doctor._reach().detail
 
 
 def test_doctor_shows_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +221,8 @@ def test_doctor_shows_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (links.status, links.detail) == ("wrong", "no peer access between GPUs 0-3, 3-0, NV12 SYS")
     assert not links.needed
     assert doctor._symmetric_memory().status == "wrong"
+    assert doctor._reach().status == "wrong"
+    assert "GPUs 0-2 | 3 by stores" in doctor._reach().detail
 
 
 def test_doctor_without_a_gpu_on_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:

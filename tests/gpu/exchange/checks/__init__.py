@@ -8,6 +8,7 @@ from tests.gpu.exchange.checks import (
     faults,
     gemm,
     graphs,
+    hosts,
     lookups,
     overlap,
     streams,
@@ -32,6 +33,7 @@ CHECKS = (
     | training.CHECKS
     | graphs.CHECKS
     | tensor_parallel.CHECKS
+    | hosts.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST

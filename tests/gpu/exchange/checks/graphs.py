@@ -39,7 +39,7 @@ _BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single
 _BACKENDS = ("pgas", "fused")
 
 
-def _graph_config(place: Place, backend: str, optimizer: str, known: bool, data_parallel: bool = False) -> Config:
+def graph_config(place: Place, backend: str, optimizer: str, known: bool, data_parallel: bool = False) -> Config:
     config = small_config(place, backend, optimizer, pipeline="graph")
     if data_parallel:  # all tables but two, by SGD, which shows a wrong scale of their gradients at once
         config = replace(
@@ -53,7 +53,7 @@ def _graph_config(place: Place, backend: str, optimizer: str, known: bool, data_
     return replace(config, data=replace(config.data, tables=tables))
 
 
-def _train(place: Place, config: Config, delays: bool = False) -> tuple[list[float], list[float], Trainer]:
+def train_in_segments(place: Place, config: Config, delays: bool = False) -> tuple[list[float], list[float], Trainer]:
     """Return the losses of a run in segments, those of the evaluations between them, and its trainer, still open."""
     trainer = make_trainer(place, config)
     assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
@@ -94,16 +94,16 @@ def _close(place: Place, trainer: Trainer) -> None:
 
 
 def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool = False) -> None:
-    config = _graph_config(place, "pgas", optimizer, known, data_parallel)
+    config = graph_config(place, "pgas", optimizer, known, data_parallel)
     uncaptured = replace(config, train=replace(config.train, pipeline="torchrec"))
-    expected, expected_evaluated, trainer = _train(place, uncaptured)
+    expected, expected_evaluated, trainer = train_in_segments(place, uncaptured)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
     ways = [("pgas", "auto", "push"), ("pgas", "auto", "dma"), *(("fused", put, "push") for put in PUTS)]
     for backend, put, backward in ways:
-        config = _graph_config(place, backend, optimizer, known, data_parallel)
+        config = graph_config(place, backend, optimizer, known, data_parallel)
         config = replace(config, embedding=replace(config.embedding, put=put, backward=backward))
-        losses, evaluated, trainer = _train(place, config)
+        losses, evaluated, trainer = train_in_segments(place, config)
         what = f"{backend}, put {put}, backward {backward}"
         assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], what)
         assert_agree(evaluated, expected_evaluated, LOSS_TOLERANCE[optimizer], f"{what}, evaluated")
@@ -122,17 +122,17 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
 
     The numbers are the same bits, captured or not, since the model rounds them before its first product in any case.
     """
-    config = _graph_config(place, backend, "rowwise_adagrad", known=True)
+    config = graph_config(place, backend, "rowwise_adagrad", known=True)
     model = replace(config.model, arch=arch, cross_layers=2, cross_rank=8) if arch == "dcn" else config.model
     config = replace(config, model=model, train=replace(config.train, precision="bf16"))
     for pipeline in ("graph", "torchrec"):
         in_place = replace(config, train=replace(config.train, pipeline=pipeline))
         rounded = replace(in_place, embedding=replace(config.embedding, wire_dtype="fp32"))
-        expected, expected_evaluated, trainer = _train(place, rounded)
+        expected, expected_evaluated, trainer = train_in_segments(place, rounded)
         assert not _joins_in_place(trainer)
         expected_rows = rows_of(trainer)
         _close(place, trainer)
-        losses, evaluated, trainer = _train(place, in_place)
+        losses, evaluated, trainer = train_in_segments(place, in_place)
         assert _joins_in_place(trainer)
         assert losses == expected, f"{pipeline}: losses {losses}, not {expected}"
         assert evaluated == expected_evaluated, f"{pipeline}: evaluated {evaluated}, not {expected_evaluated}"
@@ -142,14 +142,14 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
 
 def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False, dma: bool = False) -> None:
     """Whoever is late, and wherever, the bits are the same; with `dma` copy engines send, forward and back."""
-    config = _graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
+    config = graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
     if dma:
         config = replace(config, embedding=replace(config.embedding, put="dma", backward="dma"))
-    expected, expected_evaluated, trainer = _train(place, config)
+    expected, expected_evaluated, trainer = train_in_segments(place, config)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
     for run in (1, 2):
-        losses, evaluated, trainer = _train(place, config, delays=True)
+        losses, evaluated, trainer = train_in_segments(place, config, delays=True)
         assert losses == expected, f"run {run}: losses {losses}, not {expected}"
         assert evaluated == expected_evaluated
         assert_all_near(rows_of(trainer), expected_rows, 0.0, f"run {run}:")
@@ -242,7 +242,7 @@ def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable
 
 def _check_overflow(place: Place, known: bool) -> None:
     """Every rank is told which rank brought what."""
-    config = _graph_config(place, "pgas", "sgd", known)
+    config = graph_config(place, "pgas", "sgd", known)
     told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
     culprit = CULPRIT % place.world_size
     assert told.startswith(f"the batch of rank {culprit} has "), told
@@ -252,7 +252,7 @@ def _check_overflow(place: Place, known: bool) -> None:
 
 def _check_bad_id(place: Place) -> None:
     """The owner of the table is told of the id, its place and the rank that brought it."""
-    config = _graph_config(place, "pgas", "sgd", known=False)
+    config = graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)
     (exchange,) = exchanges(trainer.model)
@@ -268,7 +268,7 @@ def _check_bad_id(place: Place) -> None:
 
 def _check_stalled_peer(place: Place) -> None:
     """All ranks but the culprit are told whom they wait for in vain, in time."""
-    config = _graph_config(place, "pgas", "sgd", known=False)
+    config = graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)
     batches = _spoiled(place, trainer, -1, lambda batch: batch)

@@ -87,7 +87,7 @@ def _assert_idle(exchange: Exchange) -> None:
         assert not state.ticket.any(), "tickets stay drawn"
 
 
-def _stress(place: Place, options: ExchangeOptions) -> None:
+def stress(place: Place, options: ExchangeOptions) -> None:
     owners = range(place.world_size)
     tables = [Table(rows, dim, owner) for rows, dim in ((300, 64), (50, 12), (5, 64)) for owner in owners]
     stage = Stage(place, tables, lr=_LEARNING_RATE)
@@ -144,4 +144,4 @@ _RUNS = {
     "fused_dma": _options("fused", put="dma", backward="dma"),
     "fused_dma_4_bags_1_program": _options("fused", "balanced", put="dma", slice_bags=4, programs_per_sm=1),
 }
-CHECKS = {f"stress_{name}": Check(partial(_stress, options=options)) for name, options in _RUNS.items()}
+CHECKS = {f"stress_{name}": Check(partial(stress, options=options)) for name, options in _RUNS.items()}

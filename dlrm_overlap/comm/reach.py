@@ -1,0 +1,172 @@
+"""Which ranks a rank reaches by loads and stores, and which only by messages over a network; all ranks agree on it.
+
+Ranks are put into hosts. A host is some consecutive ranks that all reach each other's memory: those of one machine,
+where its GPUs have access to each other. Within a host kernels store into a peer's memory. Between hosts one rank of a
+host takes what a rank of another host sends to all of it, and passes it on (`Reach.relay`).
+"""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.config import InputError
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Place(NamedTuple):
+    """Where a rank computes."""
+
+    machine: str
+    device: str
+    """the GPU's unique name; empty on a CPU"""
+    reached: frozenset[str]
+    """the GPUs, by these names, whose memory this one loads and stores, itself included"""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The hosts of a group's ranks, as one of them sees it.
+
+    Example: ranks 0 .. 3 on one machine and 4 .. 7 on another make the hosts 0 .. 3 and 4 .. 7. On rank 1, `here` is
+    0 .. 3, and rank 5 takes what rank 1 sends to its host: `relay(1, range(4, 8))` is 5.
+    """
+
+    rank: int
+    hosts: tuple[range, ...]
+    """the ranks of each host, in order"""
+    why: str = ""
+    """why there are several hosts"""
+    group: dist.ProcessGroup | None = None
+    """the ranks of this rank's host, where they are GPUs and not all ranks: symmetric memory is made by a group"""
+
+    @staticmethod
+    def of_one_host(group: dist.ProcessGroup) -> "Reach":
+        """Return that all ranks of a group reach each other by stores."""
+        return Reach(group.rank(), (range(group.size()),))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank is reached by stores."""
+        return len(self.hosts) == 1
+
+    @cached_property
+    def here(self) -> range:
+        """The ranks of this rank's host."""
+        return self.host_of(self.rank)
+
+    def host_of(self, rank: int) -> range:
+        """Return the ranks of the host of `rank`."""
+        return next(host for host in self.hosts if rank in host)
+
+    @cached_property
+    def others(self) -> Sequence[range]:
+        """The other hosts, from the next one on, so that no host is sent to by all others at once."""
+        at = self.hosts.index(self.here)
+        return self.hosts[at + 1 :] + self.hosts[:at]
+
+    def relay(self, source: int, host: range) -> int:
+        """Return the rank of `host` that takes what `source`, of another host, sends to any of its ranks.
+
+        It has the place in its host that `source` has in its own, as far as there are as many. So each pair of hosts
+        has as many messages at once as it has ranks, one for each network card of hosts that have a card a GPU.
+        """
+        return host[(source - self.host_of(source).start) % len(host)]
+
+    @cached_property
+    def sources(self) -> Sequence[int]:
+        """The ranks of other hosts whose messages this rank takes, in order."""
+        return [
+            source for host in self.hosts if host != self.here for source in host
+            if self.relay(source, self.here) == self.rank
+        ]  # fmt: skip
+
+    def summary(self) -> str:
+        """Return the hosts and what made them several, in a line."""
+        return f"{len(self.hosts)} hosts ({', '.join(map(_named, self.hosts))}; {self.why})"
+
+
+def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str = "auto") -> Reach:
+    """Find out which ranks of `group` reach each other by stores; a collective.
+
+    Args:
+        device: of this rank.
+        hosts: auto looks at machines and at access between GPUs. A number emulates as many hosts: it cuts the ranks
+            into so many equal runs, whatever they reach; 1 says that all reach each other.
+
+    Raises:
+        InputError: if so many hosts are asked for that ranks cannot be dealt out.
+    """
+    rank, world_size = group.rank(), group.size()
+    if isinstance(hosts, int):
+        if world_size % hosts:
+            raise InputError(
+                f"embedding.hosts: {hosts} emulated hosts do not divide {world_size} ranks; take a divisor, or auto"
+            )
+        each = world_size // hosts
+        found = tuple(range(first, first + each) for first in range(0, world_size, each))
+        why = f"emulated, embedding.hosts is {hosts}"
+    else:
+        places = [place_of(device)] * world_size
+        if world_size > 1:
+            dist.all_gather_object(places, places[rank], group)
+        found, why = hosts_of(places)
+    return Reach(rank, found, why if len(found) > 1 else "", _group_of(group, rank, found, device))
+
+
+def place_of(device: torch.device) -> Place:
+    """Return where a rank on `device` computes."""
+    # Containers of one machine have names of their own, and machines may share a name.
+    machine = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+    if device.type != "cuda":
+        return Place(machine, "", frozenset([""]))
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    reached = {name for i, name in enumerate(names) if i == index or torch.cuda.can_device_access_peer(index, i)}
+    return Place(machine, names[index], frozenset(reached))
+
+
+def hosts_of(places: Sequence[Place]) -> tuple[tuple[range, ...], str]:
+    """Return the hosts of ranks by their places, and why there are several: runs of ranks that reach each other.
+
+    Example: ranks 0 and 2 on machine a, 1 on machine b: three hosts of one rank, since no neighbours are on one.
+    """
+    first, found = 0, []
+    for rank in range(1, len(places) + 1):
+        if rank == len(places) or not all(_reach(places[rank], each) for each in places[first:rank]):
+            found.append(range(first, rank))
+            first = rank
+    machines = len({place.machine for place in places})
+    if len(found) > machines > 1:
+        why = "ranks of a machine do not follow one another, or its GPUs have no access to each other"
+    else:
+        why = f"{machines} machines" if machines > 1 else "GPUs without access to each other"
+    return tuple(found), why
+
+
+def _reach(one: Place, other: Place) -> bool:
+    return one.machine == other.machine and one.device in other.reached and other.device in one.reached
+
+
+def _named(host: range) -> str:
+    return f"rank {host[0]}" if len(host) == 1 else f"ranks {host[0]} to {host[-1]}"
+
+
+def _group_of(
+    group: dist.ProcessGroup, rank: int, hosts: Sequence[range], device: torch.device
+) -> dist.ProcessGroup | None:
+    """Make the group of this rank's host, where symmetric memory needs one."""
+    here = next(host for host in hosts if rank in host)
+    if device.type != "cuda" or len(here) in (1, group.size()):
+        return None
+    ranks = [dist.get_global_rank(group, each) for each in here]
+    # Its store is all that is used, so no communicator of NCCL is made for it. The other hosts' ranks do not take part.
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

@@ -1,0 +1,196 @@
+"""`pgas` and `fused` on GPUs of several hosts: stores within a host, and between hosts one message a host and rank.
+
+    current stream    | pool for the other hosts | pool for this host | raise |   bottom MLP ..   | await all | output
+    NCCL's stream                                | messages out and in ...... |
+    passing stream                                                            | put into windows, raise for the sender |
+
+A rank pools what each other host needs into one message, by the kernel of `pgas`, and sends it to that host's rank that
+takes its messages (`Reach.relay`). Meanwhile it serves its own host's ranks as on one host. What has come is stored by
+a kernel into the windows of all ranks of the host, each at its place, so nothing is unpacked behind that. Then the flag
+of the sender is raised at each, in place of the sender: who awaits it cannot tell the difference. Gradients go the same
+way back.
+
+Windows are overwritten too early by nobody: a rank passes on step e's messages behind its own beginning of step e, and
+so behind the flags of step e - 1 of all ranks of its host, as it stores what it pools itself.
+"""
+
+from typing import Any
+
+import torch
+
+from dlrm_overlap.embedding.backends.atomic import AtomicPush
+from dlrm_overlap.embedding.backends.messages import MessageBuffers
+from dlrm_overlap.embedding.backends.push import Push
+from dlrm_overlap.embedding.backends.sliced import SlicedForward
+from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
+from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.crossing import Crossing
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.arguments import FeatureTable, Windows
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, push_gradients
+from dlrm_overlap.kernels.flags import raise_flags
+from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
+from dlrm_overlap.kernels.forward.puts import put_by_stores
+
+_MOST_SIZES = 64  # batch sizes whose addresses stay in memory
+
+
+class ZeroCopyAcross(ZeroCopyForward):
+    """`pgas` between hosts: what the other hosts need is pooled first, and travels while this host is served."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        wire = self.options.wire_dtype
+        self._crossing = Crossing(self.layout, windows.arena.reach, wire)
+        self._sent_lookup = DeviceLookup(context, self._crossing.columns_of([self.rank]), self.bad_ids)
+        self._sent_tables: list[FeatureTable] = []
+        self._sent_windows: dict[BatchSizes, list[tuple[range, Windows]]] = {}
+        self._buffers = MessageBuffers(self.group, wire, self.device)
+        self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # what peers wait for comes first
+        self._places: dict[int, PutColumns] = {}
+        for source in self._crossing.reach.sources:
+            shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
+            self._places[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
+
+    def start(self, step: Step) -> None:
+        """Look whether anything may fail before the step begins, then start as on one host."""
+        self._sent_tables = self._sent_lookup.tables()
+        super().start(step)
+
+    def begin(self, step: Step) -> int:
+        """Begin the step, then pool for the other hosts, and start to send and to pass on what they send."""
+        epoch = super().begin(step)
+        messages = self._crossing.pooled(step.batch)
+        if self._buffers.make_room(messages):
+            self._sent_windows.clear()
+        for host, windows in self._windows_of(step.batch):
+            self._sent_lookup.store(windows, step, self._sent_tables, host)
+        first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
+        self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._pass_stream), self.order:
+            self._buffers.exchange(messages).wait()
+            self._pass_on(step, epoch, first_sample)
+        return epoch
+
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Make the stream wait for the flags, then for what this rank sends and passes on, whose memory is used again.
+
+        In this order, since the wait for flags is bounded, and what passes on may wait for a host that is gone.
+        """
+        pooled = super().finish(step, copy)
+        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
+        return pooled
+
+    def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
+        """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
+        if batch not in self._sent_windows:
+            if len(self._sent_windows) == _MOST_SIZES:
+                self._sent_windows.clear()
+            by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
+            found: list[tuple[range, Windows]] = []
+            for host in (host for host in self._crossing.reach.others if host in by_host):
+                message, begin = by_host[host], batch.first_sample[host.start]
+                rows = message.within(self._buffers.sent)
+                row_bytes = message.pitch * rows.element_size()
+                addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in host]
+                table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+                found.append((host, Windows(table, message.pitch, rows.dtype)))
+            self._sent_windows[batch] = found
+        return self._sent_windows[batch]
+
+    def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
+        """Store what has come into the windows of this host's ranks, and raise the senders' flags, when it is here."""
+        windows, flags = self.peers[epoch % 2].addresses, self.flags_of(step)
+        for message in self._crossing.pooled(step.batch).received:
+            put_columns(
+                message.within(self._buffers.received),
+                self._places[message.peer],
+                windows,
+                first_sample,
+                self.stride,
+                step.batch.most,
+                self.reached.index(self.rank),
+            )
+            raise_flags(flags, message.peer, 0, self.windows.counter.argument)
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded, those that pool for other hosts included."""
+        super().check()
+        self._sent_lookup.check()
+
+
+class SlicedAcross(ZeroCopyAcross, SlicedForward):
+    """`fused` between hosts: slices within the host, by the persistent kernel; all of a step to each other host.
+
+    The kernel does not await the flags, since its programs would hold the multiprocessors that the messages need.
+    """
+
+    ends_with_wait = False
+
+    @property
+    def put(self) -> Any:
+        """How a slice gets into the window of a rank of this host: copy engines are not used."""
+        return put_by_stores if self.options.resolved_put == "stores" else None
+
+
+class PushAcross(Push):
+    """`push` between hosts: gradients stored at the owners of this host, and sent to the other hosts."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        reach, wire = windows.arena.reach, self.options.wire_dtype
+        self._crossing = Crossing(self.layout, reach, wire)
+        self._buffers = MessageBuffers(self.group, wire, self.device)
+        self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
+        self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
+        columns = self._crossing.columns_of(reach.here)
+        self._passed_on = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
+        done = torch.zeros_like(self._part_flags.done)
+        self._pass_flags = PartFlags(self._part_flags.addresses, done, self._part_flags.clock)
+
+    def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
+        """Store at this host's owners and, with the first part, send to the other hosts and pass on what they send."""
+        if first > 0:
+            super().push(step, gradient, first, end)
+            return
+        current = torch.cuda.current_stream(self.device)
+        if not self.order.active:  # what the step before has sent and passed on has left the buffers behind this
+            current.wait_stream(self._pass_stream)
+        messages = self._crossing.gradients(step.batch)
+        self._buffers.make_room(messages)
+        for message in messages.sent:
+            if message.elements:
+                columns = gradient.index_select(1, self._sent_columns[message.host])
+                torch.mul(columns, self.sent_scale, out=message.within(self._buffers.sent))
+        work = self._buffers.exchange(messages)
+        super().push(step, gradient, first, end)
+        # A captured step has all between ranks in one order, which this stream has anyway.
+        with torch.cuda.stream(current if self.order.active else self._pass_stream):
+            work.wait()
+            for message in messages.received:
+                self._pass_on(step, message.within(self._buffers.received), message.peer)
+
+    def _pass_on(self, step: Step, gradient: torch.Tensor, source: int) -> None:
+        """Store the gradient [b, pitch] of the samples of `source` at this host's owners, as `source` would."""
+        push_gradients(
+            gradient,
+            self._passed_on,
+            self._peers[self.windows.epoch % 2],
+            self._pass_flags,
+            rank=source,
+            epoch=self.windows.counter.argument,
+            schedule=self.schedule,
+            first_sample=step.batch.first_sample[source],
+            batch=step.batch.total,
+            most_samples=step.batch.most,
+            scale=1.0,
+            programs=self.programs,
+            first_part=0,
+            end_part=self.gradients.parts,
+        )
+
+
+class AtomicPushAcross(AtomicPush, PushAcross):
+    """`atomic` between hosts: gradients as by `PushAcross`, rows updated id by id."""

@@ -1,0 +1,69 @@
+"""Messages between hosts, each way of a step in one call: NCCL's grouped sends and receives, gloo's on CPUs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.embedding.protocol.crossing import Message, Messages, arriving_windows
+from dlrm_overlap.embedding.protocol.windows import WindowPair
+
+
+class MessageBuffers:
+    """Memory for the messages that a rank sends in a step, and for those that it receives; it grows as needed.
+
+    The messages of a step may be written once those of the step before have been sent, and received ones are there
+    until the next `exchange` begins: the caller orders both, on one stream or by waiting.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
+        self._group = group
+        self.sent, self.received = (torch.empty(0, dtype=dtype, device=device) for _ in range(2))
+        """flat; the first elements are in use"""
+
+    def make_room(self, messages: Messages) -> bool:
+        """Have room for these messages; return whether the memory had to grow, and so is another one."""
+        sent, received = (sum(message.elements for message in each) for each in messages)
+        grows = self.sent.numel() < sent or self.received.numel() < received
+        if grows:
+            self.sent = self.sent.new_empty(max(sent, self.sent.numel()))
+            self.received = self.received.new_empty(max(received, self.received.numel()))
+        return grows
+
+    def exchange(self, messages: Messages) -> Any:
+        """Start to send and to receive, behind what is on the current stream, and return what waits for the end.
+
+        All ranks of the group call this, each with its messages. Ranks without a message between them exchange nothing.
+        """
+        send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
+        sent, received = self.sent[: sum(send_sizes)], self.received[: sum(receive_sizes)]
+        return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
+
+    def _sizes(self, messages: Sequence[Message]) -> list[int]:
+        """Return the elements of each rank's message."""
+        sizes = [0] * self._group.size()
+        for message in messages:
+            sizes[message.peer] = message.elements
+        return sizes
+
+
+def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
+    """Send this rank's current window to the other hosts, and put what they send where this host's ranks read it.
+
+    All ranks call this; see `published_window`. On a GPU it is issued on the current stream, on a CPU it is done. The
+    messages are in memory of their own, since NCCL may ask for more of memory that it sends from in a CUDA graph than
+    windows give.
+    """
+    reach, window = windows.arena.reach, windows.local.flatten()
+    send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
+    for host in reach.others:
+        send_sizes[reach.relay(reach.rank, host)] = window.numel()
+    for source in reach.sources:
+        receive_sizes[source] = window.numel()
+    received = window.new_empty(sum(receive_sizes))
+    sent = window.repeat(len(reach.others))
+    work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True)
+    assert work is not None
+    work.wait()
+    arriving_windows(windows.arena, windows.name).copy_(received)

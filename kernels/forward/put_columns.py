@@ -1,0 +1,125 @@
+"""Pooled embeddings that have come from another host, stored where they belong in the windows of this host's ranks.
+
+What has come is a message of one rank: a row for each sample of this host's ranks, with the columns that the sender
+pools. They are copied as they are, in words of 8 bytes where that goes, 4 or 2 else.
+"""
+
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.compiled import CompiledKernel
+
+_WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
+_TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
+_NUM_WARPS = 8
+
+
+class PutColumns(NamedTuple):
+    """Which columns of a message's rows go where, alike in every window."""
+
+    columns: torch.Tensor
+    """[n] int32: of each word that is copied, from the row's first on, its place in a window's row, in words"""
+    word_bytes: int
+
+    @staticmethod
+    def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
+        """Return how to copy.
+
+        Args:
+            shards: the dim of each shard, in the order of a row's columns, and its first column in a window's row.
+            stride: elements of a window's row.
+            itemsize: bytes of an element.
+            device: of the windows.
+        """
+        word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
+        starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]
+        columns = [column + at for words, column in starts for at in range(words)]
+        return PutColumns(torch.tensor(columns, dtype=torch.int32, device=device), word)
+
+
+@triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "place"])
+def _put_columns(
+    message, columns, windows, first_sample,
+    ranks, words, pitch, stride: tl.int64, blocks, place,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """Copy up to ROWS rows of a message into the window of the rank whose samples they are.
+
+    Program p serves rank place + 1 + p / blocks of the host's, modulo their number, so that no two ranks begin with
+    one window.
+
+    Memory: the program reads rows of `message`, `pitch` words apart, and for each of their first `words` words its
+    place from `columns`. It stores them to as many rows of one window, this rank's or a peer's, `stride` words apart.
+    `first_sample` [ranks + 1] are the host's ranks' first samples in the global batch, and the end of the last.
+
+    Order: no two programs store to one place. The stores are complete when the kernel ends; the kernel that raises the
+    sender's flags comes next on the stream, and its release covers them.
+
+    Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
+    rows 3 and 4 are rank 3's: their words go to words 8, 9, 2 and 3 of rows 0 and 1 of its window.
+
+    Source: ours; the last leg of a hierarchical All-to-All.
+    """
+    rank = (place + 1 + tl.program_id(0) // blocks) % ranks
+    begin = tl.load(first_sample + rank)
+    sample = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    live = sample < tl.load(first_sample + rank + 1) - begin
+    window = tl.multiple_of(tl.load(windows + rank).to(tl.pointer_type(WORD)), 16)
+    row = (begin - tl.load(first_sample) + sample).to(tl.int64)
+    for first in range(0, words, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        into = tl.load(columns + at, mask=at < words, other=0)
+        mask = live[:, None] & (at < words)[None, :]
+        values = tl.load(message + row[:, None] * pitch + at[None, :], mask=mask, other=0)
+        tl.store(window + sample.to(tl.int64)[:, None] * stride + into[None, :], values, mask=mask)
+
+
+_ARGUMENTS = (
+    "message", "columns", "windows", "first_sample",
+    "ranks", "words", "pitch", "stride", "blocks", "place",
+)  # fmt: skip
+
+
+@lru_cache
+def _compiled(word_bytes: int, block: int) -> CompiledKernel:
+    constants: dict[str, Any] = {"ROWS": max(1, _TASK_WORDS // block), "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
+    return CompiledKernel(_put_columns, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+
+
+def put_columns(
+    message: torch.Tensor,
+    put: PutColumns,
+    windows: torch.Tensor,
+    first_sample: torch.Tensor,
+    stride: int,
+    most_samples: int,
+    place: int,
+) -> None:
+    """Store a message's rows into the windows of the host's ranks. No flag is raised.
+
+    Args:
+        message: [rows, pitch] of the wire's type, contiguous, from a multiple of 16 bytes on.
+        put: its columns' places.
+        windows: [ranks] int64: addresses of the windows of the host's ranks, in order, multiples of 16.
+        first_sample: [ranks + 1] int32: the first sample of each in the global batch, and the end of the last.
+        stride: elements of a window's row.
+        most_samples: at least those of any of these ranks.
+        place: of the caller among the host's ranks.
+    """
+    words, ranks = put.columns.numel(), windows.numel()
+    if not words:
+        return
+    kernel = _compiled(put.word_bytes, min(256, power_of_2(words)))
+    blocks = -(-most_samples // kernel.constants["ROWS"])
+    each = message.element_size()
+    kernel(
+        ranks * blocks, (),
+        message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample,
+        ranks, words, message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, place,
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other."""
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.launching.launcher import free_port
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
+from tests.conftest import ROOT, read_metrics
+from tests.distributed.interpreted import interpreted_halves, without_streams
+from tests.distributed.tiny_stage import Stage
+from tests.distributed.workers import cases_on_ranks, quickstart, run_ranks, train
+
+OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
+BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (3, 2, 4, 1)]
+HOSTS = {
+    "2 of 2": (range(2), range(2, 4)),
+    "4 of 1": tuple(range(rank, rank + 1) for rank in range(4)),
+    "3 and 1": (range(3), range(3, 4)),  # rank 3 takes three ranks' messages
+    "1 and 3": (range(1), range(1, 4)),
+}
+WIRES: Sequence[dict[str, Any]] = [
+    {},
+    {"wire_dtype": torch.float16},
+    {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
+]
+
+
+def _group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _exchange(stage: Stage, hosts: str, backend: str, **options: Any) -> Exchange:
+    exchange = stage.exchange(_group(), backend, **options)
+    exchange._reach = Reach(stage.rank, HOSTS[hosts], "emulated")
+    return exchange
+
+
+def _train(rank: int, exchange: Exchange, stage: Stage) -> list[torch.Tensor]:
+    """Return the outputs of a step for each of the batch sizes, all but one of which are trained on."""
+    generator, outputs = torch.Generator().manual_seed(rank), []
+    for number, sizes in enumerate(BATCH_SIZES):
+        inputs, _ = stage.inputs(number, sizes)
+        with torch.set_grad_enabled(number != 1):
+            pooled = exchange.start(inputs, sizes).wait()
+        outputs.append(pooled.detach().clone())
+        gradient = torch.randn(pooled.shape, generator=generator).to(pooled.dtype)
+        if pooled.requires_grad:
+            pooled.backward(gradient)
+        if rank == 2:
+            time.sleep(0.02)  # nobody may overtake it
+        del pooled
+    return outputs
+
+
+def _rows(stage: Stage) -> dict[str, torch.Tensor]:
+    shards = stage.layout.by_owner[stage.rank]
+    rows = {f"rows of {shard.name}": stage.tables.weight(shard) for shard in shards}
+    states = {f"state of {shard.name}": stage.tables.state(shard) for shard in shards}
+    return rows | {name: state for name, state in states.items() if state is not None}
+
+
+def check_bits_are_those_of_one_host(rank: int) -> None:
+    every = ["pgas", "fused"]
+    ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
+    ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
+    for optimizer, more, splits, backends in ways:
+        with patch.object(gradients, "_PART_BYTES", 64):
+            known = Stage(OWNERS, rank, optimizer=optimizer)
+            exchange = known.exchange(_group(), "pgas", hosts=1, **more)
+            expected = _train(rank, exchange, known)
+            assert exchange.reach.whole
+            for hosts, backend in ((hosts, backend) for hosts in splits for backend in backends):
+                stage, what = Stage(OWNERS, rank, optimizer=optimizer), f"{backend}, {hosts}, {more}"
+                exchange = _exchange(stage, hosts, backend, **more)
+                for number, pooled in enumerate(_train(rank, exchange, stage)):
+                    assert_same(pooled, expected[number], f"{what}, step {number}")
+                assert_all_near(_rows(stage), _rows(known), 0.0, f"{what}:")
+                exchange.close()
+
+
+def check_hosts_are_found_and_emulated(rank: int) -> None:
+    stage = Stage(OWNERS, rank)
+    assert stage.exchange(_group(), "pgas").reach.hosts == (range(4),), "one machine"
+    assert stage.exchange(_group(), "pgas", hosts=2).reach.hosts == HOSTS["2 of 2"]
+    assert stage.exchange(_group(), "nccl", hosts=2).reach.whole, "a collective reaches all"
+
+
+def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
+    stage, sizes = Stage(OWNERS, rank), (4, 4, 4, 4)
+    exchange = stage.exchange(_group(), "pgas", hosts=2, wait_timeout_s=0.3)
+    inputs, _ = stage.inputs(0, sizes)
+    exchange.start(inputs, sizes).wait()
+    forward: Any = exchange._open().forward
+    told = pytest.raises(ExchangeTimeoutError, match=r"of rank [0-3]: expected epoch 2, seen 1;")
+    # Messages stay where they have arrived.
+    with patch.object(forward, "pass_on", lambda step: step.work.wait()), told as raised:
+        exchange.start(inputs, sizes).wait()
+    silent = (2, 3) if rank < 2 else (0, 1)
+    assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"
+
+
+def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
+    half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
+    ways = [("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half), ("fused", "atomic", EmbOptimType.EXACT_SGD, {})]
+    for backend, backward, optimizer, more in ways:
+        stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
+        exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
+        with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
+            options = ExchangeOptions(
+                backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, hosts=2, **more
+            )
+            halves = interpreted_halves(stage, _group(), options, samples=9)
+            for number, sizes in enumerate(BATCH_SIZES[2:4]):
+                inputs, _ = stage.inputs(number, sizes)
+                expected, step = exchange.start(inputs, sizes).wait(), Step(inputs, BatchSizes.of(sizes))
+                halves.forward.start(step)
+                pooled = halves.forward.finish(step)
+                halves.forward.check()
+                if number == 0:
+                    assert_same(pooled, expected.detach(), f"{options}")
+                gradient = torch.randn(pooled.shape, generator=generator).to(pooled.dtype)
+                expected.backward(gradient)
+                halves.backward.note_forward(step)
+                halves.backward.start(step, gradient)
+                halves.backward.finish(step)
+                halves.backward.check()
+                del pooled, expected
+            halves.close()
+        exchange.close()
+        assert_all_near(_rows(stage), _rows(known), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:")
+
+
+def check_losses_are_those_of_one_host(rank: int) -> None:
+    """By steps whose ids the exchange brings, and evaluations between them."""
+    options = ["--train.global_batch_size", "256", "--train.steps", "6", "--train.eval_every", "3"]
+    options += ["--data.eval_samples", "500", "--train.dense_reduce", "collective", "--train.pipeline", "graph"]
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for backend, hosts in (("pgas", "1"), ("pgas", "2"), ("fused", "4")):
+            more = ["--embedding.backend", backend, "--embedding.hosts", hosts]
+            train(quickstart(Path(folder[0]), f"{backend}_{hosts}", *options, *more))
+        expected = read_metrics(Path(folder[0]) / "pgas_1", "train/loss")
+        assert len(expected) == 6
+        for name in ("pgas_2", "fused_4"):
+            assert read_metrics(Path(folder[0]) / name, "train/loss") == expected, name
+        dist.barrier()
+
+
+CHECKS: dict[str, Callable[[int], None]] = {
+    name: function for name, function in list(globals().items()) if name.startswith("check_")
+}
+NAMES = [name for name in CHECKS if INTERPRETED or "interpreter" not in name]
+
+
+def _run_check(name: str) -> None:
+    CHECKS[name](dist.get_rank())
+
+
+ended = cases_on_ranks(len(OWNERS), _run_check, NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_four_ranks(ended: Callable[[str], None], name: str) -> None:
+    ended(name)
+
+
+def _start_agent(host: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    """Start torchrun's agent of a host whose name is its own, with one rank."""
+    script, config = ROOT / "launch/torchrun.sh", ROOT / "configs/quickstart.yaml"
+    options = ["--train.device", "cpu", "--train.global_batch_size", "256", "--train.steps", "4", "--log.every", "1"]
+    options += ["--embedding.backend", "pgas", "--data.eval_samples", "500", "--log.tensorboard", "false"]
+    options += ["--checkpoint.last", "false", "--log.dir", str(folder), "--log.name", "two_agents"]
+    command = ["unshare", "--uts", "sh", "-c", f'hostname host{host} && exec "$@"', "agent"]
+    place = {"NNODES": "2", "NODE_RANK": str(host), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC": "1"}
+    return subprocess.Popen(
+        [*command, str(script), str(config), *options],
+        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _train_on_one_host(folder: Path) -> None:
+    options = ["--train.global_batch_size", "256", "--train.steps", "4", "--data.eval_samples", "500"]
+    train(quickstart(folder, "one_host", *options, "--embedding.backend", "pgas"))
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_with_host_names_of_their_own(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to make a namespace for a host's name: root")
+    port = free_port()
+    agents = [_start_agent(host, port, tmp_path) for host in range(2)]
+    try:
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    assert "2 hosts (rank 0, rank 1; 2 machines): stores within a host" in outputs[0]
+    run_ranks(_train_on_one_host, 2, tmp_path)
+    losses = read_metrics(tmp_path / "two_agents", "train/loss")
+    assert len(losses) == 4
+    assert losses == read_metrics(tmp_path / "one_host", "train/loss")

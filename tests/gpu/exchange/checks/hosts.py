@@ -1,0 +1,100 @@
+"""Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other, and no overtaking.
+
+Messages go by NCCL from GPU to GPU of one machine: what is checked is who sends what, where it is put, and when.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from dlrm_overlap.embedding.options import ExchangeOptions
+from tests.agreement import assert_all_near
+from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
+from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
+from tests.gpu.exchange.checks.stress import stress
+from tests.gpu.exchange.checks.training import make_trainer, rows_of, small_config, train_steps
+from tests.gpu.exchange.place import Check, Place
+
+_BF16 = {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 64}
+_RUNS = {
+    "pgas": (ExchangeOptions("pgas", wait_timeout_s=20.0), "adagrad"),
+    "fused": (ExchangeOptions("fused", wait_timeout_s=20.0), "rowwise_adagrad"),
+    "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=20.0, **_BF16), "sgd"),  # type: ignore[arg-type]
+    "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=20.0, **_BF16), "adagrad"),  # type: ignore[arg-type]
+}
+_STEPS = 20
+
+
+def _two(place: Place) -> int:
+    """Return two hosts or, of an odd number of ranks, a host a rank."""
+    return place.world_size if place.world_size % 2 else 2
+
+
+def _rows_after(place: Place, optimizer: str, options: ExchangeOptions) -> dict[str, torch.Tensor]:
+    """Return rows and states after a step a batch, by gradients that tell what the forward has returned."""
+    tables = tables_of_all_kinds(range(place.world_size - (place.world_size > 2)))  # the last of several has none
+    training = Training(place, tables, optimizer, options)
+    assert training.exchange.reach.whole == (options.hosts == 1 or place.world_size == 1)
+    for seed, batch in enumerate(uneven_batches(place, tables)):
+        training.step(batch, seed, feedback=True)
+    rows = training.rows()
+    training.close()
+    return rows
+
+
+def _check_bits(place: Place, options: ExchangeOptions, optimizer: str) -> None:
+    expected = _rows_after(place, optimizer, replace(options, hosts=1))
+    for hosts in sorted({_two(place), place.world_size}):
+        found = _rows_after(place, optimizer, replace(options, hosts=hosts))
+        assert_all_near(found, expected, 0.0, f"{hosts} hosts:")
+
+
+def _check_stress(place: Place, options: ExchangeOptions) -> None:
+    stress(place, replace(options, hosts=_two(place)))
+
+
+def _check_losses(place: Place, backend: str) -> None:
+    """A run between hosts has the losses and the rows of one on one host, to the last bit."""
+    runs = []
+    for hosts in (1, _two(place)):
+        config = small_config(place, backend, "adagrad")
+        trainer = make_trainer(place, replace(config, embedding=replace(config.embedding, hosts=hosts)))
+        runs.append((train_steps(place, trainer, 0, _STEPS), rows_of(trainer)))
+        place.meet()
+        trainer.close()
+    (expected, expected_rows), (losses, rows) = runs
+    assert losses == expected
+    assert all(torch.equal(rows[key], expected_rows[key]) for key in expected_rows)
+
+
+def _check_captured(place: Place, backend: str, known: bool) -> None:
+    """Captured steps between hosts, under any delays and between evaluations, have the bits of those on one host."""
+    runs = []
+    for hosts in (1, _two(place)):
+        config = graph_config(place, backend, "rowwise_adagrad", known)
+        # Between hosts, dense gradients are summed by a collective.
+        train = replace(config.train, dense_reduce="collective")
+        config = replace(config, train=train, embedding=replace(config.embedding, hosts=hosts))
+        losses, evaluated, trainer = train_in_segments(place, config, delays=hosts > 1)
+        runs.append((losses, evaluated, rows_of(trainer)))
+        place.meet()
+        trainer.close()
+    (expected, expected_evaluated, expected_rows), (losses, evaluated, rows) = runs
+    assert losses == expected
+    assert evaluated == expected_evaluated
+    assert_all_near(rows, expected_rows, 0.0, "captured:")
+
+
+CHECKS = {
+    f"hosts_captured_{backend}{'_known' * known}": Check(
+        partial(_check_captured, backend=backend, known=known), timeout_s=120
+    )
+    for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
+}
+CHECKS |= {f"hosts_stress_{name}": Check(partial(_check_stress, options=_RUNS[name][0])) for name in ("pgas", "fused")}
+CHECKS |= {
+    f"hosts_bits_{name}": Check(partial(_check_bits, options=options, optimizer=optimizer), timeout_s=120)
+    for name, (options, optimizer) in _RUNS.items()
+}
+CHECKS |= {f"hosts_losses_{backend}": Check(partial(_check_losses, backend=backend)) for backend in ("pgas", "fused")}

@@ -1,0 +1,56 @@
+"""Which ranks make a host, and who passes on what."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.reach import Place, Reach, find_reach, hosts_of, place_of
+from dlrm_overlap.config import InputError
+
+
+def _places(machines: str, reached: Sequence[str] = ()) -> list[Place]:
+    """Return a GPU a rank, which reaches those of its machine, or those whose numbers are given."""
+    numbers = [str(rank) for rank in range(len(machines))]
+    ranks = zip(numbers, machines, reached or ["".join(numbers)] * len(machines), strict=True)
+    return [Place(machine, number, frozenset([number, *others])) for number, machine, others in ranks]
+
+
+@pytest.mark.parametrize(
+    ("places", "hosts", "why"),
+    [
+        (_places("aaaa"), [(0, 4)], ""),
+        (_places("aabb"), [(0, 2), (2, 4)], "2 machines"),
+        (_places("aaab"), [(0, 3), (3, 4)], "2 machines"),
+        (_places("abab"), [(0, 1), (1, 2), (2, 3), (3, 4)], "do not follow one another"),
+        (_places("aaaa", ["1", "0", "3", "2"]), [(0, 2), (2, 4)], "without access"),
+        (_places("aaa", ["12", "0", "01"]), [(0, 2), (2, 3)], "without access"),  # 2 reaches 1, but not 1 also 2
+    ],
+)
+def test_hosts_are_runs_of_ranks_that_all_reach_each_other(
+    places: list[Place], hosts: list[tuple[int, int]], why: str
+) -> None:
+    found, told = hosts_of(places)
+    assert found == tuple(range(*host) for host in hosts)
+    assert why in told
+
+
+def test_cpu_ranks_of_a_machine_reach_each_other() -> None:
+    here = place_of(torch.device("cpu"))
+    assert hosts_of([here, here, here._replace(machine="another")])[0] == (range(2), range(2, 3))
+
+
+def test_each_message_is_taken_by_the_rank_at_the_senders_place() -> None:
+    hosts = (range(3), range(3, 5), range(5, 6))
+    assert [Reach(0, hosts).relay(source, hosts[1]) for source in (0, 1, 2, 5)] == [3, 4, 3, 3]
+    assert [list(Reach(rank, hosts).sources) for rank in range(6)] == [[3, 5], [4], [], [0, 2, 5], [1], [0, 1, 2, 3, 4]]
+    assert list(Reach(4, hosts).others) == [hosts[2], hosts[0]], "the next host first"
+    assert Reach(4, hosts, "2 machines").summary() == "3 hosts (ranks 0 to 2, ranks 3 to 4, rank 5; 2 machines)"
+
+
+def test_hosts_are_emulated_if_they_divide_the_ranks(world_of_one: dist.ProcessGroup) -> None:
+    assert find_reach(world_of_one, torch.device("cpu")).whole
+    assert find_reach(world_of_one, torch.device("cpu"), 1).hosts == (range(1),)
+    with pytest.raises(InputError, match=r"embedding\.hosts: 2 emulated hosts do not divide 1 ranks; take a divisor"):
+        find_reach(world_of_one, torch.device("cpu"), 2)
