@@ -168,18 +168,18 @@ def _interpreted(check: Callable[[], None]) -> None:
         check()
 
 
-QUICK: dict[str, Callable[[], None]] = {
+CASES: dict[str, Callable[[], None]] = {
     "stores, host, float32": _host(torch.float32),
     "stores, host, bfloat16": _host(torch.bfloat16),
     "stores, host, updates": partial(_check_updates, HostStores),
     "stores, host, dead peer": partial(_check_dead_peer, HostStores),
 }
-SLOW: dict[str, Callable[[], None]] = {}
 if INTERPRETED:
-    QUICK |= {
+    CASES |= {
         "stores, device, float32": _device(torch.float32, 2),
         "stores, device, bfloat16": _device(torch.bfloat16, 2),
         "stores, device, updates": partial(_interpreted, partial(_check_updates, DeviceStores)),
         "stores, device, dead peer": partial(_interpreted, partial(_check_dead_peer, DeviceStores)),
     }
-    SLOW |= {f"stores, device, {dtype}, longer": _device(dtype, 8) for dtype in (torch.float32, torch.bfloat16)}
+    CASES |= {f"stores, device, {dtype}, longer": _device(dtype, 8) for dtype in (torch.float32, torch.bfloat16)}
+OF_FOUR = [case for case in CASES if not case.endswith("longer")]

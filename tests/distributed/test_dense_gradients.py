@@ -16,6 +16,8 @@ from tests.distributed import dense_stores
 from tests.distributed.models import world
 from tests.distributed.workers import cases_on_ranks
 
+pytestmark = pytest.mark.slow  # captured steps, which sum their gradients so, are among the others
+
 STEPS = 4
 
 
@@ -118,31 +120,22 @@ CASES: dict[str, Callable[[], None]] = {
     "bfloat16 learnt": partial(_check_mean, torch.bfloat16, learns=True),
     "other parts on each rank": _check_parts,
     "as under DDP": _check_ddp,
-} | dense_stores.QUICK
-SLOW = dense_stores.SLOW
+} | dense_stores.CASES
 
 
 def _run(case: str) -> None:
-    (CASES | SLOW)[case]()
+    CASES[case]()
 
 
-two_ranks, two_ranks_more = cases_on_ranks(2, _run, list(CASES)), cases_on_ranks(2, _run, list(SLOW))
-OF_FOUR = list(dense_stores.QUICK)
-four_ranks = cases_on_ranks(4, _run, OF_FOUR)
+two_ranks = cases_on_ranks(2, _run, list(CASES))
+four_ranks = cases_on_ranks(4, _run, dense_stores.OF_FOUR)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_the_mean_of_both_ranks(two_ranks: Callable[[str], None], case: str) -> None:
+def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
     two_ranks(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_more_of_two_ranks(two_ranks_more: Callable[[str], None], case: str) -> None:
-    two_ranks_more(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OF_FOUR)
+@pytest.mark.parametrize("case", dense_stores.OF_FOUR)
 def test_four_ranks(four_ranks: Callable[[str], None], case: str) -> None:
     four_ranks(case)

@@ -115,6 +115,7 @@ def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
         update.update_parameters(_make("sgd", elements=1000))
 
 
+@pytest.mark.slow
 @every_kind
 def test_the_compiled_kernel_moves_16_bytes_a_lane(kind: str) -> None:
     """What Triton makes of the kernel for an H200, which a CPU can compile for but not run."""

@@ -189,6 +189,14 @@ def test_the_page_shows_the_measured_ablation() -> None:
             assert "\n".join(made["ablation_table"](rows, reference)) in page
 
 
+def test_the_page_shows_the_measured_products() -> None:
+    made, page = runpy.run_path("docs/results/gemm_table.py"), Path("docs/results/gemm.md").read_text()
+    with Path("docs/results/gemm.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for operator in made["OPERATORS"]:
+        assert "\n".join(made["gemm_table"](rows, operator)) in page, operator
+
+
 def test_the_page_shows_the_measured_collectives() -> None:
     made = runpy.run_path("docs/results/collectives_table.py")
     page = Path("docs/results/collectives.md").read_text()
