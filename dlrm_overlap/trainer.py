@@ -21,51 +21,30 @@ import logging
 import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 
+from dlrm_overlap.assembly import assemble
 from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, cuts_of, step_of, trained_with
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
-from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
-from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.plan import build_plan, build_topology, plan_record
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.dense.tensor_parallel import products_of
+from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.embedding.tables import fbgemms_bad_id
-from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.observe.finite import require_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
-from dlrm_overlap.overlap import resolve_overlap
-from dlrm_overlap.pipeline import (
-    LearningRate,
-    build_optimizer,
-    build_pipeline,
-    cast_once,
-    compile_dense,
-    compile_loss,
-    divide_head,
-    join_dense,
-    shard_model,
-    takes_graph,
-)
 from dlrm_overlap.saving import Saves
 from dlrm_overlap.storage.load import load_weights
 
@@ -137,66 +116,14 @@ class Trainer:
         )
         self.start = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-
-        group = dist.group.WORLD
-        assert group is not None, "the process group is made before the trainer"
-        dlrm = build_model(config.model, config.embedding, rows, config.data.dense_features, config.train.seed)
-        task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
-        overlap = resolve_overlap(config, dlrm, self.samples_per_rank, world.world_size, device.type)
-        if overlap.reason and world.rank == 0:
-            log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
-        divide_head(dlrm.head, group, config.model, config.train)
-        embedding = replace(config.embedding, backward=overlap.backward)
-        sharder = build_sharder(embedding, config.train.precision, config.model.dim)
-        if fused_params is not None:
-            assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
-            sharder.fused_params.update(fused_params)
-        topology = build_topology(device, world.world_size, world.local_world_size)
-        self.plan = build_plan(
-            task, sharder, topology, config.embedding, config.model.dim, train.pooling, self.samples_per_rank, group
-        )
+        built = assemble(config, world, device, train, fused_params)
+        self.model, self.optimizer, self.learning_rate = built.model, built.optimizer, built.learning_rate
+        self.pipeline, self.plan = built.pipeline, built.plan
         self.checkpointer.about = {
             "config": config.as_dict(),
             "plan": plan_record(self.plan),
             "world_size": world.world_size,
         }
-        self.model = shard_model(task, self.plan, sharder, group, device)
-        for products in products_of(self.model):
-            products.wait_timeout_s = config.embedding.wait_timeout_s
-        graph = takes_graph(config, self.model, device)
-        is_flat = graph and config.train.flat_dense
-        casts_once = is_flat and config.train.precision == "bf16"
-        if config.train.compile_dense:
-            compile_loss(task, self.samples_per_rank, device)
-            if not casts_once:
-                compile_dense(task, self.samples_per_rank, device)
-        flat: FlatParameters | None = None
-        if is_flat:
-            flat = FlatParameters(dense_parameters(self.model), shards_of(self.model))
-        if not graph:
-            join_dense(self.model, task, device, self.samples_per_rank if config.train.graph_dense else None)
-        initialise_tables(self.model, config.train.seed)
-        self.optimizer = build_optimizer(self.model, config.train, flat)
-        self.learning_rate = LearningRate(self.optimizer, config.train)
-        self.pipeline: TrainPipeline[Any, Any]
-        if graph:
-            bound = BatchBound(self.samples_per_rank, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-            compiled, partitioned = config.train.compile_dense, overlap.partitioned
-            casts = cast_once(task, flat, self.optimizer, compiled, partitioned) if flat and casts_once else None
-            self.pipeline = GraphTrainPipeline(
-                self.model,
-                self.optimizer,
-                device,
-                bound,
-                group,
-                flat,
-                casts,
-                gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
-                dense_reduce=config.train.dense_reduce,
-                capture=None if config.train.capture else False,
-            )
-        else:
-            self.pipeline = build_pipeline(self.model, self.optimizer, device)
         self.saves = Saves(
             config,
             self.checkpointer,

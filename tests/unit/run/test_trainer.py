@@ -91,7 +91,7 @@ def test_whether_steps_are_captured_is_told_to_the_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: str, given: bool | None
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dlrm_overlap.trainer.GraphTrainPipeline", lambda *_, capture, **others: told.append(capture))
+    monkeypatch.setattr("dlrm_overlap.assembly.GraphTrainPipeline", lambda *_, capture, **others: told.append(capture))
     options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.capture", captures]
     make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
     assert told == [given]

@@ -1,0 +1,126 @@
+"""One rank's model, optimizers and train pipeline, put together as a configuration says."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer
+
+from dlrm_overlap.config import Config
+from dlrm_overlap.data.batch import Dataset
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
+from dlrm_overlap.embedding.options import WIRE_DTYPES
+from dlrm_overlap.embedding.plan import build_plan, build_topology
+from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.graphs.parts import dense_parameters
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.overlap import resolve_overlap
+from dlrm_overlap.pipeline import (
+    LearningRate,
+    build_optimizer,
+    build_pipeline,
+    cast_once,
+    compile_dense,
+    compile_loss,
+    divide_head,
+    join_dense,
+    shard_model,
+    takes_graph,
+)
+
+log = logging.getLogger("dlrm_overlap")
+
+
+class Assembled(NamedTuple):
+    """What takes a rank's steps."""
+
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    """of dense parameters and tables"""
+    learning_rate: LearningRate
+    pipeline: TrainPipeline[Any, Any]
+    """whose `progress` takes a step with the model and the optimizer"""
+    plan: ShardingPlan
+
+
+def assemble(
+    config: Config, world: World, device: torch.device, train: Dataset, fused_params: Mapping[str, Any] | None = None
+) -> Assembled:
+    """Build the model of `config` on this rank's device, and what trains it. All ranks call this.
+
+    The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
+    tables get their first weights when they are where they stay.
+
+    Args:
+        config: of the run.
+        world: this rank's place among all.
+        device: of this rank.
+        train: the samples to train on, whose bags bound those of a captured step.
+        fused_params: tells TorchRec of the tables what no key says.
+
+    Raises:
+        InputError: if ranks cannot run what the configuration asks for.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "the process group is made before the trainer"
+    samples = config.train.samples_per_rank(world.world_size)
+    dlrm = build_model(config.model, config.embedding, list(train.rows), config.data.dense_features, config.train.seed)
+    task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
+    overlap = resolve_overlap(config, dlrm, samples, world.world_size, device.type)
+    if overlap.reason and world.rank == 0:
+        log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
+    divide_head(dlrm.head, group, config.model, config.train)
+    embedding = replace(config.embedding, backward=overlap.backward)
+    sharder = build_sharder(embedding, config.train.precision, config.model.dim)
+    if fused_params is not None:
+        assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
+        sharder.fused_params.update(fused_params)
+    topology = build_topology(device, world.world_size, world.local_world_size)
+    plan = build_plan(task, sharder, topology, config.embedding, config.model.dim, train.pooling, samples, group)
+    model = shard_model(task, plan, sharder, group, device)
+    for products in products_of(model):
+        products.wait_timeout_s = config.embedding.wait_timeout_s
+    graph = takes_graph(config, model, device)
+    is_flat = graph and config.train.flat_dense
+    casts_once = is_flat and config.train.precision == "bf16"
+    if config.train.compile_dense:
+        compile_loss(task, samples, device)
+        if not casts_once:
+            compile_dense(task, samples, device)
+    flat = FlatParameters(dense_parameters(model), shards_of(model)) if is_flat else None
+    if not graph:
+        join_dense(model, task, device, samples if config.train.graph_dense else None)
+    initialise_tables(model, config.train.seed)
+    optimizer = build_optimizer(model, config.train, flat)
+    learning_rate = LearningRate(optimizer, config.train)
+    pipeline: TrainPipeline[Any, Any]
+    if graph:
+        bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
+        compiled, partitioned = config.train.compile_dense, overlap.partitioned
+        casts = cast_once(task, flat, optimizer, compiled, partitioned) if flat and casts_once else None
+        pipeline = GraphTrainPipeline(
+            model,
+            optimizer,
+            device,
+            bound,
+            group,
+            flat,
+            casts,
+            gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
+            dense_reduce=config.train.dense_reduce,
+            capture=None if config.train.capture else False,
+        )
+    else:
+        pipeline = build_pipeline(model, optimizer, device)
+    return Assembled(model, optimizer, learning_rate, pipeline, plan)
