@@ -2,16 +2,15 @@
 (arXiv 2305.06942, section 3).
 
 A slice is some consecutive bags of one feature for one destination, and is pooled in one or more tasks. Programs take
-tasks in the order of the schedule. A program pools its task, stores the rows for a peer into staging memory, and counts
-the task. The one whose count completes a slice puts it into the destination's window (`Slices.put`) and raises the
-slice's flag there, while the others go on with their next tasks. No program waits before the end, where each awaits its
+tasks in the order of the schedule. A program pools its task, stores the rows, and counts the task. The one whose count
+completes a slice raises the slice's flag at the destination. No program waits before the end, where each awaits its
 share of the flags that the peers raise here.
 
-Or the put is left to copy engines: then the program that completes a slice only counts it, in a counter of its region,
-and whoever awaits the counter copies the region (track and trigger, Pati et al., ASPLOS 2024).
-
-Or rows are stored straight into the destination's window, the paper's zero-copy variant. It has no slices: nothing is
-counted before a program's end, and the program that ends last raises one flag at every rank.
+Rows are stored straight into the destination's window, the paper's zero-copy variant. Or a put is given (`Slices.put`):
+then rows for peers are stored into staging memory, and the program that completes a slice puts it into the
+destination's window before it raises the flag, while the others go on with their next tasks. Or the put is left to
+copy engines: then that program only counts the slice, in a counter of its region, and whoever awaits the counter copies
+the region (track and trigger, Pati et al., ASPLOS 2024).
 
 A grid of any size makes progress, beside any kernel that leaves room for one program, since no program needs another to
 be resident. A program waits only after it has found no task left in the ticket. By then every task has been drawn by a
@@ -31,7 +30,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, W
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
-from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, raise_flags, task_at
+from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, task_at
 
 # Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
 # that it completed, and, of a program's last task, how long the program waited for flags at the end.
@@ -61,9 +60,8 @@ def _put_slices(
     staging, done, ticket, trace, region_of, finished,
     rank, world_size, features_here, blocks, batch, regions,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
-    PUT: tl.constexpr, COPIED: tl.constexpr, IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
-    PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
-    FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
+    PUT: tl.constexpr, COPIED: tl.constexpr, PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr,
+    END_WAIT: tl.constexpr, FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
     WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
@@ -73,8 +71,8 @@ def _put_slices(
     A task is GROUPS * BAGS bags of one feature for one destination; a slice is SLICE_TASKS tasks.
 
     Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. Pooled embeddings
-    of this rank's samples it stores into this rank's window, others straight into the peer's window where IN_PLACE, or
-    else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one copy of rows
+    of this rank's samples it stores into this rank's window, others straight into the peer's window where PUT is None,
+    or else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one copy of rows
     takes several features, no flag is raised, and `finished` [W, regions] int64 counts the slices of each region, which
     is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds the
     next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
@@ -84,18 +82,15 @@ def _put_slices(
     count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
     its threads see what all programs have staged for the slice, and puts the slice. It passes a barrier and raises the
     flag at the destination, or raises the region's count (release, system scope). Stores into this rank's own window
-    need no flag: the kernel's end orders them. IN_PLACE, a program that finds no task left passes a barrier and counts
-    itself; with RAISE, the one that counts last (acquire and release, GPU scope) raises this rank's slot 0 at every
-    rank, which covers what all programs of this launch and of earlier ones on the stream have stored. With END_WAIT,
-    program p of P at last awaits its share of this rank's `ready` [W, slots], see `await_flags`: FLAGS flags from p *
-    FLAGS on, then from (p + P) * FLAGS on, and so forth.
+    need no flag: the kernel's end orders them. With END_WAIT, program p of P at last awaits its share of this rank's
+    `ready` [W, slots], see `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, with a PUT.
     Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
     draws task 1 and stores samples 0 and 1 into this rank's window. It draws task 2 while A is at task 3, samples 2 and
     3: it pools and stages samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and
-    raises the flag there. Then A draws 4 and B draws 5: no such tasks, so both are through. IN_PLACE, each task is
-    stored where the put would bring it, and the one of A and B that is through last raises the flag.
+    raises the flag there. Then A draws 4 and B draws 5: no such tasks, so both are through. Without a PUT, each task is
+    stored where the put would bring it, and program B, which counts 2 of 2, only raises the flag.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -122,7 +117,7 @@ def _put_slices(
             values, offsets, feature, first + sample, live, batch, status,
             BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
         )  # fmt: skip
-        if IN_PLACE or destination == rank:
+        if (PUT is None and not COPIED) or destination == rank:
             store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
         elif COPIED:
             staged = staging + destination.to(tl.int64) * (blocks * GROUPS * BAGS) * features_here * DIM
@@ -133,14 +128,15 @@ def _put_slices(
         if group == GROUPS:
             if TRACE:
                 put_ns = clock(0, INTERPRETED)
-            if not IN_PLACE and destination != rank:
+            if destination != rank:
                 index = block // SLICE_TASKS  # of the slice, among those of this feature for this destination
                 slice_tasks = tl.minimum(SLICE_TASKS, blocks - index * SLICE_TASKS)
                 counter = done + pair * slices + index
                 tl.debug_barrier()  # all threads have stored before one of them counts the task
-                # Whoever counts the slice's last task acquires at GPU scope; its release of the flag at system scope
-                # then covers the stores of all, see `primitives`. Nobody else acquires, since an acquire empties the
-                # multiprocessor's L1, where all programs keep their ids.
+                # GPU scope suffices also where PUT is None and the stores are in the peer's memory. Whoever counts the
+                # slice's last task acquires at this scope; its release of the flag at system scope then covers the
+                # stores of all, see `primitives`. Nobody else acquires, since an acquire empties the multiprocessor's
+                # L1, where all programs keep their ids.
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == slice_tasks - 1:
                     tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
                     if PUT is not None:
@@ -164,16 +160,9 @@ def _put_slices(
             last = position
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
-    if IN_PLACE and RAISE:
-        tl.debug_barrier()  # all threads have stored before one of them counts the program
-        through = tl.atomic_add(ticket + 1, 1, sem="acq_rel", scope="gpu")
-    else:
-        through = tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu")
-    if through == tl.num_programs(0) - 1:
+    if tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(ticket, 0)
         tl.store(ticket + 1, 0)
-        if IN_PLACE and RAISE:
-            raise_flags(peers_ready, rank * slots, world_size, epoch, PEERS)
     if END_WAIT:
         start_ns = clock(0, INTERPRETED)
         for share in range(tl.program_id(0) * FLAGS, world_size * slots, tl.num_programs(0) * FLAGS):
@@ -221,11 +210,9 @@ class Slices:
     first_slot: int
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
     put: Any
-    """None: each task stores straight into the peer's window, and nothing has a flag of its own. A @triton.jit function
-    with the arguments of `puts.put_by_stores`, which brings what has been staged there. Or COPIED: whoever completes a
-    slice counts it in `SliceState.regions`, and no flag is raised"""
-    raises: bool = True
-    """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
+    """None: each task stores straight into the peer's window, and whoever completes a slice only raises its flag. A
+    @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged there. Or COPIED:
+    whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
     end_wait: bool = True
     """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
 
@@ -240,17 +227,12 @@ _ARGUMENTS = (
 
 
 @lru_cache
-def _compiled(
-    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, traced: bool, fields: tuple[Any, ...]
-) -> CompiledKernel:
+def _compiled(put: Any, slice_bags: int, end_wait: bool, traced: bool, fields: tuple[Any, ...]) -> CompiledKernel:
     shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
         "PUT": None if put == COPIED else put,
         "COPIED": put == COPIED,
-        "IN_PLACE": put is None,
-        "RAISE": raises,
-        "PEERS": peers,
         "PUT_ROWS": min(slice_bags, max(1, 1024 * tuning.num_warps // power_of_2(shape.dim))),
         "SLICE_TASKS": slice_bags // tuning.task_bags,
         "GROUPS": tuning.groups,
@@ -280,8 +262,6 @@ class SlicedPut(NamedTuple):
     def launch_kernel(self, epoch: int, programs: int) -> None:
         """Pool every bag; put each slice as soon as it is complete, and raise its flag to `epoch` at the destination.
 
-        In place there are no slices, and one flag is raised at every rank when all is stored.
-
         Bags of this rank's samples are stored into its own window and have no flag: the end of the kernel orders them.
 
         Args:
@@ -304,8 +284,7 @@ class SlicedPut(NamedTuple):
     def _kernel(self) -> CompiledKernel:
         slices, traced = self.slices, self.state.trace is not None
         fields = PoolingShape.fields_of(self.features, self.windows, self.options)
-        peers = power_of_2(self.windows.addresses.numel())
-        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, traced, fields)
+        return _compiled(slices.put, slices.bags, slices.end_wait, traced, fields)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""

@@ -208,7 +208,6 @@ class SlicedWorld(World):
         ]
         self.used = [grid.features * grid.slices for grid in self.grids]
         slots = first_slot + max(self.used) + spare
-        self.in_place = False
         self.ready = [torch.zeros(case.world_size, slots, dtype=torch.int64) for _ in case.batch_sizes]
         self.shared = [self._make_shared(grid) for grid in self.grids]
 
@@ -243,12 +242,10 @@ class SlicedWorld(World):
         trace: bool = False,
         counts: Sequence[int] | None = None,
         put: Any = put_by_stores,
-        raises: bool = True,
     ) -> None:
         """Run the persistent kernel of one rank; it waits at the end if `counts` say for what."""
         state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
-        self.in_place = put is None
-        slices = Slices(self.slice_bags, self.first_slot, put, raises, end_wait=counts is not None)
+        slices = Slices(self.slice_bags, self.first_slot, put, end_wait=counts is not None)
         put = SlicedPut(
             self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
             self.options(rank), slices,
@@ -256,16 +253,9 @@ class SlicedWorld(World):
         put.launch_kernel(epoch, programs)
 
     def assert_flags(self, epoch: int) -> None:
-        """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched.
-
-        In place these are the first slots of all ranks, their own included.
-        """
+        """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched."""
         for rank, ready in enumerate(self.ready):
             expected = torch.zeros_like(ready)
-            if self.in_place:
-                expected[:, 0] = epoch
-                assert_same(ready, expected, f"flags at rank {rank} (source, slot)")
-                continue
             for source, used in enumerate(self.used):
                 if source != rank:
                     expected[source, self.first_slot : self.first_slot + used] = epoch

@@ -132,14 +132,6 @@ def test_in_place_nothing_is_staged() -> None:
         assert state.staging.isnan().all()
 
 
-def test_in_place_only_the_last_launch_raises_flags() -> None:
-    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
-    _run(world, put=None, raises=False)
-    world.assert_windows()
-    world.assert_flags(epoch=0)
-    world.assert_ready_for_another_launch()
-
-
 @pytest.mark.parametrize("programs", [1, 2, 40])
 def test_the_end_wait_returns_when_the_peers_flags_are_there(programs: int) -> None:
     """Also where one program runs at a time, as here: it waits before the next one starts, which has but its share."""
