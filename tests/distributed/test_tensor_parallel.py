@@ -18,7 +18,7 @@ ADAGRAD = ["--train.steps", "200", "--checkpoint.every", "100"]
 SGD = ["--train.steps", "30", "--train.optimizer", "sgd", "--train.lr", "0.5"]
 GRAPH = ["--embedding.backend", "pgas", "--train.pipeline", "graph"]
 TENSOR = ["--model.top_parallel", "tensor"]
-DCN = ["--train.steps", "20", "--train.optimizer", "sgd", "--train.lr", "0.05", "--model.cross_parallel", "tensor"]
+DCN = ["--train.steps", "40", "--train.optimizer", "sgd", "--train.lr", "0.05", "--model.cross_parallel", "tensor"]
 DCN += ["--model.arch", "dcn", "--model.cross_rank", "8", "--model.cross_layers", "2"]
 
 
