@@ -26,6 +26,7 @@ def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
     assert float(row["cached_p10_ms"]) <= float(row["cached_median_ms"]) <= float(row["cached_p90_ms"])
 
 
+@pytest.mark.slow
 def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
     output = tmp_path / "stage.csv"
     argv = ["bench", "stage", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]

@@ -314,19 +314,10 @@ def _run(case: str) -> None:
     CASES[case]()
 
 
-MORE = [case for case in CASES if "int64" in case or "device, ranges" in case or "between" in case]
-QUICK = [case for case in CASES if case not in MORE]
-
-
-ended, more_ended = cases_on_ranks(2, _run, QUICK), cases_on_ranks(2, _run, MORE)
-
-
-@pytest.mark.parametrize("case", QUICK)
-def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
-    ended(case)
+ended = cases_on_ranks(2, _run, list(CASES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MORE)
-def test_two_ranks_more(more_ended: Callable[[str], None], case: str) -> None:
-    more_ended(case)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
+    ended(case)
