@@ -34,6 +34,8 @@ class GemmRequest(Request):
     contenders: tuple[str, ...] = option(GEMM_CONTENDERS, "who takes part, serial among them", nargs="+")
     repetitions: int = option(20, "timed calls of each", type=PositiveInt)
 
+    needs_peers = True
+
     def __post_init__(self) -> None:
         known = ("all_gather", "reduce_scatter")
         for name in self.operators:
@@ -53,10 +55,9 @@ class GemmRequest(Request):
         """Check that the ranks can share out the rows and the hidden units of every shape.
 
         Raises:
-            InputError: naming the shape.
+            InputError: naming the shape, or for one rank.
         """
-        if world_size == 1:
-            raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
+        super().check_ranks(config, world_size, device_type)
         for text in self.shapes_on(device_type):
             sizes = text.split("x")
             if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):

@@ -38,6 +38,8 @@ class Request:
     output_help: ClassVar[str] = "CSV file to append the rows to"
     lacks_on_cpu: ClassVar[str | None] = None
     """what a CPU lacks that the figure needs, as in "a CPU has no clock"; None where it can be rehearsed on one"""
+    needs_peers: ClassVar[bool] = False
+    """whether one rank alone has nothing to measure"""
 
     @classmethod
     def options(cls, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,10 +65,13 @@ class Request:
         """Check what depends on the number of ranks and on their device; needs no process group.
 
         Raises:
-            InputError: naming the key, or because the ranks are on a CPU and the figure needs GPUs.
+            InputError: naming the key, or because the ranks are on a CPU and the figure needs GPUs, or there is one
+                rank and the figure needs peers.
         """
         if device_type == "cpu" and self.lacks_on_cpu:
             raise InputError(f"bench {self.kind}: {self.lacks_on_cpu}; run it on GPUs")
+        if world_size == 1 and self.needs_peers:
+            raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
 
     def check_hosts(self, config: Config) -> None:
         """Check that rows will say so where hosts are emulated: only those of `bench stage` do.
@@ -227,17 +232,10 @@ class ConcurrentRequest(Request):
     write_table: str | None = option(None, "JSON file for the table that comm/choose.py chooses by")
     without: tuple[str, ...] = option((), "strategies that are left out", nargs="*")
 
+    needs_peers = True
+
     def __post_init__(self) -> None:
         check_left_out(self.without)
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that there is somebody to communicate with.
-
-        Raises:
-            InputError: for one rank.
-        """
-        if world_size == 1:
-            raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
 
 
 @dataclass(frozen=True)

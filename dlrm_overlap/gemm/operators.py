@@ -51,7 +51,7 @@ def all_gather_matmul(
         bias: [N], this rank's own, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies | tiles, see `products`.
+        way: auto | serial | chunks | copies | pushes | tiles, see `products`.
         order: entered around what goes between the ranks, forward and back, to order it among what else a captured
             step exchanges, as a `comm.order.CommunicationOrder` does.
 
@@ -91,7 +91,7 @@ def matmul_reduce_scatter(
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
         group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies | tiles.
+        way: as for `all_gather_matmul`.
         order: as for `all_gather_matmul`.
 
     Returns:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.beside import BesideProduct, time_beside_product
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender
 from dlrm_overlap.bench.harness.limits import Limit, count_bytes, find_limit, measure_ceilings
@@ -103,12 +103,7 @@ def _measure(
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     contenders = make_contenders(config.embedding, workload)
     agreements = check_outputs(contenders, workload)
-    faults = [
-        f"{contender.name}: outputs differ from the baseline's by {agreement.max_abs_difference:.1e}, tolerance "
-        f"{agreement.tolerance:.1e}; no time is told"
-        for contender, agreement in zip(contenders, agreements, strict=True)
-        if not agreement.agrees
-    ]
+    faults = disagreements(contenders, agreements)
     rows: list[Row] = []
     if not faults:
         limit = _find_limit(workload)

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.limits import count_bytes, find_limit, measure_ceilings
@@ -96,12 +96,7 @@ def _measure(
     exchanges = [Overlap(workload, exchange_options(config.embedding, name)) for name in storing]
     contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, request.chunks), *exchanges]
     agreements = check_outputs(contenders, workload)
-    faults = [
-        f"{contender.name} on {_name(config)}: outputs differ from the baseline's by "
-        f"{agreement.max_abs_difference:.1e}, tolerance {agreement.tolerance:.1e}; no time is told"
-        for contender, agreement in zip(contenders, agreements, strict=True)
-        if not agreement.agrees
-    ]
+    faults = disagreements(contenders, agreements, f" on {_name(config)}")
     rows: list[dict[str, Any]] = []
     if not faults:
         counts = [

@@ -58,6 +58,16 @@ class RowAgreement:
         return self.max_relative_difference <= self.tolerance
 
 
+def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreement], where: str = "") -> list[str]:
+    """Return a fault for each contender whose outputs disagree; `where` follows its name."""
+    return [
+        f"{contender.name}{where}: outputs differ from the baseline's by {agreement.max_abs_difference:.1e}, tolerance "
+        f"{agreement.tolerance:.1e}; no time is told"
+        for contender, agreement in zip(contenders, agreements, strict=True)
+        if not agreement.agrees
+    ]
+
+
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
     """Compare every contender's outputs with those of the first, on every batch and rank.
