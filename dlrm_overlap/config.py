@@ -212,7 +212,7 @@ class EmbeddingConfig:
     stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. dma: rows are
     staged, and copy engines take them, some megabytes at a time. auto is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
-    """fused: bags of a table in a slice, which has one ready flag; a power of two from 4 on"""
+    """fused, put stores or dma: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
     backward: BackwardName = "auto"
