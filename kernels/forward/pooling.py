@@ -18,6 +18,8 @@ INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
 FEATURE_COLUMNS = tl.constexpr(5)
 
+_CHUNK = tl.constexpr(64)  # ids of each bag that are checked at a time; with 32, short bags took up to 7% longer
+
 _INTEGERS = [
     "rank",
     "world_size",
@@ -37,28 +39,30 @@ GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["v
 @triton.jit
 def check_ids(
     ids, length, bag, batch, rows, status,
-    BAGS: tl.constexpr, CHUNK: tl.constexpr,
+    BAGS: tl.constexpr,
 ):  # fmt: skip
     """Store 0 over ids outside a table of `rows` rows, and record the last of the bags that has one.
 
     `ids` [BAGS] point to the first ids of the bags `bag`, `length` [BAGS] are their numbers of ids. The program reads
-    CHUNK ids of each bag at a time, side by side, and so brings them into the multiprocessor's L1 in few requests.
+    some ids of each bag at a time, a lane each, and so brings them into the multiprocessor's L1 in few requests, where
+    the pooling loop finds them.
 
-    Order: after a store, a barrier, so that all threads then read the ids as they are stored.
+    Order: after a store, a barrier, so that all threads then read the ids as they are stored. Whoever else pools the
+    same bags, for another shard of the feature, stores the same 0.
 
     Example: bags [5, 7, 7] and [5] of a table of 6 rows. The first is recorded and becomes [5, 0, 0].
     """
     longest = tl.max(length, 0)
-    at = tl.arange(0, CHUNK)[None, :]
-    wrong = tl.zeros((BAGS, CHUNK), tl.int32)
-    for first in range(0, longest, CHUNK):
+    at = tl.arange(0, _CHUNK)[None, :]
+    wrong = tl.zeros((BAGS, _CHUNK), tl.int32)
+    for first in range(0, longest, _CHUNK):
         row = tl.load(ids[:, None] + first + at, mask=first + at < length[:, None], other=0).to(tl.int64)
         wrong = wrong | (row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)).to(tl.int32)
     # Only now, and seldom: a store in the loop would keep the compiler from loading ahead of it.
     if tl.max(tl.max(wrong, 1), 0) != 0:
         worst = tl.max(tl.where(tl.max(wrong, 1) != 0, bag.to(tl.int64), -1), 0)
         record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
-        for first in range(0, longest, CHUNK):
+        for first in range(0, longest, _CHUNK):
             here = first + at < length[:, None]
             row = tl.load(ids[:, None] + first + at, mask=here, other=0).to(tl.int64)
             outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
@@ -88,7 +92,7 @@ def pool(
     length = (tl.load(offsets + bag + 1, mask=live, other=0) - start).to(tl.int32)
     ids = values + start
     if CHECK:
-        check_ids(ids, length, bag, batch, tl.load(feature + ROWS), status, BAGS, 32)
+        check_ids(ids, length, bag, batch, tl.load(feature + ROWS), status, BAGS)
     weight = tl.load(feature + ADDRESS).to(tl.pointer_type(WEIGHT))
     weight = tl.multiple_of(weight, ALIGNMENT)
     column = tl.arange(0, BLOCK_DIM)
