@@ -18,7 +18,9 @@ INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
 FEATURE_COLUMNS = tl.constexpr(5)
 
-_CHUNK = tl.constexpr(64)  # ids of each bag that are checked at a time; with 32, short bags took up to 7% longer
+# Ids of each bag that are checked at a time: of 16, 32 and 64 the best for `put_slices`, which took up to 2 and 7%
+# longer with the others, and within 3% of the best for `store_pooled`.
+_CHUNK = tl.constexpr(64)
 
 _INTEGERS = [
     "rank",

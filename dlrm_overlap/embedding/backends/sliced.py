@@ -31,8 +31,8 @@ class SlicedForward(ZeroCopyForward):
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices a shard's bags for a destination of `samples` samples make: none in place."""
-        return 0 if _PUTS[options.resolved_put] is None else super().slices(options, samples)
+        """Return how many slices a shard's bags for `samples` samples make; none where none has a flag of its own."""
+        return super().slices(options, samples) if options.resolved_put == "stores" else 0
 
     @property
     def put(self) -> Any:
