@@ -133,7 +133,7 @@ def test_in_place_nothing_is_staged() -> None:
 
 
 def test_in_place_only_the_last_launch_raises_flags() -> None:
-    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
+    world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
     _run(world, put=None, raises=False)
     world.assert_windows()
     world.assert_flags(epoch=0)
@@ -151,13 +151,12 @@ def test_in_place_flags_follow_the_last_task_not_the_last_program(stored_elsewhe
     assert ticket.tolist() == [0, 0, 0 if raised else len(world.grids[0]) - 1]
 
 
-@pytest.mark.parametrize("programs", [1, 2, 40])
-def test_in_place_the_end_wait_returns_where_one_program_runs_at_a_time(programs: int) -> None:
+def test_in_place_the_end_wait_returns_where_one_program_runs_at_a_time() -> None:
     """The first program takes all tasks and waits; the others, which begin when it has ended, have none."""
-    world = SlicedWorld(Case())
+    world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
     world.ready[0][1, 0] = 5  # as rank 1 would have raised it
-    world.put_slices(0, epoch=5, programs=programs, counts=[1, 1], put=None)
-    world.put_slices(1, epoch=5, programs=programs, counts=[1, 1], put=None)
+    world.put_slices(0, epoch=5, programs=40, counts=[1, 1], put=None)
+    world.put_slices(1, epoch=5, programs=40, counts=[1, 1], put=None)
     world.assert_windows()
     world.assert_flags(epoch=5)
     world.assert_no_record()
