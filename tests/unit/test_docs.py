@@ -146,6 +146,20 @@ def test_readme_and_its_plot_show_the_measured_rows() -> None:
         assert all(f">{median}</text>" in picture for median in expected)
 
 
+def test_auto_is_as_fast_as_the_best_put() -> None:
+    """`embedding.put: auto` is at most 3% slower than the fastest of the three, on every shape that was measured."""
+    shapes: dict[tuple[str, ...], dict[str, float]] = {}
+    for path in sorted(Path("docs/results").glob("puts*.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                shape = path.name, row["world_size"], row["tables"], row["dim"], row["multi_hot"]
+                shapes.setdefault(shape, {})[row["contender"]] = float(row["median_ms"])
+    assert shapes
+    for shape, medians in shapes.items():
+        best = min(medians[name] for name in ("fused", "fused_stores", "fused_dma"))
+        assert medians["fused"] <= 1.03 * best, shape
+
+
 def test_the_report_is_that_of_the_rows() -> None:
     measured = sorted(Path("docs/results").glob("*.csv"))
     files = [read_measured(path) for path in measured if not path.name.startswith("simulated_")]
