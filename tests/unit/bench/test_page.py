@@ -14,7 +14,7 @@ from dlrm_overlap.bench.report.page import Section, headline, html_page, markdow
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
-from tests.conftest import dump_page, find_browser
+from tests.conftest import dump_page, need_browser
 
 RESULTS = Path("docs/results")
 
@@ -154,8 +154,8 @@ def test_the_page_is_whole_html_with_every_row_and_picture() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium: install one, or name it by CHROMIUM")
 def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
+    need_browser(tmp_path / "profile")
     shutil.copy(RESULTS / "step.csv", tmp_path / "step.csv")
     write_report(tmp_path, tmp_path)
     shown = dump_page((tmp_path / "index.html").as_uri(), tmp_path / "profile")
