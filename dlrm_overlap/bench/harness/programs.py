@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.recorded import begin_together
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.config import InputError
@@ -31,7 +32,7 @@ def trace_programs(workload: Workload, options: ExchangeOptions, steps: int) -> 
         InputError: if one kernel does not pool all tables.
     """
     halves = workload.open_halves(replace(options, trace=True))
-    for ids in itertools.islice(itertools.cycle(workload.batches), steps + 1):
+    for ids in counted("steps", list(itertools.islice(itertools.cycle(workload.batches), steps + 1))):
         step = Step(list(ids.inputs), BatchSizes.of(workload.batch_sizes))
         begin_together(workload)
         halves.forward.start(step)
