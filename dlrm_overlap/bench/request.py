@@ -301,7 +301,7 @@ class EveryoneRequest(ForwardRequest):
         CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*", type=PositiveInt
     )
     copy_engines: bool = option(
-        False, "NCCL's copy engines too, where a rank's tables are like every other's (GPU)", action="store_true"
+        False, "NCCL in registered memory too, and its copy engines; tables as on every rank (GPU)", action="store_true"
     )
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
