@@ -22,8 +22,8 @@ from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes, time_in_turns
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION
+from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.plan import fullest_rank
 from dlrm_overlap.ranks import Ranks

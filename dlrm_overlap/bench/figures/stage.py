@@ -17,7 +17,7 @@ from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.chunked import make_chunked, make_registered
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
-from dlrm_overlap.bench.request import EveryoneRequest
+from dlrm_overlap.bench.stage_request import EveryoneRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.ranks import Ranks

@@ -29,8 +29,8 @@ from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes,
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.columns import describe_tables
 from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
+from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.plan import describe_plan

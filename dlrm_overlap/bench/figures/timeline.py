@@ -20,7 +20,7 @@ from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import command_line, report
 from dlrm_overlap.bench.report.timeline_picture import draw
-from dlrm_overlap.bench.request import TimelineRequest
+from dlrm_overlap.bench.step_request import TimelineRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.launching.doctor import environment

@@ -23,7 +23,7 @@ from dlrm_overlap.bench.harness.volume import Sending, bin_bytes, sending_of_col
 from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
-from dlrm_overlap.bench.request import CHUNKS, VolumeRequest
+from dlrm_overlap.bench.stage_request import CHUNKS, VolumeRequest
 from dlrm_overlap.ranks import Ranks
 
 _BACKEND = "fused"
