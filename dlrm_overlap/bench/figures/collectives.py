@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.collective_contenders import CollectiveContender, OwnCollectives, make_contenders
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import greatest, slowest_rank
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
@@ -137,7 +138,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
         for operation in request.operations:
             for beside in request.beside:
                 product = multiply if beside == "compute" else None
-                for size in request.sizes_mb:
+                for size in counted(f"sizes of {operation}", request.sizes_mb):
                     cases = [_Case(each, operation, size * _MB, product) for each in contenders]
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
                     columns["store_programs"] = request.store_programs

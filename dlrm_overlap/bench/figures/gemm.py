@@ -30,6 +30,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import gather, greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.rows import report
@@ -65,7 +66,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
         for operator in request.operators:
-            for shape in shapes:
+            for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, _DTYPE, group, device)
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.request import BackwardRequest, EveryoneRequest, StageRequest, StepRequest
+from dlrm_overlap.bench.stage_request import BackwardRequest, EveryoneRequest, StageRequest
+from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
