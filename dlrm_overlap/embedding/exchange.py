@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
+
+if TYPE_CHECKING:
+    from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -130,6 +133,18 @@ class Exchange:
                     self.options.backend, reach.summary(), "NCCL" if self.device.type == "cuda" else "gloo",
                 )  # fmt: skip
         return self._reach
+
+    def keep_rows(self) -> "KeptRows | None":
+        """Return what puts this rank's rows by while steps go on, or None where the update is not by our kernels.
+
+        Call it before the first step.
+        """
+        assert self._halves is None, "captured steps would not put rows by"
+        if self.device.type == "cuda" and self.options.resolved_backward in ("push", "dma") and self._tables.lookups:
+            from dlrm_overlap.embedding.device.kept_rows import KeptRows  # which loads Triton
+
+            self._tables.kept = KeptRows(self.device)
+        return self._tables.kept
 
     @uncompiled
     def start(

@@ -1,0 +1,111 @@
+"""A copy of a rank's rows as they are behind one step, spread over the steps that follow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_overlap.embedding.device.row_ranges import InputRows
+from dlrm_overlap.kernels.backward.keep_rows import copy_rows, keep_rows
+from dlrm_overlap.kernels.backward.optimizers import RowRange
+from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
+
+_PROGRAMS_PER_SM = 4
+
+
+@dataclass(frozen=True)
+class _KeptRange:
+    """One range of an input's rows, and where they are put by."""
+
+    number: int
+    """of the input"""
+    rows: RowRange
+    first_key: int
+    end_key: int
+    row_bytes: int
+    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    """rows, states, marks and control, as the kernels take them"""
+
+
+class KeptRows:
+    """Puts the rows of one exchange by. It makes room for them when the first step finds out which they are.
+
+    `begin`, then `advance` behind every step until it returns True. In each step `keep` comes before the update.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device of the rows, a GPU."""
+        self._device = device
+        self._programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._ranges: list[_KeptRange] = []
+        self._control: list[torch.Tensor] = []
+        self._by_storage: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies = 0
+        self._at: tuple[int, int] | None = None
+
+    def follow(self, inputs: Sequence[InputRows]) -> None:
+        """Make room for the rows that these inputs name; not while a copy is under way."""
+        assert self._at is None, "rows have moved while they were copied"
+        self._ranges, self._control, self._by_storage = [], [], {}
+        for number, rows in enumerate(inputs):
+            boundaries = rows.input_features.boundaries.tolist()
+            marks = torch.zeros(boundaries[-1], dtype=torch.int32, device=self._device)
+            control = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self._control.append(control)
+            for index, updated in enumerate(rows.ranges):
+                at = updated.rows
+                kept = self._room(at.weights), self._room(at.states), marks, control
+                row_bytes = at.dim * at.weights.element_size()
+                row_bytes += {"sgd": 0, "adagrad": 4 * at.dim, "rowwise_adagrad": 4}[at.optimizer]
+                keys = boundaries[index], boundaries[index + 1]
+                self._ranges.append(_KeptRange(number, at, *keys, row_bytes, kept))
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._by_storage:
+            self._by_storage[address] = tensor, torch.empty_like(tensor)
+        return self._by_storage[address][1]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return where what `tensor` shows of the rows or their states is put by, of its shape; None for any other."""
+        source, kept = self._by_storage.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if source is None or kept is None:
+            return None
+        offset = kept.storage_offset() + tensor.storage_offset() - source.storage_offset()
+        return kept.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def keep(self, runs: Sequence[PreparedRuns | None]) -> None:
+        """Put by what the step with these runs, one an input, is about to update, on the current stream."""
+        for each in self._ranges:
+            if (of_input := runs[each.number]) is not None:
+                keep_rows(self._programs, of_input, each.rows, *each.kept)
+
+    def begin(self) -> None:
+        """Begin a copy of all rows as they are behind what is issued on the current stream."""
+        assert self._at is None, "one copy at a time"
+        self._copies += 1
+        self._at = 0, self._ranges[0].first_key if self._ranges else 0
+        for control in self._control:
+            control[1].zero_()
+            control[0].fill_(self._copies)
+
+    def advance(self, most_bytes: int) -> bool:
+        """Copy about so many bytes more on the current stream, and return whether the copy is complete."""
+        while self._at is not None and most_bytes > 0:
+            index, key = self._at
+            if index == len(self._ranges):
+                for control in self._control:
+                    control[0].zero_()
+                self._at = None
+                break
+            at = self._ranges[index]
+            end = min(at.end_key, key + max(1, most_bytes // at.row_bytes))
+            copy_rows(key, end, at.rows, *at.kept)
+            at.kept[3][1].fill_(end)
+            most_bytes -= max(1, end - key) * at.row_bytes
+            if end < at.end_key:
+                self._at = index, end
+            else:
+                following = self._ranges[index + 1] if index + 1 < len(self._ranges) else None
+                self._at = index + 1, following.first_key if following else 0
+        return self._at is None
