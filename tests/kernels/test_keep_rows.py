@@ -1,8 +1,12 @@
 """Rows that are put by over several steps, under Triton's interpreter: all as they were behind the first."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from dlrm_overlap.embedding.device.kept_rows import KeptRows
 from dlrm_overlap.kernels.backward.keep_rows import copy_rows, keep_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
@@ -12,6 +16,13 @@ from tests.kernels.emulation import interpreted
 pytestmark = interpreted
 KEYS, FIRST_OF_SECOND = 44, 30  # two ranges: 30 rows of 12 columns, 14 of 4
 DIMS = (12, 4)
+
+
+def _runs(keys: list[int]) -> PreparedRuns:
+    """Return the runs of ids that name the rows `keys`, and garbage behind the last."""
+    bounds = torch.tensor([0, sum(key < FIRST_OF_SECOND for key in keys), len(keys)])
+    none = torch.empty(0)
+    return PreparedRuns(torch.tensor([*sorted(keys), *[-7] * 3]), none, none, none, none, none, none, bounds)
 
 
 class _Tables:
@@ -32,16 +43,16 @@ class _Tables:
             at = lead - first * dim // 4
             self.ranges.append(RowRange(index, weights, states, at, state_at, dim, False, optimizer))
             self.kept.append((torch.full_like(weights, 9), torch.full_like(states, 9), self.marks, self.control))
-        self._first = 0, FIRST_OF_SECOND
 
     def step(self, keys: list[int]) -> None:
         """Put by, and then change, the rows of `keys`, as a step that updates them."""
-        named = torch.tensor([*sorted(keys), *[-7] * 3])
-        bounds = torch.tensor([0, sum(key < FIRST_OF_SECOND for key in keys), len(keys)])
-        none = torch.empty(0)
-        runs = PreparedRuns(named, none, none, none, none, none, none, bounds)
+        runs = _runs(keys)
         for rows, kept in zip(self.ranges, self.kept, strict=True):
             keep_rows(2, runs, rows, *kept)
+        self.change(keys)
+
+    def change(self, keys: list[int]) -> None:
+        for rows in self.ranges:
             for key in keys:
                 if (key < FIRST_OF_SECOND) == (rows.index == 0):
                     at = 4 * (rows.weight_at + key * rows.dim // 4)
@@ -79,3 +90,29 @@ def test_rows_are_put_by_as_they_were_though_steps_change_them(optimizer: str, d
             if optimizer != "sgd":
                 assert_same(kept[1][20:], states[20:], "states")
             assert (kept[0][:20] == 9).all(), f"what is in front of range {rows.index} belongs to others"
+
+
+def test_a_copy_of_all_rows_is_spread_over_steps() -> None:
+    tables = _Tables("adagrad", torch.float32)
+    features = SimpleNamespace(boundaries=torch.tensor([0, FIRST_OF_SECOND, KEYS]))
+    ranges = [SimpleNamespace(rows=rows) for rows in tables.ranges]
+    kept = KeptRows(torch.device("cpu"))
+    inputs: list[Any] = [SimpleNamespace(input_features=features, ranges=ranges)]
+    kept.follow(inputs)
+    for _ in range(2):
+        parts = [rows.weights[20:].view(-1, rows.dim) for rows in tables.ranges]
+        parts += [rows.states[20:].view(-1, rows.dim) for rows in tables.ranges]
+        expected = [part.clone() for part in parts]
+        kept.begin()
+        steps = 0
+        while not kept.advance(most_bytes=9 * 12 * 8):  # nine rows of the first range, then many of the second
+            steps += 1
+            keys = [steps, 12 + steps, 29, 31, 43 - steps]
+            kept.keep([_runs(keys)])
+            tables.change(keys)
+        assert steps == 3
+        for part, before in zip(parts, expected, strict=True):
+            copy = kept.of(part)
+            assert copy is not None
+            assert_same(copy, before, "put by")
+    assert kept.of(torch.empty(3)) is None

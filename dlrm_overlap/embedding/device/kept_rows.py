@@ -34,9 +34,11 @@ class KeptRows:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device of the rows, a GPU."""
+        """Take the device of the rows: a GPU, or a CPU under Triton's interpreter."""
         self._device = device
-        self._programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        on_gpu = device.type == "cuda"
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+        self._programs = _PROGRAMS_PER_SM * processors
         self._ranges: list[_KeptRange] = []
         self._control: list[torch.Tensor] = []
         self._by_storage: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
