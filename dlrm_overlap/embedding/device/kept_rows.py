@@ -48,7 +48,7 @@ class KeptRows:
     def follow(self, inputs: Sequence[InputRows]) -> None:
         """Make room for the rows that these inputs name; not while a copy is under way."""
         assert self._at is None, "rows have moved while they were copied"
-        self._ranges, self._control, self._by_storage = [], [], {}
+        self._ranges, self._control = [], []  # rows stay where they are put by, though windows may be made anew
         for number, rows in enumerate(inputs):
             boundaries = rows.input_features.boundaries.tolist()
             marks = torch.zeros(boundaries[-1], dtype=torch.int32, device=self._device)
