@@ -1,12 +1,14 @@
 """Saving while training goes on: the state is copied between two steps, and a thread writes the copy.
 
-    main thread    step s | copy | step s + 1 | step s + 2 | ...  | step t | wait if need be, copy | ...
-    this thread                  | to the host, checksum, disk .... | manifest, rename |
+    main thread    step s | copy | step s + 1 | copy on | step s + 2 | copy on | ...  | step t | wait if need be, copy
+    this thread                                                 | to the host, checksum, disk .... | manifest, rename |
 
-The copy is made on the stream of the steps, between the last kernel of step s and the first of step s + 1, so it is the
-state after step s and nothing else. It stays on the GPU where that has room: there it takes as long as the GPU's memory
-needs to read and write it once, and only this one step is longer. Otherwise it goes to page-locked memory of the host,
-as fast as the bus is. The thread has a process group of its own, so that its collectives meet none of the training's.
+The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
+that has room. Rows, by far the most of it, are copied a few at a time, between steps, and each step puts by those that
+it is about to update and the copy has not come to (`embedding.device.kept_rows`). All else is copied at once between
+step s and step s + 1: the dense part, and rows that our kernels do not update. Without room on the GPU all of it goes to
+page-locked memory of the host at once, as fast as the bus is. The thread has a process group of its own, so that its
+collectives meet none of the training's.
 """
 
 import gc

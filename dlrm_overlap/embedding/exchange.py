@@ -135,12 +135,12 @@ class Exchange:
         return self._reach
 
     def keep_rows(self) -> "KeptRows | None":
-        """Return what puts this rank's rows by while steps go on, or None where the update is not by our kernels.
+        """Return what puts this rank's rows by while steps go on; the same each time.
 
-        Call it before the first step.
+        None where the update is not by our kernels, or where a step was taken, and maybe captured, without it.
         """
-        assert self._halves is None, "captured steps would not put rows by"
-        if self.device.type == "cuda" and self.options.resolved_backward in ("push", "dma") and self._tables.lookups:
+        is_first = self._tables.kept is None and self._halves is None and self._tables.lookups
+        if is_first and self.device.type == "cuda" and self.options.resolved_backward in ("push", "dma"):
             from dlrm_overlap.embedding.device.kept_rows import KeptRows  # which loads Triton
 
             self._tables.kept = KeptRows(self.device)

@@ -22,15 +22,35 @@ class _KeptRange:
     rows: RowRange
     first_key: int
     end_key: int
-    row_bytes: int
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     """rows, states, marks and control, as the kernels take them"""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row and its state."""
+        return self.rows.dim * self.rows.weights.element_size() + self._state_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        return {"sgd": 0, "adagrad": 4 * self.rows.dim, "rowwise_adagrad": 4}[self.rows.optimizer]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether all of `tensor`, which is dense, is among these rows or among their states."""
+        rows, count = self.rows, self.end_key - self.first_key
+        size = rows.weights.element_size()
+        weights = rows.weights.data_ptr() + 4 * size * rows.weight_at + self.first_key * rows.dim * size
+        units = 1 if rows.optimizer == "rowwise_adagrad" else 4
+        states = rows.states.data_ptr() + 4 * units * rows.state_at + self.first_key * self._state_bytes
+        spans = (weights, rows.dim * size), (states, self._state_bytes)
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(first <= begin and end <= first + count * row_bytes for first, row_bytes in spans)
 
 
 class KeptRows:
     """Puts the rows of one exchange by. It makes room for them when the first step finds out which they are.
 
-    `begin`, then `advance` behind every step until it returns True. In each step `keep` comes before the update.
+    `begin`, then `advance` behind every step until it returns True. In each step `keep` comes before the update. All of
+    it is issued on streams that wait for each other, so that a row is never read and written at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,12 +75,10 @@ class KeptRows:
             control = torch.zeros(2, dtype=torch.int64, device=self._device)
             self._control.append(control)
             for index, updated in enumerate(rows.ranges):
-                at = updated.rows
-                kept = self._room(at.weights), self._room(at.states), marks, control
-                row_bytes = at.dim * at.weights.element_size()
-                row_bytes += {"sgd": 0, "adagrad": 4 * at.dim, "rowwise_adagrad": 4}[at.optimizer]
-                keys = boundaries[index], boundaries[index + 1]
-                self._ranges.append(_KeptRange(number, at, *keys, row_bytes, kept))
+                kept = self._room(updated.rows.weights), self._room(updated.rows.states), marks, control
+                each = _KeptRange(number, updated.rows, boundaries[index], boundaries[index + 1], kept)
+                self._ranges.append(each)
+                copy_rows(each.first_key, each.end_key, each.rows, *kept)  # is loaded by it, and finds nothing to copy
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
@@ -70,9 +88,9 @@ class KeptRows:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return where what `tensor` shows of the rows or their states is put by, of its shape; None for any other."""
-        source, kept = self._by_storage.get(tensor.untyped_storage().data_ptr(), (None, None))
-        if source is None or kept is None:
+        if not any(each.holds(tensor) for each in self._ranges):
             return None
+        source, kept = self._by_storage[tensor.untyped_storage().data_ptr()]
         offset = kept.storage_offset() + tensor.storage_offset() - source.storage_offset()
         return kept.as_strided(tensor.shape, tensor.stride(), offset)
 
@@ -86,7 +104,7 @@ class KeptRows:
         """Begin a copy of all rows as they are behind what is issued on the current stream."""
         assert self._at is None, "one copy at a time"
         self._copies += 1
-        self._at = 0, self._ranges[0].first_key if self._ranges else 0
+        self._at = 0, 0
         for control in self._control:
             control[1].zero_()
             control[0].fill_(self._copies)
@@ -101,13 +119,10 @@ class KeptRows:
                 self._at = None
                 break
             at = self._ranges[index]
-            end = min(at.end_key, key + max(1, most_bytes // at.row_bytes))
-            copy_rows(key, end, at.rows, *at.kept)
+            first = max(key, at.first_key)
+            end = min(at.end_key, first + max(1, most_bytes // at.row_bytes))
+            copy_rows(first, end, at.rows, *at.kept)
             at.kept[3][1].fill_(end)
-            most_bytes -= max(1, end - key) * at.row_bytes
-            if end < at.end_key:
-                self._at = index, end
-            else:
-                following = self._ranges[index + 1] if index + 1 < len(self._ranges) else None
-                self._at = index + 1, following.first_key if following else 0
+            most_bytes -= (end - first) * at.row_bytes
+            self._at = (index, end) if end < at.end_key else (index + 1, 0)
         return self._at is None
