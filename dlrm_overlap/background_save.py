@@ -6,8 +6,8 @@
 The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
 that has room. Rows, by far the most of it, are copied a few at a time, between steps, and each step puts by those that
 it is about to update and the copy has not come to (`embedding.device.kept_rows`). All else is copied at once between
-step s and step s + 1: the dense part, and rows that our kernels do not update. Without room on the GPU all of it goes to
-page-locked memory of the host at once, as fast as the bus is. The thread has a process group of its own, so that its
+step s and step s + 1: the dense part, and rows that our kernels do not update. Without room on the GPU, all of it goes
+to page-locked memory of the host at once, as fast as the bus is. The thread has a process group of its own, so that its
 collectives meet none of the training's.
 """
 

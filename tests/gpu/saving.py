@@ -95,7 +95,6 @@ class Moments:
         setattr(BackgroundSaves, "begin", noting_begin)  # noqa: B010
         setattr(Checkpointer, "write", noting_write)  # noqa: B010
 
-
     def unlike(self) -> list[str]:
         """Return the names of the tensors that were saved otherwise than they were behind the step."""
         if not self.expected:
