@@ -201,7 +201,11 @@ class BackgroundSaves:
         """Give the save under way so many seconds, where the run ends by an error. It is not kept without its loss."""
         if self._thread is None:
             return
-        self._is_abandoned = self.awaits_loss or self._is_spreading
+        try:
+            self._copy_on(_ALL)
+        except RuntimeError:  # the GPU has stopped
+            self._is_abandoned = True
+        self._is_abandoned |= self.awaits_loss
         self._told.set()
         self._copied.set()
         self._thread.join(patience_s)
