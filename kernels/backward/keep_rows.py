@@ -29,7 +29,11 @@ def _put_by(
     weights, states, kept_weights, kept_states, marks, copy, key, live, weight_at, state_at,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of `key` [N] int64 and their states, where `live` and not marked by `copy` yet."""
+    """Copy the rows of `key` [N] int64 and their states, where `live` and not marked by `copy` yet.
+
+    Each warp loads the marks of its own rows, and one of them stores those of all. So all warps have to be through with
+    their loads before: a warp that came late would find its rows marked, and leave them out.
+    """
     live = live & (tl.load(marks + key, mask=live, other=0) != copy)
     column = tl.arange(0, BLOCK_DIM)
     both = live[:, None] & (column < DIM)[None, :]
@@ -40,6 +44,7 @@ def _put_by(
         tl.store(kept_states + at, tl.load(states + at, mask=both), mask=both)
     elif OPTIMIZER == "rowwise_adagrad":
         tl.store(kept_states + state_at + key, tl.load(states + state_at + key, mask=live), mask=live)
+    tl.debug_barrier()
     tl.store(marks + key, tl.zeros_like(key).to(tl.int32) + copy, mask=live)
 
 

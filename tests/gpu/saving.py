@@ -100,7 +100,11 @@ class Moments:
         if not self.expected:
             return []
         assert self.saved.keys() == self.expected.keys()
-        return [key for key, tensor in self.saved.items() if not torch.equal(tensor, self.expected[key])]
+        return [
+            f"{key}: {int((tensor != self.expected[key]).sum())} of {tensor.numel()} elements"
+            for key, tensor in self.saved.items()
+            if not torch.equal(tensor, self.expected[key])
+        ]
 
 
 def _describe(times: list[float]) -> dict[str, float]:
