@@ -25,7 +25,7 @@ def test_all_rows_are_put_by_as_they_were() -> None:
     from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
     device = torch.device("cuda", 0)
-    weights, states = torch.rand(2, ROWS, DIM, device=device).unbind()
+    weights, states = (torch.rand(ROWS, DIM, device=device) for _ in range(2))
     rows = RowRange(0, weights.view(-1), states.view(-1), 0, 0, DIM, False, "adagrad")
     features = SimpleNamespace(boundaries=torch.tensor([0, ROWS]))
     kept = KeptRows(device)

@@ -34,16 +34,19 @@ class _KeptRange:
     def _state_bytes(self) -> int:
         return {"sgd": 0, "adagrad": 4 * self.rows.dim, "rowwise_adagrad": 4}[self.rows.optimizer]
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether all of `tensor`, which is dense, is among these rows or among their states."""
-        rows, count = self.rows, self.end_key - self.first_key
-        size = rows.weights.element_size()
-        weights = rows.weights.data_ptr() + 4 * size * rows.weight_at + self.first_key * rows.dim * size
-        units = 1 if rows.optimizer == "rowwise_adagrad" else 4
-        states = rows.states.data_ptr() + 4 * units * rows.state_at + self.first_key * self._state_bytes
-        spans = (weights, rows.dim * size), (states, self._state_bytes)
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(first <= begin and end <= first + count * row_bytes for first, row_bytes in spans)
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return where `tensor`, which is dense, is put by, if all of it is among these rows or their states."""
+        rows, count, (kept_rows, kept_states, *_) = self.rows, self.end_key - self.first_key, self.kept
+        row = rows.dim * rows.weights.element_size()
+        first_row = 4 * rows.weights.element_size() * rows.weight_at + self.first_key * row
+        first_state = 4 * (1 if rows.optimizer == "rowwise_adagrad" else 4) * rows.state_at
+        first_state += self.first_key * self._state_bytes
+        places = (rows.weights, kept_rows, first_row, row), (rows.states, kept_states, first_state, self._state_bytes)
+        for source, kept, first, size in places:
+            begin = tensor.data_ptr() - source.data_ptr()
+            if first <= begin and begin + tensor.nbytes <= first + count * size:
+                return kept.as_strided(tensor.shape, tensor.stride(), begin // kept.element_size())
+        return None
 
 
 class KeptRows:
@@ -61,7 +64,7 @@ class KeptRows:
         self._programs = _PROGRAMS_PER_SM * processors
         self._ranges: list[_KeptRange] = []
         self._control: list[torch.Tensor] = []
-        self._by_storage: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rooms: dict[int, torch.Tensor] = {}
         self._copies = 0
         self._at: tuple[int, int] | None = None
 
@@ -81,18 +84,13 @@ class KeptRows:
                 copy_rows(each.first_key, each.end_key, each.rows, *kept)  # is loaded by it, and finds nothing to copy
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._by_storage:
-            self._by_storage[address] = tensor, torch.empty_like(tensor)
-        return self._by_storage[address][1]
+        if tensor.data_ptr() not in self._rooms:
+            self._rooms[tensor.data_ptr()] = torch.empty_like(tensor)
+        return self._rooms[tensor.data_ptr()]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return where what `tensor` shows of the rows or their states is put by, of its shape; None for any other."""
-        if not any(each.holds(tensor) for each in self._ranges):
-            return None
-        source, kept = self._by_storage[tensor.untyped_storage().data_ptr()]
-        offset = kept.storage_offset() + tensor.storage_offset() - source.storage_offset()
-        return kept.as_strided(tensor.shape, tensor.stride(), offset)
+        return next((found for each in self._ranges if (found := each.of(tensor)) is not None), None)
 
     def keep(self, runs: Sequence[PreparedRuns | None]) -> None:
         """Put by what the step with these runs, one an input, is about to update, on the current stream."""
