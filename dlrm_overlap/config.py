@@ -412,9 +412,9 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     asynchronous: bool = False
-    """save on the way while training goes on: steps wait for a copy of the state alone, which takes as much memory
-    again as the tables and their optimizer's state, on the GPU if half of what is free there suffices, else on the
-    host"""
+    """save on the way while training goes on: what is written is a copy of the state, made beside the steps, which
+    takes as much memory again as the tables and their optimizer's state, on the GPU if half of what is free there
+    suffices, else on the host"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False

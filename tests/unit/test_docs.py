@@ -97,6 +97,15 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     _check_names(page, page.read_text())
 
 
+def test_every_test_that_the_page_of_faults_names_is_there() -> None:
+    files = {path: path.read_text() for path in Path("tests").rglob("test_*.py")}
+    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)(?:::(\w+))?`", Path("docs/reliability.md").read_text())
+    assert named
+    for file, test in named:
+        found = [text for path, text in files.items() if path.name == file]
+        assert any(f"def {test}(" in text if test else text for text in found), f"{file}::{test}"
+
+
 def test_what_the_changelog_says_moved_is_there() -> None:
     page = Path("CHANGELOG.md")
     moved = _table(str(page), "  | was | is |")
