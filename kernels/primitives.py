@@ -188,6 +188,7 @@ def await_flags(
         missing = first + tl.argmin(tl.where(mask, seen, epoch), 0)
         record(status, EXPIRED, rank, missing // slots, missing % slots, epoch, tl.load(ready + missing))
         if not INTERPRETED:
+            tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
             stop(rank)
     # Acquired once, at the end: each acquire empties the multiprocessor's L1, where other programs still pool.
     oldest_epoch(flags, mask, epoch, "acquire")
