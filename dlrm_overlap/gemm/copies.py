@@ -11,7 +11,8 @@ flag has to follow them. Reduce-scatter: the rows that peers own come first; eac
 soon as it is multiplied, a flag behind it, and the owner adds up the parts that have arrived:
 
     current stream | await DONE | rows of r^2 and r^3 | rows of r^1 | own rows | await, add up a part | another | DONE
-    copy engine    |                                  | send r^2, flag | send r^3, flag | send r^1, flag
+    copy engine    |                                  | send r^2 | send r^3 | send r^1
+    another        |                                             | flag r^2 | flag r^3 | flag r^1
 
 Nothing but the products runs on multiprocessors meanwhile. Where links bound, all products are hidden but the first or
 the last, so parts are small there, see `plan`; where the product bounds, all copies are, and parts are large, for
@@ -188,8 +189,7 @@ class Copies(Products):
                     slot = 0  # it is awaited with the first part of the last sender's
                 else:
                     continue
-                engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
-                sent[slot].record(engine.stream)
+                window.announce(window.ready_at[peer][slot : slot + 1], window.word, sent[slot])
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         linear_into(targets[self.rank], x[own], weight)
         self._under_way = True
@@ -214,7 +214,7 @@ class Copies(Products):
             wait_flags(window.arrived[number], self.rank, 0)
             last = number == len(pieces) - 1
             sum_parts(summed, window.flags.done, window.flags.counted, self.rank, rows, last)
-        window.engine.join()
+        window.join()
         del partial
         # No view, which autograd would let nobody change in place.
         return summed.out.resize_(pieces[-1][1], summed.columns)

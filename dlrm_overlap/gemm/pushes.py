@@ -4,7 +4,8 @@ As in `copies`, copy engines carry the rows and cuBLAS multiplies part by part. 
 they are, with a flag behind, and a kernel of one program awaits the flag before the part's product:
 
     current stream | await DONE | own rows | await r^1 | its rows | await r^2 | its rows | .. | DONE
-    copy engine    |            | send to r^1, flag | send to r^2, flag | send to r^3, flag, ..
+    copy engine    |            | send to r^1 | send to r^2 | send to r^3, ..
+    another        |                          | flag at r^1 | flag at r^2 | flag at r^3, ..
     beside         |            | own rows, if kept |     | rows of r^1, if kept | ..
 
 Nothing is copied into a window and announced before the links begin, and they carry what is sent faster than what is
@@ -76,7 +77,7 @@ class Pushes(Copies):
             wait_flags(flags, self.rank, 0)
             self._keep(window, kept, received[begin:end], begin)
             linear_into(out[begin:end], received[begin:end], weight, bias, activation)
-        window.engine.join()
+        window.join()
         if keep:
             window.beside.join()
         raise_flags(window.flags.done, self.rank, 0, 0)
@@ -95,8 +96,7 @@ class Pushes(Copies):
         steps = [(peer, *slot_of) for peer in self._turns for slot_of in enumerate(pieces if peer == last else whole)]
         for (peer, slot, (begin, end)), event in zip(steps, sent, strict=True):
             window.engine.copy(targets[peer][begin:end], x_shard[begin:end])
-            window.engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
-            event.record(window.engine.stream)
+            window.announce(window.ready_at[peer][slot : slot + 1], window.word, event)
 
     def _arrivals(self, window: Window, rows: int, pieces: list[tuple[int, int]]) -> list[tuple[int, int, Flags]]:
         """Return the rows [begin, end) among all ranks' that arrive at each turn, and the flags that say so."""

@@ -5,7 +5,8 @@ each part of them, a flag that the peer has raised for this rank at home; tiles 
 part's flag, while those of other rows are multiplied:
 
     current stream | rows to the window, READY, await it of all | own rows, rows of r^1, rows of r^2, .. | DONE
-    copy engine    |                                            | read r^1, flag | read r^2, flag | ..
+    copy engine    |                                            | read r^1 | read r^2 | ..
+    another        |                                                       | flag     | flag | ..
 
 Reduce-scatter: the kernel's tiles are stored in the owners' windows by the multiprocessors, so that links are busy as
 long as the product runs, and no partial product is ever read again here; then the owner adds up what has arrived:
@@ -92,6 +93,7 @@ class Tiles(Copies):
         arrived = self._arrived.setdefault(window, torch.zeros_like(window.flags.ready[0].local))
         first = self._publish(window, x_shard, shards[self.rank], x[own], parts)
         awaits = first < rows
+        events = iter(window.events)
         for peer in self._turns:
             for slot, begin in enumerate(range(0, rows, slot_rows)):
                 end = min(begin + slot_rows, rows)
@@ -100,11 +102,11 @@ class Tiles(Copies):
                     awaits = False
                 engine.copy(x[peer * rows + begin : peer * rows + end], shards[peer][begin:end])
                 # Read at the peer, where this rank has raised it: a copy within this GPU would be a kernel.
-                engine.write_flag(arrived[peer, slot : slot + 1], window.ready_at[peer][:1])
+                window.announce(arrived[peer, slot : slot + 1], window.ready_at[peer][:1], next(events))
         signals = Signals(replace(window.flags.ready[0], local=arrived), slot_rows)
         gathered_product(x, _laid_out(weight), bias, activation, out, self.rank, self._own_first, signals, self.tiling)
         engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
-        engine.join()
+        window.join()
         return out, x if keep else None
 
     def begin_reduce_scatter(
