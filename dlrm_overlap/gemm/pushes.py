@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.gemm.copies import Copies
-from dlrm_overlap.gemm.linear import Activation, linear_into
+from dlrm_overlap.gemm.linear import Layer, linear_into
 from dlrm_overlap.gemm.plan import cut, senders
 from dlrm_overlap.gemm.ways import Problem
 from dlrm_overlap.gemm.window import SLOTS, Window
@@ -47,13 +47,7 @@ class Pushes(Copies):
         return super()._needed_bytes(problem)
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send this rank's rows and multiply them, then the peers' as they come."""
         self._join_last()
@@ -62,21 +56,21 @@ class Pushes(Copies):
         size = ranks * rows * inner
         gathered = [window.at(rank, x_shard.dtype)[:size].view(-1, inner) for rank in range(ranks)]
         own, received = self.rank * rows, gathered[self.rank]
-        out = x_shard.new_empty(ranks * rows, weight.shape[0])
+        out = x_shard.new_empty(ranks * rows, layer.columns)
         kept = x_shard.new_empty(ranks * rows, inner) if keep else None
         begin_call(window.flags, self.rank)
         window.engine.follow()
         pieces = cut(rows, parts)
         sent = window.events[: ranks - 2 + len(pieces)]
         self._send(window, [each[own : own + rows] for each in gathered], x_shard, pieces, sent)
-        linear_into(out[own : own + rows], x_shard, weight, bias, activation)
+        linear_into(out[own : own + rows], x_shard, layer)
         self._keep(window, kept, x_shard, own)
         for (begin, end, flags), event in zip(self._arrivals(window, rows, pieces), sent, strict=True):
             # Behind what this rank sends at that turn: a graph that runs its branches one by one must not wait first.
             torch.cuda.current_stream(self.device).wait_event(event)
             wait_flags(flags, self.rank, 0)
             self._keep(window, kept, received[begin:end], begin)
-            linear_into(out[begin:end], received[begin:end], weight, bias, activation)
+            linear_into(out[begin:end], received[begin:end], layer)
         window.join()
         if keep:
             window.beside.join()

@@ -20,6 +20,7 @@ from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import replacing
 from dlrm_overlap.gemm.choose import Choice, key, read_tuned
+from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.gemm.ways import Problem
 
@@ -115,8 +116,8 @@ def _call(
 ) -> Callable[[], None]:
     way = str(choice)
     if problem.operator == "all_gather":
-        return lambda: (products.all_gather_matmul(x, weight, None, "none", way, keep=True), None)[1]
-    return lambda: (products.begin_reduce_scatter(x, weight, None, "none", way)(), None)[1]
+        return lambda: (products.all_gather_matmul(x, Layer(weight), way, keep=True), None)[1]
+    return lambda: (products.begin_reduce_scatter(x, Layer(weight), way)(), None)[1]
 
 
 def _captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:

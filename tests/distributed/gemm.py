@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm import operators
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -97,14 +96,12 @@ def check_copies() -> None:
         for way in (Copies, Pushes):
             products._ways[way.name] = way(world(), device, 60.0)
             products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "parallel_products", lambda *_: products)
-            for case in HALVES:
-                for way in (
-                    ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
-                ):
-                    time.sleep(late.choice([0, 2e-3]))
-                    check_operators(case, place, device, way=way)
+        for case in HALVES:
+            for way in (
+                ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
+            ):
+                time.sleep(late.choice([0, 2e-3]))
+                check_operators(case, place, device, products=products, way=way)
         products.close()
 
 
@@ -126,10 +123,8 @@ def check_tiles() -> None:
         products = ParallelProducts(world(), device)
         products._ways["tiles"] = tiles
         tiles.fault = lambda problem: ""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "parallel_products", lambda *_: products)
-            for case in TILED:
-                check_operators(case, place, device, way="tiles/2")
+        for case in TILED:
+            check_operators(case, place, device, products=products, way="tiles/2")
         tiles.close()
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
 
 Call = Callable[[], torch.Tensor]
@@ -66,9 +67,9 @@ class Case:
         if name == "torch":
             return self._torch() if self.device.type == "cuda" else None
         if self.operator == "all_gather":
-            call: Call = lambda: products.all_gather_matmul(self.x, self.weight, None, "none", name, keep=False)[0]  # noqa: E731
+            call: Call = lambda: products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]  # noqa: E731
         else:
-            call = lambda: products.begin_reduce_scatter(self.x, self.weight, None, "none", name)()  # noqa: E731
+            call = lambda: products.begin_reduce_scatter(self.x, Layer(self.weight), name)()  # noqa: E731
         try:
             call()
         except InputError:  # on every rank alike
