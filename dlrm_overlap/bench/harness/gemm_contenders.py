@@ -17,6 +17,7 @@ from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.gemm.ways import Problem
 
 Call = Callable[[], torch.Tensor]
 
@@ -58,6 +59,12 @@ class Case:
         self.weight = (make(n // ranks, k) if gather else make(k, n // ranks)) * self.x.shape[1] ** -0.5
         self.link_bytes = (ranks - 1) * (m // ranks) * k * dtype.itemsize
         """that leave each rank for its peers"""
+
+    @property
+    def problem(self) -> Problem:
+        """What the operator is asked."""
+        inner, columns = self.x.shape[1], self.weight.shape[0]
+        return Problem(self.operator, self.shape.m, columns, inner, self.x.dtype, bias=False, activation="none")
 
     def contender(self, name: str, products: ParallelProducts) -> Call | None:
         """Return the call of the contender `name`, or None where it cannot run; all ranks call this alike.
