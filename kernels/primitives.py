@@ -57,10 +57,11 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
     leave the others alone: a wait that expires is recorded also after a bad id that did not stop the run.
 
     Order: words 1 .. 5 are stored; an atomic on the lock, acquire and release at system scope, comes before the store
-    of word 0, so the host that sees word 0 sees the rest.
+    of word 0, so the host that sees word 0 sees the rest. Another one follows: word 0 has arrived in the host's memory
+    when the thread goes on. A kernel that is stopped loses what is on its way, and any of its warps may stop it.
 
     Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
-    2 and writes word 8. Another BAD_ID takes it to 3 and writes nothing.
+    2, writes word 8 and takes it to 3. Another BAD_ID takes it to 4 and writes nothing.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -72,6 +73,7 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
         tl.store(words + 5, e)
         tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # the host must not see word 0 before the rest
         tl.store(words, KIND)
+        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # word 0 must be there before a warp stops the kernel
 
 
 @triton.jit

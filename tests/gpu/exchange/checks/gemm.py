@@ -188,7 +188,8 @@ def _check_tuned(place: Place) -> None:
     products, ranks = parallel_products(place.group, place.device), place.world_size
     problem = Problem("reduce_scatter", 256 * ranks, 256, 128, _BRAIN, False, "none")
     path = place.folder / "tuned.json"
-    found = tune(products, [problem], path, rounds=4)
+    with torch.cuda.stream(torch.cuda.default_stream(place.device)):  # as a command runs
+        found = tune(products, [problem], path, rounds=4)
     assert set(found[key(problem)]) == {str(choice) for choice in products.candidates(problem)}
     place.meet()
     entries = read_tuned(path)
@@ -202,7 +203,7 @@ def _check_tuned(place: Place) -> None:
     products.close()
 
 
-def _check_lost_peer(place: Place, operator: str, how: str) -> None:
+def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
     """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
     products, ranks = parallel_products(place.group, place.device), place.world_size
     products.wait_timeout_s = TIMEOUT_S
@@ -210,7 +211,7 @@ def _check_lost_peer(place: Place, operator: str, how: str) -> None:
 
     def call() -> None:
         run = all_gather_matmul if operator == "gather" else matmul_reduce_scatter
-        run(x, weight, products=products, way="copies/1")
+        run(x, weight, products=products, way=way)
 
     for _ in range(2):
         call()
@@ -248,6 +249,13 @@ CHECKS |= {
     for mode in ("eager", "captured", "mixed")
 }
 LOST = {
-    f"gemm_{operator}_peer_{how}": Check(partial(_check_lost_peer, operator=operator, how=how), 60.0, True, True)
-    for operator, how in (("gather", "dies"), ("scatter", "dies"), ("scatter", "captured"))
+    f"gemm_{operator}_peer_{how}_{way[:-2]}": Check(
+        partial(_check_lost_peer, operator=operator, how=how, way=way), 60.0, True, True
+    )
+    for operator, how, way in (
+        ("gather", "dies", "copies/1"),
+        ("gather", "captured", "pushes/1"),
+        ("scatter", "dies", "tiles/1"),
+        ("scatter", "captured", "copies/1"),
+    )
 }
