@@ -194,7 +194,8 @@ def product_on_hopper(
     Order: the warp that loads awaits a tile's flags, if GATHER, and acquires them; a fence lets TMA, which is another
     proxy, see what has been acquired. It awaits `empty` of a stage and has TMA fill it, which completes `full`. Both
     groups of warps await `full`, multiply, and arrive at `empty` when their product of the stage is complete. They
-    store and, if SCATTER, count their half of a tile each: the count that completes a region is that of both halves of
+    store and, if SCATTER, count their half of a tile each, when they have multiplied the next one: its stores, which
+    the count releases, have arrived at the peer by then. The count that completes a region is that of both halves of
     all its tiles.
 
     Example: STAGES 2, 3 blocks along K: the first two are loaded; the third is loaded into stage 0 once both groups
