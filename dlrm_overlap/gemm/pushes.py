@@ -71,10 +71,10 @@ class Pushes(Copies):
             wait_flags(flags, self.rank, 0)
             self._keep(window, kept, received[begin:end], begin)
             linear_into(out[begin:end], received[begin:end], layer)
-        window.join()
         if keep:
             window.beside.join()
-        raise_flags(window.flags.done, self.rank, 0, 0)
+        raise_flags(window.flags.done, self.rank, 0, 0)  # this rank has read; what it has sent, its peers wait for
+        window.join()
         return out, kept
 
     def _send(
