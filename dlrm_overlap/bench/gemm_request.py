@@ -20,7 +20,7 @@ GEMM_SHAPES = (
 
 GEMM_TOYS = ("64x48x96", "128x48x96")
 
-GEMM_CONTENDERS = ("serial", "torch", "chunks", "copies", "pushes", "tiles", "auto")
+GEMM_CONTENDERS = ("serial", "torch", "chunks", "copies", "pushes", "tiles", "triggered", "auto")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The ways to run a product with its communication inside, behind one object a group and device.
+"""The ways to run a product with its communication inside, behind one object of an owner.
 
     serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     chunks   the same part by part, NCCL's on a stream beside cuBLAS's
     copies   part by part, rows by copy engines, see `copies`
     pushes   an all-gather whose rows are sent into the peers' windows, see `pushes`
     tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
+    triggered  by the same kernel; what it has counted as complete leaves by copy engines, see `triggered`
 
 `auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
 nothing is asked of other ranks, so a problem that has not been run before is refused there.
@@ -27,7 +28,7 @@ from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
-WAYS = ("serial", "chunks", "copies", "pushes", "tiles")
+WAYS = ("serial", "chunks", "copies", "pushes", "tiles", "triggered")
 
 
 class ParallelProducts:
@@ -170,8 +171,9 @@ class ParallelProducts:
         from dlrm_overlap.gemm.copies import Copies  # these need Triton, which a CPU does not
         from dlrm_overlap.gemm.pushes import Pushes
         from dlrm_overlap.gemm.tiles import Tiles
+        from dlrm_overlap.gemm.triggered import Triggered
 
-        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles}[name]
+        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles, "triggered": Triggered}[name]
         return made(self.group, self.device, self.wait_timeout_s)
 
     def check(self) -> None:

@@ -85,7 +85,7 @@ class Tiles(Copies):
                 # Read at the peer, where this rank has raised it: a copy within this GPU would be a kernel.
                 window.announce(arrived[peer, slot : slot + 1], window.ready_at[peer][:1], next(events))
         signals = Signals(replace(window.flags.ready[0], local=arrived), slot_rows)
-        x, out, weight = gathering.x, gathering.out, _laid_out(layer.weight)
+        x, out, weight = gathering.x, gathering.out, laid_out(layer.weight)
         order = self._own_first
         gathered_product(x, weight, layer.bias, layer.activation, out, self.rank, order, signals, self.tiling)
         window.engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
@@ -100,7 +100,7 @@ class Tiles(Copies):
         signals = Signals(window.flags.ready[0], slot_rows)
         destinations = Destinations(window.addresses + scattering.offset_bytes, self._done)
         order = self._own_last
-        scattered_product(x, _laid_out(layer.weight), self.rank, order, signals, destinations, self.tiling)
+        scattered_product(x, laid_out(layer.weight), self.rank, order, signals, destinations, self.tiling)
         self._under_way = True
 
         def finish() -> torch.Tensor:
@@ -117,7 +117,7 @@ class Tiles(Copies):
         self._arrived.clear()
 
 
-def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight that TMA can read: it or its transpose contiguous, at a multiple of 16 bytes."""
     if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
         return weight

@@ -114,18 +114,25 @@ TILED = [
 
 def check_tiles() -> None:
     """As `check_copies`, by the kernels that hold the communication."""
+    from dlrm_overlap.comm.copy_engine import CopyEngine
     from dlrm_overlap.gemm.tiles import Tiles
+    from dlrm_overlap.gemm.triggered import Triggered
+
+    def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
+        assert int(word) >= count, "a part is sent that is not complete"
 
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
-    with without_streams():
-        tiles = Tiles(world(), device, 60.0)
-        tiles.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+    with without_streams(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyEngine, "wait_counter", counted)
         products = ParallelProducts(world(), device)
-        products._ways["tiles"] = tiles
-        tiles.fault = lambda problem: ""
+        for way in (Tiles, Triggered):
+            products._ways[way.name] = made = way(world(), device, 60.0)
+            made.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+            made.fault = lambda _: ""  # type: ignore[method-assign]
         for case in TILED:
-            check_operators(case, place, device, products=products, way="tiles/2")
-        tiles.close()
+            for name in ("tiles/2", "triggered/2") if case is TILED[0] else ("tiles/2",):
+                check_operators(case, place, device, products=products, way=name)
+        products.close()
 
 
 QUICK: dict[str, Callable[[], None]] = {
