@@ -137,7 +137,19 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 
 
 @triton.jit
-def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
+def of_first_thread(value, THREADS: tl.constexpr):
+    """Return the first thread's `value`, at least 0, to all THREADS of the program.
+
+    A time is another in every warp. Warps that decide by their own leave a loop at different turns: some record nothing
+    then, since what the first thread has to say to them comes too late, and stop the kernel before the first one does.
+    """
+    if THREADS == 32:
+        return value
+    return tl.max(tl.where(tl.arange(0, THREADS) == 0, value, 0), 0)
+
+
+@triton.jit
+def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr, THREADS: tl.constexpr = 32):
     """Return the least epoch at `flags` [N] where `mask`, or `epoch` once all have reached it.
 
     Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. Order: none, the flags
@@ -150,7 +162,7 @@ def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
     while (oldest < epoch) & (waited <= timeout):
         oldest = oldest_epoch(flags, mask, epoch, "relaxed")
         turn += 1
-        waited = clock(turn, INTERPRETED) - began
+        waited = of_first_thread(clock(turn, INTERPRETED) - began, THREADS)
     return oldest
 
 
@@ -167,12 +179,15 @@ def await_flags(
     status,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    THREADS: tl.constexpr = 32,
 ):
     """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
 
     Of the flags that rank w raises, row w, only the first counts[w] are in use and awaited. When `timeout` ns have
     passed (turns, under the interpreter), the program records which flag is missing and stops the kernel: to go on
     would be to train on what was in the window before.
+
+    THREADS are those of the program, where there are more than one warp.
 
     Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope; a barrier
     follows, so that no thread of the program reads a window earlier.
@@ -184,7 +199,7 @@ def await_flags(
     mask = source < world_size
     mask = mask & (index % slots < tl.load(counts + source, mask=mask, other=0))
     flags = ready + index
-    oldest = poll(flags, mask, epoch, timeout, INTERPRETED)
+    oldest = poll(flags, mask, epoch, timeout, INTERPRETED, THREADS)
     if oldest < epoch:
         seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
         missing = first + tl.argmin(tl.where(mask, seen, epoch), 0)

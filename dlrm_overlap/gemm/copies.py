@@ -11,8 +11,7 @@ flag has to follow them. Reduce-scatter: the rows that peers own come first; eac
 soon as it is multiplied, a flag behind it, and the owner adds up the parts that have arrived:
 
     current stream | await DONE | rows of r^2 and r^3 | rows of r^1 | own rows | await, add up a part | another | DONE
-    copy engine    |                                  | send r^2 | send r^3 | send r^1
-    another        |                                             | flag r^2 | flag r^3 | flag r^1
+    copy engine    |                                  | send r^2, flag | send r^3, flag | send r^1, flag
 
 Nothing but the products runs on multiprocessors meanwhile. Where links bound, all products are hidden but the first or
 the last, so parts are small there, see `plan`; where the product bounds, all copies are, and parts are large, for
@@ -150,7 +149,8 @@ class Copies(Products):
                     slot = 0  # it is awaited with the first part of the last sender's
                 else:
                     continue
-                window.announce(window.ready_at[peer][slot : slot + 1], window.word, sent[slot])
+                engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
+                sent[slot].record(engine.stream)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         linear_into(targets[self.rank], x[own], product)
         self._under_way = True
@@ -170,7 +170,7 @@ class Copies(Products):
             # Behind what this rank sends of it: a graph that runs its branches one by one must not wait first.
             torch.cuda.current_stream(self.device).wait_event(event)
             scattering.add_up(arrived, *rows)
-        window.join()
+        window.engine.join()
         del partial
         return scattering.sums()
 

@@ -4,8 +4,7 @@ As in `copies`, copy engines carry the rows and cuBLAS multiplies part by part. 
 they are, with a flag behind, and a kernel of one program awaits the flag before the part's product:
 
     current stream | await DONE | own rows | await r^1 | its rows | await r^2 | its rows | .. | DONE
-    copy engine    |            | send to r^1 | send to r^2 | send to r^3, ..
-    another        |                          | flag at r^1 | flag at r^2 | flag at r^3, ..
+    copy engine    |            | send to r^1, flag | send to r^2, flag | send to r^3, flag, ..
     beside         |            | own rows, if kept |     | rows of r^1, if kept | ..
 
 Nothing is copied into a window and announced before the links begin, and they carry what is sent faster than what is
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.gemm.copies import Copies
 from dlrm_overlap.gemm.linear import Layer, linear_into
-from dlrm_overlap.gemm.plan import cut, senders
+from dlrm_overlap.gemm.plan import halve, senders
 from dlrm_overlap.gemm.ways import Problem
 from dlrm_overlap.gemm.window import SLOTS, Window
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
@@ -60,7 +59,7 @@ class Pushes(Copies):
         kept = x_shard.new_empty(ranks * rows, inner) if keep else None
         begin_call(window.flags, self.rank)
         window.engine.follow()
-        pieces = cut(rows, parts)
+        pieces = halve(rows, parts)
         sent = window.events[: ranks - 2 + len(pieces)]
         self._send(window, [each[own : own + rows] for each in gathered], x_shard, pieces, sent)
         linear_into(out[own : own + rows], x_shard, layer)
@@ -74,7 +73,7 @@ class Pushes(Copies):
         if keep:
             window.beside.join()
         raise_flags(window.flags.done, self.rank, 0, 0)  # this rank has read; what it has sent, its peers wait for
-        window.join()
+        window.engine.join()
         return out, kept
 
     def _send(
@@ -90,7 +89,8 @@ class Pushes(Copies):
         steps = [(peer, *slot_of) for peer in self._turns for slot_of in enumerate(pieces if peer == last else whole)]
         for (peer, slot, (begin, end)), event in zip(steps, sent, strict=True):
             window.engine.copy(targets[peer][begin:end], x_shard[begin:end])
-            window.announce(window.ready_at[peer][slot : slot + 1], window.word, event)
+            window.engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
+            event.record(window.engine.stream)
 
     def _arrivals(self, window: Window, rows: int, pieces: list[tuple[int, int]]) -> list[tuple[int, int, Flags]]:
         """Return the rows [begin, end) among all ranks' that arrive at each turn, and the flags that say so."""

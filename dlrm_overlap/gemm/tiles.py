@@ -5,8 +5,7 @@ each part of them, a flag that the peer has raised for this rank at home; tiles 
 part's flag, while those of other rows are multiplied:
 
     current stream | rows to the window, READY, await it of all | own rows, rows of r^1, rows of r^2, .. | DONE
-    copy engine    |                                            | read r^1 | read r^2 | ..
-    another        |                                                       | flag     | flag | ..
+    copy engine    |                                            | read r^1, flag | read r^2, flag | ..
 
 Reduce-scatter: the kernel's tiles are stored in the owners' windows by the multiprocessors, so that links are busy as
 long as the product runs, and no partial product is ever read again here; then the owner adds up what has arrived:
@@ -78,18 +77,17 @@ class Tiles(Copies):
         gathering = Gathering(window, x_shard, layer.columns, parts, keep=True)
         rows, slot_rows = gathering.rows, self._slot_rows(gathering.rows, parts)
         arrived = self._arrived.setdefault(window, torch.zeros_like(window.flags.ready[0].local))
-        events = iter(window.events)
         for peer in self._turns:
             for slot, begin in enumerate(range(0, rows, slot_rows)):
                 gathering.read(peer, begin, min(begin + slot_rows, rows))
                 # Read at the peer, where this rank has raised it: a copy within this GPU would be a kernel.
-                window.announce(arrived[peer, slot : slot + 1], window.ready_at[peer][:1], next(events))
+                window.engine.write_flag(arrived[peer, slot : slot + 1], window.ready_at[peer][:1])
         signals = Signals(replace(window.flags.ready[0], local=arrived), slot_rows)
         x, out, weight = gathering.x, gathering.out, laid_out(layer.weight)
         order = self._own_first
         gathered_product(x, weight, layer.bias, layer.activation, out, self.rank, order, signals, self.tiling)
         window.engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
-        window.join()
+        window.engine.join()
         return out, x if keep else None
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:

@@ -5,8 +5,7 @@ stores them in this GPU's memory, so that no store waits for a link. The program
 for which the copy engine waits, and which sends the part to its owner:
 
     current stream | await DONE | tiles of r^1, of r^2, of r^3, own ones           | await, add up a part | .. | DONE
-    copy engine    |                     | send r^1 | send r^2 | send r^3
-    another        |                                | flag r^1 | flag r^2 | flag r^3
+    copy engine    |                     | send r^1, flag | send r^2, flag | send r^3, flag
 
 Where `copies` has a product a part, this has a word a part, so parts leave before a product of theirs would have ended,
 and no multiprocessor is idle between two products. All-gathers are those of `tiles`.
@@ -68,9 +67,10 @@ class Triggered(Tiles):
                 engine.wait_counter(self._words[peer, part : part + 1], 1)
                 engine.copy(target[begin:end], partial[first + begin : first + end])
                 if peer == self._turns[-1]:
-                    window.announce(window.ready_at[peer][part : part + 1], window.word, sent[part])
+                    engine.write_flag(window.ready_at[peer][part : part + 1], window.word)
+                    sent[part].record(engine.stream)
                 elif end == rows:  # it is awaited with the first part of the last sender's
-                    window.announce(window.ready_at[peer][:1], window.word, sent[0])
+                    engine.write_flag(window.ready_at[peer][:1], window.word)
         self._under_way = True
         return functools.partial(self._finish, scattering, pieces, sent, partial)
 

@@ -67,7 +67,6 @@ class Window:
         """a call's own, behind the flags that say that all rows of all ranks are in their windows"""
         self.beside = CopyEngine(device)
         """for copies within this GPU, which run beside the products"""
-        self._messenger = CopyEngine(device)
 
     def awaiting(self, name: str, slots: dict[int, int]) -> Flags:
         """Return the flags `name`, ready or done, of which the first `slots` of each peer are awaited."""
@@ -85,27 +84,6 @@ class Window:
         """Return the memory of `rank`, flat."""
         whole = self.capacity_bytes // dtype.itemsize * dtype.itemsize
         return self._arena.view("memory", rank)[:whole].view(dtype)
-
-    def announce(self, flag: torch.Tensor, word: torch.Tensor, event: torch.cuda.Event) -> None:
-        """Write the number in `word` to `flag` once all copies are done that the engine has been given by now.
-
-        A flag among the copies would keep the links idle for its own time, some 3 us as every copy's. So flags go by a
-        stream of their own, which waits for the copy in front, while the next copy is on the links.
-
-        Args:
-            flag: as for `CopyEngine.write_flag`.
-            word: alike.
-            event: the call's own; what waits for it from now on comes behind the flag.
-        """
-        event.record(self.engine.stream)
-        self._messenger.stream.wait_event(event)
-        self._messenger.write_flag(flag, word)
-        event.record(self._messenger.stream)
-
-    def join(self) -> None:
-        """Make the current stream wait for all copies, and for the flags, of which there is at least one."""
-        self.engine.join()
-        self._messenger.join()
 
     def check(self) -> None:
         """Raise what a wait has recorded.
