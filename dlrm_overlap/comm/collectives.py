@@ -34,6 +34,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import on_every_rank, open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Way
 from dlrm_overlap.comm.flows import Flow, HostFlow, Transfer, regions
+from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
@@ -277,13 +278,7 @@ class PeerCollectives:
         Raises:
             ExchangeTimeoutError: if a wait on the GPU had expired.
         """
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            self.check()
-            raise
+        settle(self._group, self.device, self.check)
         self._under_way = None
-        dist.barrier(self._group)  # a peer may still write to this rank's flags
         self._memory = torch.empty(0)
         self._arena.close()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm import operators
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -97,14 +96,12 @@ def check_copies() -> None:
         for way in (Copies, Pushes):
             products._ways[way.name] = way(world(), device, 60.0)
             products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "parallel_products", lambda *_: products)
-            for case in HALVES:
-                for way in (
-                    ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
-                ):
-                    time.sleep(late.choice([0, 2e-3]))
-                    check_operators(case, place, device, way=way)
+        for case in HALVES:
+            for way in (
+                ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
+            ):
+                time.sleep(late.choice([0, 2e-3]))
+                check_operators(case, place, device, products=products, way=way)
         products.close()
 
 
@@ -117,20 +114,25 @@ TILED = [
 
 def check_tiles() -> None:
     """As `check_copies`, by the kernels that hold the communication."""
+    from dlrm_overlap.comm.copy_engine import CopyEngine
     from dlrm_overlap.gemm.tiles import Tiles
+    from dlrm_overlap.gemm.triggered import Triggered
+
+    def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
+        assert int(word) >= count, "a part is sent that is not complete"
 
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
-    with without_streams():
-        tiles = Tiles(world(), device, 60.0)
-        tiles.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+    with without_streams(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyEngine, "wait_counter", counted)
         products = ParallelProducts(world(), device)
-        products._ways["tiles"] = tiles
-        tiles.fault = lambda problem: ""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "parallel_products", lambda *_: products)
-            for case in TILED:
-                check_operators(case, place, device, way="tiles/2")
-        tiles.close()
+        for way in (Tiles, Triggered):
+            products._ways[way.name] = made = way(world(), device, 60.0)
+            made.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+            made.fault = lambda _: ""  # type: ignore[method-assign]
+        for case in TILED:
+            for name in ("tiles/2", "triggered/2") if case is TILED[0] else ("tiles/2",):
+                check_operators(case, place, device, products=products, way=name)
+        products.close()
 
 
 QUICK: dict[str, Callable[[], None]] = {
