@@ -35,6 +35,8 @@ class Strategy:
     """whether these multiprocessors are the communication's own"""
     aside: bool = False
     """whether a communication that has streams of its own meets its peers on yet another, not the computation's"""
+    apart: bool = False
+    """whether it also awaits their data there, so that the computation's stream only joins it in the end"""
 
     @property
     def label(self) -> str:
@@ -52,8 +54,11 @@ def all_strategies() -> list[Strategy]:
         *(Strategy("limited", f"collective_{share}", urgent=True, share=share) for share in SHARES),
         *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
         Strategy("stores", "stores", urgent=True),
+        Strategy("stores_apart", "stores", urgent=True, aside=True, apart=True),
         Strategy("dma", "dma", urgent=True),
         Strategy("dma_aside", "dma", urgent=True, aside=True),
+        Strategy("dma_apart", "dma", urgent=True, aside=True, apart=True),
+        Strategy("dma_gathered", "dma_gathered", urgent=True, aside=True, apart=True),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
     ]
 
