@@ -26,7 +26,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
 from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.communications import Implementations, make_groups, open_peer_memory
-from dlrm_overlap.bench.harness.computations import Computation, make_computations
+from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.payload import KINDS, Payload
 from dlrm_overlap.bench.harness.timing import fraction_of_ideal, greatest
@@ -120,13 +120,16 @@ class _Measured:
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._request, self._group, self._device = request, group, device
+        strategies = [each for each in all_strategies() if each.name not in request.without]
+        self._issuer = Issuer(strategies, group, device, request.captured)
         self._computations = make_computations(device)
+        if request.captured:
+            with self.stream():
+                self._computations = keep_capturable(self._computations, group, device)
         self._groups = make_groups(group, device, SHARES)
         self._cases = make_cases(list(self._computations), device.type)
         most = max(case.megabytes for case in self._cases)
         self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
-        strategies = [each for each in all_strategies() if each.name not in request.without]
-        self._issuer = Issuer(strategies, group, device, request.captured)
         self._turns = Turns(group, device)
         with self.stream():
             self._call_ms = self._time_calls()
