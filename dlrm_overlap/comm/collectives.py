@@ -34,6 +34,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import on_every_rank, open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Way
 from dlrm_overlap.comm.flows import Flow, HostFlow, Transfer, regions
+from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
@@ -107,6 +108,10 @@ class PeerCollectives:
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
+        try:
+            check_whole(group, device)
+        except InputError as error:
+            raise InputError(f"PeerCollectives: {error}") from None
         try:
             self._arena = open_arena(regions(self._world_size, capacity_bytes), group, device)
         except InputError as error:

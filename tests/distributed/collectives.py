@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm import reach
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
 from dlrm_overlap.comm.device_flow import DeviceFlow
+from dlrm_overlap.comm.reach import Place
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -127,6 +129,18 @@ def check_mistakes() -> None:
     collectives.close()
 
 
+def check_reach() -> None:
+    """Ranks on devices without access to each other are told so on every rank, before any memory is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reach, "place_of", lambda device: Place("here", f"GPU {world().rank()}", frozenset()))
+        told = _told(open_on_host)
+    ranks = world().size()
+    assert told.startswith(
+        f"PeerCollectives: {ranks} ranks do not all reach each other's memory, but rank 0, rank 1"
+    ), told
+    assert "(GPUs without access to each other); give a group of such ranks" in told, told
+
+
 def _shorten(collectives: PeerCollectives, timeout_s: float) -> None:
     flow: Any = collectives._flow
     flow._timeout_s = timeout_s
@@ -162,6 +176,7 @@ def _interpreted(check: Callable[[], None]) -> None:
 QUICK: dict[str, Callable[[], None]] = {
     "rows on the host": partial(check_rows, open_on_host),
     "mistakes": check_mistakes,
+    "no access": check_reach,
     "dead peer on the host": partial(check_dead_peer, open_on_host, 0.3),
 }
 if INTERPRETED:
