@@ -14,6 +14,7 @@ from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.bench.harness.partition import Partition, make_partition
 from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.partition import products_on
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -99,7 +100,9 @@ class Issuer:
 
     def sms(self, strategy: Strategy) -> int | None:
         """Return the multiprocessors that `strategy` leaves to the communication, or None."""
-        return self._partitions[strategy.share].sms if strategy.partitioned and strategy.share is not None else None
+        if strategy.partitioned and strategy.share is not None:
+            return self._partitions[strategy.share].sms
+        return strategy.share if strategy.carved else None
 
     def issue(self, strategy: Strategy, compute: Callable[[], object], communication: Communication) -> None:
         """Issue both; the current stream waits for both in the end.
@@ -127,7 +130,7 @@ class Issuer:
 
         if strategy.communication_first and strategy.concurrent:
             begin()
-        with torch.cuda.stream(computing):
+        with torch.cuda.stream(computing), products_on(self._left_to_products(strategy)):
             compute()
         if not (strategy.communication_first and strategy.concurrent):
             begin()
@@ -138,6 +141,11 @@ class Issuer:
                 communication.finish()
         if computing != main:
             main.wait_stream(computing)
+
+    def _left_to_products(self, strategy: Strategy) -> int | None:
+        if not strategy.carved or strategy.share is None:
+            return None
+        return torch.cuda.get_device_properties(self._device).multi_processor_count - strategy.share
 
     def _streams(
         self, strategy: Strategy, communication: Communication, main: torch.cuda.Stream
