@@ -36,6 +36,9 @@ from dlrm_overlap.config import InputError
 
 Table = dict[str, Any]
 
+GATHERED = "dma_gathered"
+"""an implementation of all-reduce that gathers all buffers and averages them everywhere"""
+
 _OWN_TABLE = Path(__file__).with_name("slowdowns.json")
 
 # Cases that differ in the logarithm by so much, or in a kind, have 1 / e of the weight, or 1 / e to the number.
@@ -241,12 +244,14 @@ def computation_ms(computation: Computation, table: Table) -> float:
 def communication_ms(communication: Communication, world_size: int, table: Table, implementation: str) -> float:
     """Return how long a communication takes alone by an implementation."""
     rates = table["communications"][communication.kind][implementation]
-    sent = sent_bytes(communication, world_size)
+    sent = sent_bytes(communication, world_size, implementation)
     return rates["latency_us"] / 1e3 + sent / rates["gb_per_s"] / 1e6
 
 
-def sent_bytes(communication: Communication, world_size: int) -> float:
-    """Return the bytes that leave a rank: an all-reduce sends shares, then their sums."""
+def sent_bytes(communication: Communication, world_size: int, implementation: str = "") -> float:
+    """Return the bytes that leave a rank: an all-reduce sends shares, then their sums, or the whole buffer to all."""
+    if implementation == GATHERED:
+        return communication.bytes * (world_size - 1)
     sent = communication.bytes * (world_size - 1) / world_size
     return 2 * sent if communication.kind == "all_reduce" else sent
 

@@ -12,6 +12,7 @@ from torch import nn
 from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.comm.calls import Way
+from dlrm_overlap.comm.choose import GATHERED
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
@@ -206,7 +207,7 @@ class GatheredReduction(Communication):
     """
 
     def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__("dma_gathered", payload)
+        super().__init__(GATHERED, payload)
         self._collectives, self._gathered = memory.collectives, memory.gathered(payload)
         self._output = torch.empty_like(payload.input)
 

@@ -26,6 +26,7 @@ _CASE = ("computation", "calls", "communication", "megabytes")
 _ENVIRONMENT = ("gpu", "torch", "cuda", "nccl", "commit")
 _SERIAL = "serial"
 _ALONE = "_alone_ms"
+_NONE = (None, "")  # in a row's column of what did not take part
 _STARTS = ((1.05, 1.05, 0.01, 0.05), (1.5, 1.05, 0.01, 0.05), (1.5, 1.5, 0.01, 0.05))
 _LEAST = (1.0, 0.5, 0.0, 0.0)
 _USUAL, _WEIGHT = 1.3, 0.002  # where few cases leave a and b undecided, they are about so much
@@ -169,13 +170,15 @@ def _fit_communications(cases: Sequence[Row]) -> dict[str, dict[str, dict[str, f
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind in dict.fromkeys(row["communication"] for row in cases):
         own = [row for row in cases if row["communication"] == kind]
-        columns = [each for each in own[0] if each.endswith(_ALONE) and own[0][each] not in (None, "")]
+        columns = [each for each in own[0] if each.endswith(_ALONE) and any(row[each] not in _NONE for row in own)]
         found[kind] = {column.removesuffix(_ALONE): _fit_line(own, column) for column in columns}
     return found
 
 
 def _fit_line(cases: Sequence[Row], column: str) -> dict[str, float]:
-    sent = [choose.sent_bytes(communication_of(row), int(row["world_size"])) for row in cases]
+    cases = [row for row in cases if row[column] not in _NONE]
+    name = column.removesuffix(_ALONE)
+    sent = [choose.sent_bytes(communication_of(row), int(row["world_size"]), name) for row in cases]
 
     def error(latency_us: float, gb_per_s: float) -> float:
         predicted = (latency_us / 1e3 + each / gb_per_s / 1e6 for each in sent)

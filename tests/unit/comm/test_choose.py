@@ -64,6 +64,7 @@ def test_times_by_hand() -> None:
     exchange = Communication("all_to_all", 400e6)
     assert choose.communication_ms(exchange, 4, TABLE, "collective") == pytest.approx(0.02 + 1.0)
     assert choose.sent_bytes(Communication("all_reduce", 400e6), 4) == 600e6
+    assert choose.sent_bytes(Communication("all_reduce", 400e6), 4, "dma_gathered") == 1200e6
     bounds = [choose.bound(each, TABLE) for each in (Computation("gemm", 1e12, 1e6), Computation("gemm", 1e9, 4e9))]
     assert bounds == ["gemm", "gemm bound by memory"]
 
