@@ -65,6 +65,7 @@ def all_strategies() -> list[Strategy]:
             Strategy(f"{name}_carved", name, urgent=True, aside=True, apart=True, share=share, carved=True)
             for name, share in (("stores", SHARES[1]), *(("dma", share) for share in COPY_SHARES))
         ),
+        Strategy("dma_averaged", "dma_averaged", urgent=True, aside=True, apart=True),
         Strategy("dma_gathered", "dma_gathered", urgent=True, aside=True, apart=True),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
     ]

@@ -52,7 +52,10 @@ _SIZES: dict[str, dict[float, tuple[float, ...]]] = {
 _LONGEST = {"gemm_8192": 512.0}  # computations that take so long that nothing smaller is as long
 _FEWEST, _TRIALS = 3, 5
 _LONG = 1.15  # G-long and C-long, by P3's definition
-IMPLEMENTATIONS = ("collective", *(f"collective_{share}" for share in SHARES), "stores", "dma", "dma_gathered")
+IMPLEMENTATIONS = (
+    *("collective", *(f"collective_{share}" for share in SHARES)),
+    *("stores", "dma", "dma_averaged", "dma_gathered"),
+)
 
 
 class Case(NamedTuple):

@@ -199,6 +199,34 @@ class CopiedReduction(Communication):
         return self._output
 
 
+class AveragedReduction(Communication):
+    """The same with one kernel between the copies, which awaits the shares itself, and no second hand-shake."""
+
+    forks = True
+
+    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
+        super().__init__("dma_averaged", payload)
+        self._collectives, self._output, self._shares = (
+            memory.collectives,
+            memory.result(payload),
+            memory.shares(payload),
+        )
+
+    def begin(self) -> None:
+        """Issue everything but the last wait."""
+        self._work = self._collectives.all_reduce(
+            self._output, self.payload.input.view(self.payload.shape), self._shares
+        )
+
+    def finish(self) -> None:
+        """Await the peers' means."""
+        self._work.wait()
+
+    def result(self) -> torch.Tensor:
+        """Return the output."""
+        return self._output
+
+
 class GatheredReduction(Communication):
     """The all-reduce by copy engines, of few bytes: every rank's buffer to all ranks, and there a kernel that averages.
 
@@ -311,6 +339,7 @@ class Implementations:
             pass
         elif payload.kind == "all_reduce":
             made += [StoredReduction(payload, captured), CopiedReduction(payload, memory)]
+            made.append(AveragedReduction(payload, memory))
             if memory.holds_gathered(payload):
                 made.append(GatheredReduction(payload, memory))
         else:
