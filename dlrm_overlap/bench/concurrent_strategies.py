@@ -61,12 +61,13 @@ def all_strategies() -> list[Strategy]:
         Strategy("dma", "dma", urgent=True),
         Strategy("dma_aside", "dma", urgent=True, aside=True),
         Strategy("dma_apart", "dma", urgent=True, aside=True, apart=True),
-        *(
-            Strategy(f"{name}_carved", name, urgent=True, aside=True, apart=True, share=share, carved=True)
-            for name, share in (("stores", SHARES[1]), *(("dma", share) for share in COPY_SHARES))
-        ),
         Strategy("dma_averaged", "dma_averaged", urgent=True, aside=True, apart=True),
         Strategy("dma_gathered", "dma_gathered", urgent=True, aside=True, apart=True),
+        *(
+            Strategy(f"{name}_carved", name, urgent=True, aside=True, apart=True, share=share, carved=True)
+            for name, shares in (("stores", SHARES[1:2]), ("dma", COPY_SHARES), ("dma_averaged", COPY_SHARES))
+            for share in shares
+        ),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
     ]
 

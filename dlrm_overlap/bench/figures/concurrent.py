@@ -157,6 +157,9 @@ class _Measured:
         """Return the rows of `cases`, which have one communication, and no fault, or faults."""
         payload = Payload(cases[0].kind, cases[0].megabytes, self._group, self._device)
         implementations = Implementations(payload, self._groups, self._memory, self._request.captured)
+        implementations.leave_out(
+            set(self._request.without) - {each.implementation for each in self._issuer.strategies}
+        )
         wrong, names = implementations.wrong(), list(implementations.by_name)
         anywhere = greatest([float(name in wrong) for name in names], self._device, self._group)
         faults = [

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -345,6 +345,11 @@ class Implementations:
         else:
             made += [PeerCommunication(payload, "stores", memory), PeerCommunication(payload, "dma", memory)]
         self.by_name = {each.name: each for each in made}
+
+    def leave_out(self, names: Container[str]) -> None:
+        """Close the implementations of these names, and forget them; a collective."""
+        for name in [each for each in self.by_name if each in names]:
+            self.by_name.pop(name).close()
 
     def wrong(self) -> list[str]:
         """Run each implementation and return the names of those whose result is wrong on this rank; a collective."""
