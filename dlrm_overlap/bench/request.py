@@ -135,6 +135,9 @@ class ConcurrentRequest(Request):
     repetitions: int = option(15, "timed runs of each strategy in each case", type=PositiveInt)
     write_table: str | None = option(None, "JSON file for the table that comm/choose.py chooses by")
     without: tuple[str, ...] = option((), "strategies that are left out", nargs="*")
+    captured: bool = option(
+        False, "time pieces of work that are captured in CUDA graphs, as a step is (GPU)", action="store_true"
+    )
 
     needs_peers = True
 
