@@ -116,6 +116,7 @@ class PeerCollectives:
         self._flow = self._open_flow(wait_timeout_s)
         self._known: set[Call] = set()
         self._under_way: Work | None = None
+        self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
         if self.device.type == "cuda":
@@ -132,6 +133,7 @@ class PeerCollectives:
         Raises:
             InputError: on every rank, if the outputs need more than the capacity, or ranks ask for unlike tensors.
         """
+        self._check_open("empty")
         size = torch.Size(shape)
         begin = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + size.numel() * dtype.itemsize
@@ -186,6 +188,7 @@ class PeerCollectives:
         return self._begin("all_gather", output, input, way, beside)
 
     def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
+        self._check_open(name)
         if self._under_way is not None:
             raise InputError(
                 f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
@@ -215,6 +218,10 @@ class PeerCollectives:
         self._under_way = Work(self, transfer)
         self._flow.begin(transfer)
         return self._under_way
+
+    def _check_open(self, name: str) -> None:
+        if self._closed:
+            raise InputError(f"PeerCollectives.{name}: after close, which gave the memory back; make another one")
 
     @property
     def _captured(self) -> bool:
@@ -283,7 +290,7 @@ class PeerCollectives:
         except RuntimeError:
             self.check()
             raise
-        self._under_way = None
+        self._under_way, self._closed = None, True
         dist.barrier(self._group)  # a peer may still write to this rank's flags
         self._memory = torch.empty(0)
         self._arena.close()

@@ -125,6 +125,8 @@ def check_mistakes() -> None:
     work.wait()  # which does nothing
     dist.barrier()
     collectives.close()
+    assert "after close" in _told(lambda: collectives.all_to_all(output, sent))
+    assert "after close" in _told(lambda: collectives.empty((ranks,), torch.int8))
 
 
 def _shorten(collectives: PeerCollectives, timeout_s: float) -> None:
