@@ -126,6 +126,7 @@ class PeerCollectives:
         self._flow = self._open_flow(wait_timeout_s)
         self._known: set[Call] = set()
         self._under_way: Work | None = None
+        self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
         if self.device.type == "cuda":
@@ -142,6 +143,7 @@ class PeerCollectives:
         Raises:
             InputError: on every rank, if the outputs need more than the capacity, or ranks ask for unlike tensors.
         """
+        self._check_open("empty")
         size = torch.Size(shape)
         begin = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + size.numel() * dtype.itemsize
@@ -232,6 +234,7 @@ class PeerCollectives:
         return self._under_way
 
     def _check_free(self, name: str) -> None:
+        self._check_open(name)
         if self._under_way is not None:
             raise InputError(
                 f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
@@ -280,6 +283,10 @@ class PeerCollectives:
         self._under_way = Work(self, partial(self._flow.wait, transfer))
         self._flow.begin(transfer)
         return self._under_way
+
+    def _check_open(self, name: str) -> None:
+        if self._closed:
+            raise InputError(f"PeerCollectives.{name}: after close, which gave the memory back; make another one")
 
     @property
     def _captured(self) -> bool:
@@ -343,6 +350,6 @@ class PeerCollectives:
             ExchangeTimeoutError: if a wait on the GPU had expired.
         """
         settle(self._group, self.device, self.check)
-        self._under_way = None
+        self._under_way, self._closed = None, True
         self._memory = torch.empty(0)
         self._arena.close()
