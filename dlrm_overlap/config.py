@@ -226,6 +226,12 @@ class EmbeddingConfig:
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages, one a host and rank.
     A number is for tests: it emulates so many hosts of consecutive ranks, whatever they reach. 1 has all ranks store to
     each other, as in an NVLink domain of several machines"""
+    aggregate_bytes: NonNegativeInt = 65536
+    """pgas, fused, between hosts: what is for one host leaves in parts of at least so many bytes, as they are finished;
+    0 has each piece leave by itself"""
+    aggregate_us: NonNegativeFloat | None = 20.0
+    """between hosts, puts from kernels: a finished piece that has waited for so long does not wait for
+    aggregate_bytes; 0 lets none wait, null lets all"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank ends the run, and tells for
     which one; so does a wait for a loader process"""
