@@ -44,13 +44,14 @@ class Grouping(NamedTuple):
             units: of the message.
             unit_bytes: of each.
             aggregate_bytes: that a group has at least; 0 makes each piece a group.
-            least_units: finished together, so that a piece is a multiple of them.
+            least_units: finished together; a piece has them, or two, four, .. times as many.
 
         Example:
             1000 units of 512 bytes, 64 KB a group: pieces of 4 units, 32 in a group; 250 pieces, 8 groups.
         """
         least_bytes = max(1, least_units * unit_bytes)
-        piece_units = least_units * max(1, -(-aggregate_bytes // (GROUP_PIECES * least_bytes)))
+        times = -(-aggregate_bytes // (GROUP_PIECES * least_bytes))
+        piece_units = least_units << max(0, times - 1).bit_length()
         pieces = -(-aggregate_bytes // max(1, piece_units * unit_bytes))
         return Grouping(units, piece_units, max(1, pieces))
 

@@ -59,10 +59,9 @@ class MessageBuffers:
 class MessageParts(MessageBuffers):
     """Messages that go part by part: while one is on its way, the next one is made. For CPUs.
 
-    A part is a group of `kernels.grouping`, so all parts but a message's last have at least `aggregate_bytes`. Both ends
-    know where parts begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no choice
-    to a clock. A rank makes its rows one after the other anyway, so none would wait for others that are longer on their
-    way.
+    A part is a group of `kernels.grouping`, so all parts but a message's last have at least `aggregate_bytes`. Both
+    ends know where parts begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no
+    choice to a clock.
     """
 
     def __init__(
