@@ -1,6 +1,7 @@
 """The aggregator on the device against its twin in plain Python, under Triton's interpreter, whose time are turns."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ _NEVER = 1 << 40
 
 @triton.jit
 def _finish(
-    order, times, counts, done, sent, stamps, puts, signals, pieces, epoch: tl.int64, longest_wait: tl.int64, whole,
+    order, times, counts, done, sent, stamps, puts, signals, pieces, epoch, longest_wait, whole,
     GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Finish a row of piece order[p] at times[p], note in `puts` [pieces, 2] who puts what, and set the signals."""
@@ -39,7 +40,7 @@ def _finish(
 
 
 @triton.jit
-def _await(signals, first, count, epoch: tl.int64, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+def _await(signals, first, count, epoch, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
     rank = tl.program_id(0)
     await_pieces(signals, first, count, rank, rank + 1, epoch, timeout, status, GROUP, INTERPRETED)
 
@@ -56,7 +57,8 @@ class _Message:
     def finish(self, order: list[int], times: list[int], epoch: int, wait: int, rows: int) -> list[tuple[int, range]]:
         """Return the puts, each with the program that puts it, in the order of their first pieces."""
         puts = torch.full((self.grouping.pieces, 2), -1)
-        _finish[(len(order),)](
+        kernel: Any = _finish
+        kernel[(len(order),)](
             torch.tensor(order), torch.tensor(times), self.counts, self.done, self.sent, self.stamps, puts,
             self.signals, self.grouping.pieces, epoch, wait, rows,
             GROUP=self.grouping.group_pieces, INTERPRETED=INTERPRETED,
@@ -93,7 +95,8 @@ def test_what_has_come_is_found_along_the_signals() -> None:
 
     def missing(first: int, count: int) -> list[int] | None:
         record = Record(CPU)
-        _await[(1,)](
+        kernel: Any = _await
+        kernel[(1,)](
             message.signals, first, count, 5, 3, record.status,
             GROUP=4, INTERPRETED=INTERPRETED,
         )  # fmt: skip
