@@ -166,5 +166,3 @@ def await_signals(
     if FORM == "nvshmem":
         _signal_wait(flags.to(tl.int64), _AT_LEAST, tl.zeros((LANES,), tl.int64) + epoch)
     tl.debug_barrier()  # no thread reads the message before the threads that acquired
-
-
