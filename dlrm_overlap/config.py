@@ -227,11 +227,11 @@ class EmbeddingConfig:
     A number is for tests: it emulates so many hosts of consecutive ranks, whatever they reach. 1 has all ranks store to
     each other, as in an NVLink domain of several machines"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, between hosts: what is for one host leaves in parts of at least so many bytes, as they are finished;
-    0 has each piece leave by itself"""
+    """pgas, fused, between hosts: what is for one host leaves in groups of parts that have at least so many
+    bytes, as they are finished; 0 has each part leave by itself"""
     aggregate_us: NonNegativeFloat | None = 20.0
-    """between hosts, puts from kernels: a finished piece that has waited for so long does not wait for
-    aggregate_bytes; 0 lets none wait, null lets all"""
+    """between hosts, puts from kernels: a finished part that has waited for so long does not wait for its group; 0
+    lets none wait, null lets all"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank ends the run, and tells for
     which one; so does a wait for a loader process"""

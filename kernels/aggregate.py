@@ -1,20 +1,20 @@
-"""The aggregator on the device: who finishes a piece of a message learns which pieces it has to put.
+"""The aggregator on the device: who finishes a part of a message learns which parts it has to put.
 
-`grouping` has the rule, and what pieces and groups are. A program counts the rows that it has finished of a piece; the
-one that counts the last rows marks the piece finished in its group, and applies the rule. No program waits for
+`grouping` has the rule, and what parts and groups are. A program counts the rows that it has finished of a part; the
+one that counts the last rows marks the part finished in its group, and applies the rule. No program waits for
 another. What one takes with it, nobody else takes, and nothing is left behind:
 
-- A group's finished pieces are bits of one word, which programs set by an atomic. These have one order, and whoever
+- A group's finished parts are bits of one word, which programs set by an atomic. These have one order, and whoever
   sets the last bit sees all others, so it takes all that has not left.
 - Pieces that have left are bits of another word. A program that is to take some sets their bits by one atomic, and
-  puts those that were not set before. So each piece is put once, also by programs that apply the rule at once.
+  puts those that were not set before. So each part is put once, also by programs that apply the rule at once.
 
 Both words hold the epoch in their upper half, and are raised to an epoch by a maximum: words of an earlier one count as
 0. So nothing is ever reset, and an epoch may be skipped.
 
-**At the receiver** each piece has a signal word. A put of n pieces sets the word of its first one to epoch * 256 + n,
-behind its data. Whoever needs a piece begins at the first word of its group: that tells how many pieces have come with
-it, and so which word comes next, until the piece is among those that have come (`await_pieces`). Puts may overtake each
+**At the receiver** each part has a signal word. A put of n parts sets the word of its first one to epoch * 256 + n,
+behind its data. Whoever needs a part begins at the first word of its group: that tells how many parts have come with
+it, and so which word comes next, until the part is among those that have come (`await_parts`). Puts may overtake each
 other, since none tells of another's data.
 """
 
@@ -23,7 +23,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.primitives import EXPIRED, clock, poll, record, stop
 
-_LANES = tl.constexpr(32)  # `grouping.GROUP_PIECES`
+_LANES = tl.constexpr(32)  # `grouping.GROUP_PARTS`
 _COUNT_BITS = tl.constexpr(8)  # of a signal word
 _EPOCH_BIT = tl.constexpr(32)  # of a word of bits
 
@@ -35,39 +35,39 @@ def _bits(count):
 
 
 @triton.jit
-def finish_piece(
-    done, sent, stamps, piece, pieces, epoch, longest_wait, turn,
+def finish_part(
+    done, sent, stamps, part, parts, epoch, longest_wait, turn,
     GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Mark a piece finished; return which pieces of its group this program has to put now, bits of an int64.
+    """Mark a part finished; return which parts of its group this program has to put now, bits of an int64.
 
-    Bit i stands for the group's piece i; GROUP is the number of a group's pieces, `pieces` the message's. All that the
-    program has stored or acquired is the piece, behind a barrier. The longest wait is in ns; in turns under the
+    Bit i stands for the group's part i; GROUP is the number of a group's parts, `parts` the message's. All that the
+    program has stored or acquired is the part, behind a barrier. The longest wait is in ns; in turns under the
     interpreter, where `turn` is the time.
 
     Memory: `done` and `sent` [groups] int64 are the words of bits, 0 before the first epoch, which is 1 or more.
-    `stamps` [pieces] int64 get the times at which pieces are finished. An epoch has 31 bits.
+    `stamps` [parts] int64 get the times at which parts are finished. An epoch has 31 bits.
 
-    Order: the piece's time is stored before its bit is set (acquire and release, GPU scope). Who sees a bit so sees the
-    time and what is in the piece. Who takes pieces acquires and releases at system scope, so that a network card sees
+    Order: the part's time is stored before its bit is set (acquire and release, GPU scope). Who sees a bit so sees the
+    time and what is in the part. Who takes parts acquires and releases at system scope, so that a network card sees
     them, too. A barrier follows, so that all threads may read what one thread has acquired.
 
-    Example: groups of 4, epoch 5. Two programs finish pieces 1 and 0 and get 0, as none is due. `done` is 5 << 32 | 3.
-    A third finishes 3 when piece 1 has waited for too long: it gets the bits 0, 1 and 3, and `sent` has the same. The
+    Example: groups of 4, epoch 5. Two programs finish parts 1 and 0 and get 0, as none is due. `done` is 5 << 32 | 3.
+    A third finishes 3 when part 1 has waited for too long: it gets the bits 0, 1 and 3, and `sent` has the same. The
     one that finishes 2 sees 15 in `done`, whatever the time, asks for all four, and gets bit 2.
     """
-    group = piece // GROUP
+    group = part // GROUP
     first = group * GROUP
     lane = tl.arange(0, _LANES)
     tag = epoch.to(tl.int64) << _EPOCH_BIT
-    whole = _bits(tl.minimum(GROUP, pieces - first))
-    bit = tl.full((), 1, tl.int64) << (piece - first)
+    whole = _bits(tl.minimum(GROUP, parts - first))
+    bit = tl.full((), 1, tl.int64) << (part - first)
     now = clock(turn, INTERPRETED)
-    tl.store(stamps + piece, now)
+    tl.store(stamps + part, now)
     tl.debug_barrier()
     tl.atomic_max(done + group, tag, sem="relaxed", scope="gpu")
     finished = (tl.atomic_or(done + group, bit, sem="acq_rel", scope="gpu") | bit) & whole
-    # A word that is no longer true tells of fewer pieces that have left: then the wait is taken for longer than it is.
+    # A word that is no longer true tells of fewer parts that have left: then the wait is taken for longer than it is.
     word = tl.load(sent + group, volatile=True)
     gone = tl.where(word >= tag, word & whole, 0)
     waiting = ((finished & ~gone) >> lane) & 1
@@ -75,7 +75,7 @@ def finish_piece(
     mine = tl.zeros((), tl.int64)
     if (finished == whole) | (now - oldest >= longest_wait):
         tl.atomic_max(sent + group, tag, sem="relaxed", scope="gpu")
-        # At system scope, since a network card may be what reads the pieces next.
+        # At system scope, since a network card may be what reads the parts next.
         mine = finished & ~tl.atomic_or(sent + group, finished, sem="acq_rel", scope="sys")
         tl.debug_barrier()
     return mine
@@ -83,31 +83,31 @@ def finish_piece(
 
 @triton.jit
 def finish_rows(
-    counts, amount, whole, done, sent, stamps, piece, pieces, epoch, longest_wait, turn,
+    counts, amount, whole, done, sent, stamps, part, parts, epoch, longest_wait, turn,
     GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Count `amount` finished rows of a piece; who makes them `whole` finishes it. Return as `finish_piece`, or 0.
+    """Count `amount` finished rows of a part; who makes them `whole` finishes it. Return as `finish_part`, or 0.
 
-    Memory: `counts` [pieces] int32 are the finished rows of each piece, 0 before and after all launches of an epoch;
-    the rest is `finish_piece`'s.
+    Memory: `counts` [parts] int32 are the finished rows of each part, 0 before and after all launches of an epoch;
+    the rest is `finish_part`'s.
 
     Order: a barrier, so that all threads have stored; the count (release, GPU scope); by who makes it whole, an acquire
     at GPU scope. An acquire empties the multiprocessor's L1, so the others go without.
 
-    Example: pieces of 8 rows of 3 features, counted 2 at a time. Of 12 programs, the one that finds 22 sets the count
-    to 0 and finishes the piece. The others get 0.
+    Example: parts of 8 rows of 3 features, counted 2 at a time. Of 12 programs, the one that finds 22 sets the count
+    to 0 and finishes the part. The others get 0.
     """
     mine = tl.zeros((), tl.int64)
     tl.debug_barrier()
-    if tl.atomic_add(counts + piece, amount, sem="release", scope="gpu") + amount == whole:
-        tl.atomic_xchg(counts + piece, 0, sem="acquire", scope="gpu")
-        mine = finish_piece(done, sent, stamps, piece, pieces, epoch, longest_wait, turn, GROUP, INTERPRETED)
+    if tl.atomic_add(counts + part, amount, sem="release", scope="gpu") + amount == whole:
+        tl.atomic_xchg(counts + part, 0, sem="acquire", scope="gpu")
+        mine = finish_part(done, sent, stamps, part, parts, epoch, longest_wait, turn, GROUP, INTERPRETED)
     return mine
 
 
 @triton.jit
 def next_put(mine):
-    """Return the first range of consecutive pieces among the bits `mine`, not 0: first, count, and the other bits.
+    """Return the first range of consecutive parts among the bits `mine`, not 0: first, count, and the other bits.
 
     Example: bits 0, 1 and 3: first 0, count 2, and bit 3 is left.
     """
@@ -119,26 +119,26 @@ def next_put(mine):
 
 @triton.jit
 def put_signal_value(epoch, count):
-    """Return what a put of `count` pieces sets the signal word of its first piece to."""
+    """Return what a put of `count` parts sets the signal word of its first part to."""
     return (epoch.to(tl.int64) << _COUNT_BITS) + count
 
 
 @triton.jit
-def await_pieces(
+def await_parts(
     signals, first, count, rank, peer, epoch, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """Wait until the pieces [first, first + count) of a message have come.
+    """Wait until the parts [first, first + count) of a message have come.
 
     When `timeout` ns have passed for one signal (turns, under the interpreter), the program records which is missing
     and stops the kernel, as `primitives.await_flags` does for a flag.
 
-    Memory: `signals` [pieces] int64 are those of the message of `peer` for one window, in this rank's memory. Words of
+    Memory: `signals` [parts] int64 are those of the message of `peer` for one window, in this rank's memory. Words of
     a later epoch do not come before this one's are awaited no more.
 
     Order: each signal is read relaxed until it has come, then acquired at system scope. A barrier follows, so that no
-    thread reads a piece before the thread that acquired.
+    thread reads a part before the thread that acquired.
 
-    Example: groups of 4, epoch 5; pieces 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is 5 * 256 + 3: pieces
+    Example: groups of 4, epoch 5; parts 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is 5 * 256 + 3: parts
     5 .. 7 have come.
     """
     at = first // GROUP * GROUP

@@ -54,9 +54,9 @@ class ExchangeOptions:
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
-    """between hosts: a message leaves in parts of at least so many bytes, see `kernels.grouping`"""
+    """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
     aggregate_us: float | None = EmbeddingConfig.aggregate_us
-    """puts between hosts: the longest wait of a finished piece; None lets it wait for its part"""
+    """puts between hosts: the longest wait of a finished part; None lets it wait for its group"""
     leading_columns: int = 0
     """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
     what its user joins with them. No rank stores there, and nothing reads them"""

@@ -162,7 +162,7 @@ class Puts(NamedTuple):
     bytes: float
     """of a put"""
     wait_s: float
-    """how long the first piece of a put has been finished when it leaves"""
+    """how long the first part of a put has been finished when it leaves"""
 
 
 def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float) -> Puts:
@@ -183,11 +183,11 @@ def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float
         return Puts(each, 0.0)
     units = math.ceil(work.pair_bytes * config.network.gpus_per_host / each)
     grouping = Grouping.of(units, math.ceil(each), exchange.aggregate_bytes)
-    piece_s = grouping.piece_units * each / host_bytes_per_s
-    aggregator, pieces = Aggregator(grouping, exchange.aggregate_us / 1e6), grouping.pieces_of(0)
-    puts = [(piece, put) for piece in pieces for put in aggregator.finish(piece, piece * piece_s)]
-    group_bytes = len(grouping.units_of(pieces)) * each
-    return Puts(group_bytes / len(puts), max(piece - put.start for piece, put in puts) * piece_s)
+    part_s = grouping.part_units * each / host_bytes_per_s
+    aggregator, parts = Aggregator(grouping, exchange.aggregate_us / 1e6), grouping.parts_of(0)
+    puts = [(part, put) for part in parts for put in aggregator.finish(part, part * part_s)]
+    group_bytes = len(grouping.units_of(parts)) * each
+    return Puts(group_bytes / len(puts), max(part - put.start for part, put in puts) * part_s)
 
 
 def _fused_forward(

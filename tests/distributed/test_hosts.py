@@ -37,7 +37,7 @@ HOSTS = {
     "1 and 3": (range(1), range(1, 4)),
 }
 WIRES: Sequence[dict[str, Any]] = [
-    {"aggregate_bytes": 40},  # so that messages have parts
+    {"aggregate_bytes": 40},  # so that messages have groups
     {"wire_dtype": torch.float16, "aggregate_bytes": 0},
     {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
 ]

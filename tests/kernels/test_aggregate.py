@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.kernels.aggregate import await_pieces, finish_rows, next_put, put_signal_value
+from dlrm_overlap.kernels.aggregate import await_parts, finish_rows, next_put, put_signal_value
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from tests.agreement import assert_same
@@ -22,18 +22,16 @@ _NEVER = 1 << 40
 
 @triton.jit
 def _finish(
-    order, times, counts, done, sent, stamps, puts, signals, pieces, epoch, longest_wait, whole,
+    order, times, counts, done, sent, stamps, puts, signals, parts, epoch, longest_wait, whole,
     GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Finish a row of piece order[p] at times[p], note in `puts` [pieces, 2] who puts what, and set the signals."""
+    """Finish a row of part order[p] at times[p], note in `puts` [parts, 2] who puts what, and set the signals."""
     program = tl.program_id(0)
-    piece, now = tl.load(order + program), tl.load(times + program)
-    mine = finish_rows(
-        counts, 1, whole, done, sent, stamps, piece, pieces, epoch, longest_wait, now, GROUP, INTERPRETED
-    )
+    part, now = tl.load(order + program), tl.load(times + program)
+    mine = finish_rows(counts, 1, whole, done, sent, stamps, part, parts, epoch, longest_wait, now, GROUP, INTERPRETED)
     while mine != 0:
         first, count, mine = next_put(mine)
-        at = piece // GROUP * GROUP + first
+        at = part // GROUP * GROUP + first
         tl.store(puts + at * 2, program)
         tl.store(puts + at * 2 + 1, count)
         tl.store(signals + at, put_signal_value(epoch, count))
@@ -42,7 +40,7 @@ def _finish(
 @triton.jit
 def _await(signals, first, count, epoch, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
     rank = tl.program_id(0)
-    await_pieces(signals, first, count, rank, rank + 1, epoch, timeout, status, GROUP, INTERPRETED)
+    await_parts(signals, first, count, rank, rank + 1, epoch, timeout, status, GROUP, INTERPRETED)
 
 
 class _Message:
@@ -51,37 +49,37 @@ class _Message:
     def __init__(self, grouping: Grouping) -> None:
         self.grouping = grouping
         self.done, self.sent = (torch.zeros(grouping.groups, dtype=torch.int64) for _ in range(2))
-        self.stamps, self.signals = (torch.zeros(grouping.pieces, dtype=torch.int64) for _ in range(2))
-        self.counts = torch.zeros(grouping.pieces, dtype=torch.int32)
+        self.stamps, self.signals = (torch.zeros(grouping.parts, dtype=torch.int64) for _ in range(2))
+        self.counts = torch.zeros(grouping.parts, dtype=torch.int32)
 
     def finish(self, order: list[int], times: list[int], epoch: int, wait: int, rows: int) -> list[tuple[int, range]]:
-        """Return the puts, each with the program that puts it, in the order of their first pieces."""
-        puts = torch.full((self.grouping.pieces, 2), -1)
+        """Return the puts, each with the program that puts it, in the order of their first parts."""
+        puts = torch.full((self.grouping.parts, 2), -1)
         kernel: Any = _finish
         kernel[(len(order),)](
             torch.tensor(order), torch.tensor(times), self.counts, self.done, self.sent, self.stamps, puts,
-            self.signals, self.grouping.pieces, epoch, wait, rows,
-            GROUP=self.grouping.group_pieces, INTERPRETED=INTERPRETED,
+            self.signals, self.grouping.parts, epoch, wait, rows,
+            GROUP=self.grouping.group_parts, INTERPRETED=INTERPRETED,
         )  # fmt: skip
         found = [(at, program, count) for at, (program, count) in enumerate(puts.tolist()) if count >= 0]
         return [(program, range(at, at + count)) for at, program, count in found]
 
 
 @pytest.mark.parametrize(
-    ("pieces", "group", "wait", "rows"), [(9, 4, 9, 1), (3, 1, _NEVER, 2), (5, 32, _NEVER, 1), (5, 3, 0, 1)]
+    ("parts", "group", "wait", "rows"), [(9, 4, 9, 1), (3, 1, _NEVER, 2), (5, 32, _NEVER, 1), (5, 3, 0, 1)]
 )
-def test_a_program_puts_what_the_rule_says(pieces: int, group: int, wait: int, rows: int) -> None:
-    grouping, choices = Grouping(pieces, 1, group), random.Random(pieces)
+def test_a_program_puts_what_the_rule_says(parts: int, group: int, wait: int, rows: int) -> None:
+    grouping, choices = Grouping(parts, 1, group), random.Random(parts)
     message = _Message(grouping)
     for epoch in (1, 4):  # epochs are skipped, and nothing is reset
-        order = choices.sample(range(pieces), pieces) * rows
+        order = choices.sample(range(parts), parts) * rows
         times = sorted(choices.randrange(30) for _ in order)
         plain = Aggregator(grouping, wait)
         expected = [
             (program, each)
-            for program, (piece, now) in enumerate(zip(order, times, strict=True))
-            if program >= pieces * (rows - 1)  # the piece's last row
-            for each in plain.finish(piece, now)
+            for program, (part, now) in enumerate(zip(order, times, strict=True))
+            if program >= parts * (rows - 1)  # the part's last row
+            for each in plain.finish(part, now)
         ]
         found = message.finish(order, times, epoch, wait, rows)
         assert found == sorted(expected, key=lambda put: put[1].start), f"epoch {epoch}"

@@ -13,7 +13,7 @@ from dlrm_overlap.embedding.backends.host import (
     HostZeroCopyForward,
     pool_on_host,
 )
-from dlrm_overlap.embedding.backends.messages import MessageParts
+from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
 from dlrm_overlap.embedding.protocol.step import Step
@@ -28,17 +28,17 @@ class _HostAcross(HostWindowForward):
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.columns_of([self.rank])
         gathered = self.options.aggregate_bytes
-        self._buffers = MessageParts(self.group, self.options.wire_dtype, self.device, gathered, way=0)
+        self._buffers = MessageGroups(self.group, self.options.wire_dtype, self.device, gathered, way=0)
 
     def begin(self, step: Step) -> None:
-        """Begin the step, then pool for the other hosts' ranks, and send part by part."""
+        """Begin the step, then pool for the other hosts' ranks, and send group by group."""
         super().begin(step)
         weights = [self.tables.weight(shard) for shard in self._columns]
 
-        def pool(message: Message, rows: torch.Tensor, part: range) -> None:
-            first = step.batch.first_sample[message.host.start] + part.start
+        def pool(message: Message, rows: torch.Tensor, group: range) -> None:
+            first = step.batch.first_sample[message.host.start] + group.start
             for (shard, column), weight in zip(self._columns.items(), weights, strict=True):
-                rows[:, column : column + shard.dim] = pool_on_host(shard, weight, step, first, first + len(part))
+                rows[:, column : column + shard.dim] = pool_on_host(shard, weight, step, first, first + len(group))
 
         step.work = self._buffers.send(self._crossing.pooled(step.batch), pool)
 
@@ -74,15 +74,15 @@ class HostPushAcross(HostPush):
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.columns_of(self._reached)
         gathered = self.options.aggregate_bytes
-        self._buffers = MessageParts(self.group, self.options.wire_dtype, self.device, gathered, way=1)
+        self._buffers = MessageGroups(self.group, self.options.wire_dtype, self.device, gathered, way=1)
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send what the owners of other hosts are due, part by part."""
+        """Start to send what the owners of other hosts are due, group by group."""
 
-        def gather(message: Message, rows: torch.Tensor, part: range) -> None:
+        def gather(message: Message, rows: torch.Tensor, group: range) -> None:
             for shard, column in self._crossing.columns_of(message.host).items():
                 first = self.layout.column(shard)
-                rows[:, column : column + shard.dim] = gradient[part.start : part.stop, first : first + shard.dim]
+                rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
 
         step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)
 

@@ -1,5 +1,5 @@
-"""Messages between hosts: on GPUs each way of a step in one call, NCCL's grouped sends and receives; on CPUs part by
-part, by gloo, as parts are finished.
+"""Messages between hosts: on GPUs each way of a step in one call, NCCL's grouped sends and receives; on CPUs group
+by group, by gloo, as groups are finished.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from dlrm_overlap.kernels.grouping import Grouping
 Fill = Callable[[Message, torch.Tensor, range], None]
 """writes the rows `range` of a message; the tensor is where they belong"""
 
-_WAYS = 2  # forward and backward, whose parts are told apart by their tags
+_WAYS = 2  # forward and backward, whose groups are told apart by their tags
 
 
 class MessageBuffers:
@@ -56,12 +56,12 @@ class MessageBuffers:
         return sizes
 
 
-class MessageParts(MessageBuffers):
-    """Messages that go part by part: while one is on its way, the next one is made. For CPUs.
+class MessageGroups(MessageBuffers):
+    """Messages that go group by group: while one is on its way, the next one is made. For CPUs.
 
-    A part is a group of `kernels.grouping`, so all parts but a message's last have at least `aggregate_bytes`. Both
-    ends know where parts begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no
-    choice to a clock.
+    Groups are those of `kernels.grouping`: all but a message's last have at least `aggregate_bytes`. Both ends know
+    where they begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no choice to a
+    clock.
     """
 
     def __init__(
@@ -71,34 +71,34 @@ class MessageParts(MessageBuffers):
         super().__init__(group, dtype, device)
         self._aggregate_bytes, self._way = aggregate_bytes, way
 
-    def send(self, messages: Messages, fill: Fill) -> "PartsOnTheirWay":
-        """Ask for all that is received, then fill and send part after part; return what waits for both."""
+    def send(self, messages: Messages, fill: Fill) -> "GroupsOnTheirWay":
+        """Ask for all that is received, then fill and send group after group; return what waits for both."""
         self.make_room(messages)
         work: list[Any] = []
         for message in messages.received:
             rows = message.within(self.received)
-            for tag, part in self._parts(message):
-                here = rows[part.start : part.stop]
+            for tag, group in self._groups(message):
+                here = rows[group.start : group.stop]
                 work.append(dist.irecv(here, group=self._group, group_src=message.peer, tag=tag))
         for message in messages.sent:
             rows = message.within(self.sent)
-            for tag, part in self._parts(message):
-                here = rows[part.start : part.stop]
-                fill(message, here, part)
+            for tag, group in self._groups(message):
+                here = rows[group.start : group.stop]
+                fill(message, here, group)
                 work.append(dist.isend(here, group=self._group, group_dst=message.peer, tag=tag))
-        return PartsOnTheirWay(work)
+        return GroupsOnTheirWay(work)
 
-    def _parts(self, message: Message) -> list[tuple[int, range]]:
-        """Return the tag and the rows of each part of a message that has elements."""
+    def _groups(self, message: Message) -> list[tuple[int, range]]:
+        """Return the tag and the rows of each group of a message that has elements."""
         if not message.elements:
             return []
         grouping = Grouping.of(message.rows, message.pitch * self.sent.element_size(), self._aggregate_bytes)
-        parts = [grouping.units_of(grouping.pieces_of(group)) for group in range(grouping.groups)]
-        return [(number * _WAYS + self._way, rows) for number, rows in enumerate(parts)]
+        groups = [grouping.units_of(grouping.parts_of(group)) for group in range(grouping.groups)]
+        return [(number * _WAYS + self._way, rows) for number, rows in enumerate(groups)]
 
 
-class PartsOnTheirWay:
-    """Parts that are sent and received."""
+class GroupsOnTheirWay:
+    """Groups that are sent and received."""
 
     def __init__(self, work: Sequence[Any]) -> None:
         self._work = work
