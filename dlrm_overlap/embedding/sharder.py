@@ -49,6 +49,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         backward: str = "auto",
         gradient_parts: int | None = None,
         hosts: int | Literal["auto"] = "auto",
+        between_hosts: str = "auto",
         copy_output: bool = True,
         output_order: str = "plan",
         output_dtype: str = "fp32",
@@ -77,6 +78,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ("put", put, ("auto", *PUTS)),
             ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
+            ("between_hosts", between_hosts, ("auto", "puts", "messages")),
             ("output_order", output_order, ("plan", "model")),
         ):
             if value not in known:
@@ -101,6 +103,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             copy_output=copy_output,
             output_dtype=WIRE_DTYPES[output_dtype],
             hosts=hosts,
+            between_hosts=between_hosts,
             leading_columns=leading_columns,
         )
 
@@ -163,6 +166,7 @@ def build_sharder(
             backward=config.backward,
             gradient_parts=config.gradient_parts,
             hosts=config.hosts,
+            between_hosts=config.between_hosts,
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",
