@@ -46,11 +46,11 @@ class Network(NamedTuple):
     prepare: Callable[[int], None] | None = None
     """nvshmem: what makes a loaded module, given by its handle, know this rank's heap; before its first launch"""
 
-    def options(self) -> dict[str, Any]:
-        """Return how `CompiledKernel` makes a kernel that uses these functions."""
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """Return what `CompiledKernel` needs to make a kernel that uses these functions, its options by name."""
         if self.library is None:
-            return {}
-        return {"libraries": (("libnvshmem_device", self.library),), "prepare": self.prepare}
+            return ()
+        return ("libraries", (("libnvshmem_device", self.library),)), ("prepare", self.prepare)
 
 
 @core.extern

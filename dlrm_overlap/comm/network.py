@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region, on_every_rank
+from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.network import Network
 
@@ -115,7 +116,7 @@ def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -
 
 def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
     """Start NVSHMEM on all ranks of `group` and return an empty string, or why some rank cannot; a collective."""
-    why = _first(missing_puts(), group)
+    why = _first(missing_puts() if device.type == "cuda" else "CPUs have none", group)
     if not why:
         nvshmem = _nvshmem()
         if not nvshmem.running:
@@ -126,6 +127,24 @@ def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
             nvshmem.start(ids[0], group.rank(), group.size())
         why = _first(nvshmem.fault or nvshmem.misfit(group.rank(), group.size()), group)
     return why
+
+
+def choose_puts(wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
+    """Return whether kernels put to other hosts, and if not, why, alike on all ranks; a collective.
+
+    Args:
+        wanted: puts, messages, or auto, which takes puts where every rank has them.
+        reach: with one host, nothing is put to another, and no rank looks.
+
+    Raises:
+        InputError: if puts are wanted and some rank has none.
+    """
+    if reach.whole or wanted == "messages":
+        return False, "embedding.between_hosts is messages"
+    why = start_puts(group, device)
+    if why and wanted == "puts":
+        raise InputError(f"embedding.between_hosts: puts, but {why}; take auto or messages")
+    return not why, why
 
 
 def _first(fault: str, group: dist.ProcessGroup) -> str:

@@ -53,6 +53,8 @@ class ExchangeOptions:
     hosts: int | Literal["auto"] = "auto"
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""
+    between_hosts: str = "auto"
+    """backends that store to peers, on GPUs: puts | messages, or auto, see `choose_puts`"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
     aggregate_us: float | None = EmbeddingConfig.aggregate_us
@@ -115,3 +117,5 @@ class ExchangeContext:
     """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""
     reach: Reach | None = None
     """which ranks are reached by stores; None has `open_halves` find out"""
+    puts: bool | None = None
+    """whether kernels put messages to other hosts, on GPUs; None has `open_halves` find out"""

@@ -49,6 +49,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         backward: str = "auto",
         gradient_parts: int | None = None,
         hosts: int | Literal["auto"] = "auto",
+        between_hosts: str = "auto",
         aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
         aggregate_us: float | None = EmbeddingConfig.aggregate_us,
         copy_output: bool = True,
@@ -79,6 +80,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ("put", put, ("auto", *PUTS)),
             ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
+            ("between_hosts", between_hosts, ("auto", "puts", "messages")),
             ("output_order", output_order, ("plan", "model")),
         ):
             if value not in known:
@@ -108,6 +110,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             copy_output=copy_output,
             output_dtype=WIRE_DTYPES[output_dtype],
             hosts=hosts,
+            between_hosts=between_hosts,
             aggregate_bytes=aggregate_bytes,
             aggregate_us=aggregate_us,
             leading_columns=leading_columns,
@@ -172,6 +175,7 @@ def build_sharder(
             backward=config.backward,
             gradient_parts=config.gradient_parts,
             hosts=config.hosts,
+            between_hosts=config.between_hosts,
             aggregate_bytes=config.aggregate_bytes,
             aggregate_us=config.aggregate_us,
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order

@@ -20,14 +20,20 @@ from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 
 
-def interpreted_halves(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Halves:
-    """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`."""
+def interpreted_halves(
+    stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int, puts: bool = False
+) -> Halves:
+    """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
+
+    Args:
+        puts: send messages to other hosts by puts, into a heap that all ranks map.
+    """
     for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
         lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
     load = Implementation.load
     with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = open_halves(ExchangeContext(*context))
+        halves = open_halves(ExchangeContext(*context, puts=puts))
     if isinstance(halves.forward, SlicedForward):
         halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return halves
