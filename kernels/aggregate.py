@@ -18,14 +18,42 @@ it, and so which word comes next, until the part is among those that have come (
 other, since none tells of another's data.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.network import AT_LEAST, signal_wait
 from dlrm_overlap.kernels.primitives import EXPIRED, clock, poll, record, stop
 
 _LANES = tl.constexpr(32)  # `grouping.GROUP_PARTS`
 _COUNT_BITS = tl.constexpr(8)  # of a signal word
 _EPOCH_BIT = tl.constexpr(32)  # of a word of bits
+_NO_BOUND = 1 << 62
+
+
+class Gathered(NamedTuple):
+    """What is known of a message's parts while they are finished; kept from epoch to epoch."""
+
+    counts: torch.Tensor
+    """[n] int32: finished rows of each part"""
+    done: torch.Tensor
+    """[n] int64: the epoch and the finished parts of each group"""
+    sent: torch.Tensor
+    """[n] int64: the same of those that have left"""
+    stamps: torch.Tensor
+    """[n] int64: when each part was finished"""
+    longest_wait: int
+    """of a finished part, in ns"""
+
+    @staticmethod
+    def of(parts: int, longest_wait_us: float | None, device: torch.device) -> "Gathered":
+        """Return words for up to so many parts; a wait of None has no bound."""
+        counts = torch.zeros(parts, dtype=torch.int32, device=device)
+        done, sent, stamps = (torch.zeros(parts, dtype=torch.int64, device=device) for _ in range(3))
+        wait = _NO_BOUND if longest_wait_us is None else round(longest_wait_us * 1e3)
+        return Gathered(counts, done, sent, stamps, wait)
 
 
 @triton.jit
@@ -125,7 +153,8 @@ def put_signal_value(epoch, count):
 
 @triton.jit
 def await_parts(
-    signals, first, count, rank, peer, epoch, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr
+    signals, first, count, rank, peer, epoch, timeout, status,
+    GROUP: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Wait until the parts [first, first + count) of a message have come.
 
@@ -135,8 +164,9 @@ def await_parts(
     Memory: `signals` [parts] int64 are those of the message of `peer` for one window, in this rank's memory. Words of
     a later epoch do not come before this one's are awaited no more.
 
-    Order: each signal is read relaxed until it has come, then acquired at system scope. A barrier follows, so that no
-    thread reads a part before the thread that acquired.
+    Order: each signal is read relaxed until it has come, then acquired at system scope, and by NVSHMEM's own wait,
+    which makes visible what a network card has written. A barrier follows, so that no thread reads a part before the
+    threads that acquired.
 
     Example: groups of 4, epoch 5; parts 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is 5 * 256 + 3: parts
     5 .. 7 have come.
@@ -153,5 +183,9 @@ def await_parts(
                 stop(rank)
             expired = True
         else:
-            at += (tl.atomic_add(signals + at, 0, sem="acquire", scope="sys") - least).to(tl.int32)
+            here = signals + at
+            seen = tl.atomic_add(here, 0, sem="acquire", scope="sys")
+            if FORM == "nvshmem":
+                signal_wait(here.to(tl.int64), AT_LEAST, least)
+            at += (seen - least).to(tl.int32)
     tl.debug_barrier()

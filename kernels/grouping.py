@@ -49,10 +49,11 @@ class Grouping(NamedTuple):
         Example:
             1000 units of 512 bytes, 64 KB a group: parts of 4 units, 32 in a group; 250 parts, 8 groups.
         """
-        least_bytes = max(1, least_units * unit_bytes)
+        unit_bytes = max(1, unit_bytes)
+        least_bytes = least_units * unit_bytes
         times = -(-aggregate_bytes // (GROUP_PARTS * least_bytes))
         part_units = least_units << max(0, times - 1).bit_length()
-        parts = -(-aggregate_bytes // max(1, part_units * unit_bytes))
+        parts = -(-aggregate_bytes // (part_units * unit_bytes))
         return Grouping(units, part_units, max(1, parts))
 
     @property

@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.aggregate import await_parts
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.messages import Incoming, Parts, Waiting
-from dlrm_overlap.kernels.network import Network, await_signals
+from dlrm_overlap.kernels.network import Network
 
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
 _TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
@@ -103,7 +104,8 @@ def _put_arrived(
     message, columns, windows, first_sample, clock_word, status,
     rank, source, ranks, words, pitch, stride: tl.int64, blocks, part_blocks, parts,
     signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Await the parts of a message and copy them into the windows of the ranks whose samples they are.
 
@@ -113,7 +115,7 @@ def _put_arrived(
 
     Memory: as `_put_columns`; the message is in this rank's heap, and so are the signals of its parts.
 
-    Order: the program awaits the signal of its part, `epoch` + `clock_word` [1], see `network.await_signals`, then
+    Order: the program awaits its part, of `epoch` + `clock_word` [1], see `aggregate.await_parts`, then
     copies. The sender waits for nobody before it puts, so it puts also while programs here wait.
 
     Example: as of `_put_columns`, with ROWS 2 and parts of 2 blocks: tasks 0 and 1 are rank 2's samples 5, 6 and 7,
@@ -128,8 +130,9 @@ def _put_arrived(
         block = task % blocks
         samples = tl.load(first_sample + place + 1) - tl.load(first_sample + place)
         if block * ROWS < samples:
-            part = place * parts + block // part_blocks
-            await_signals(words_at, part, 1, rank, source, epoch, timeout, status, 1, FORM, INTERPRETED)
+            part = block // part_blocks  # of the run
+            at = words_at + place * parts
+            await_parts(at, part, 1, rank, source, epoch, timeout, status, GROUP, FORM, INTERPRETED)
             _copy_rows(message, columns, windows, first_sample, place, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
@@ -153,10 +156,10 @@ def _compiled(word_bytes: int, block: int) -> CompiledKernel:
 
 
 @lru_cache
-def _arriving(word_bytes: int, block: int, most_rows: int, form: str, options: tuple) -> CompiledKernel:
+def _arriving(word_bytes: int, block: int, most_rows: int, group: int, form: str, options: tuple) -> CompiledKernel:
     rows = min(most_rows, max(1, _TASK_WORDS // block))
     constants: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
-    constants |= {"FORM": form, "INTERPRETED": INTERPRETED}
+    constants |= {"GROUP": group, "FORM": form, "INTERPRETED": INTERPRETED}
     return CompiledKernel(_put_arrived, _ARRIVED_ARGUMENTS, constants, num_warps=_NUM_WARPS, **dict(options))
 
 
@@ -218,7 +221,8 @@ def put_arrived(
         clock: [1] int64; the signals are awaited to reach `epoch` + `clock`.
     """
     words, ranks = put.columns.numel(), windows.numel()
-    kernel = _arriving(put.word_bytes, min(256, power_of_2(words)), parts.rows, heap.form, heap.options())
+    block = min(256, power_of_2(words))
+    kernel = _arriving(put.word_bytes, block, parts.rows, parts.group, heap.form, heap.options())
     rows = kernel.constants["ROWS"]
     blocks, each = -(-most_samples // rows), message.element_size()
     kernel(

@@ -123,7 +123,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
     ways = [
         ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half, False),
         ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, False),
-        ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, {}, True),
+        ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, {"aggregate_bytes": 512}, True),
     ]
     for backend, backward, optimizer, more, puts in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))

@@ -40,7 +40,7 @@ def _finish(
 @triton.jit
 def _await(signals, first, count, epoch, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
     rank = tl.program_id(0)
-    await_parts(signals, first, count, rank, rank + 1, epoch, timeout, status, GROUP, INTERPRETED)
+    await_parts(signals, first, count, rank, rank + 1, epoch, timeout, status, GROUP, "stores", INTERPRETED)
 
 
 class _Message:
