@@ -1,6 +1,7 @@
 """Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other, and no overtaking.
 
-Messages go by NCCL from GPU to GPU of one machine: what is checked is who sends what, where it is put, and when.
+Messages go from GPU to GPU of one machine, by NCCL or, where a check is named so, by puts of NVSHMEM: what is checked
+is who sends what, where it is put, and when.
 """
 
 from dataclasses import replace
@@ -26,6 +27,10 @@ _RUNS = {
 _STEPS = 20
 
 
+def _between(options: ExchangeOptions, hosts: int, carrier: str) -> ExchangeOptions:
+    return replace(options, hosts=hosts, between_hosts=carrier)
+
+
 def _two(place: Place) -> int:
     """Return two hosts or, of an odd number of ranks, a host a rank."""
     return place.world_size if place.world_size % 2 else 2
@@ -43,23 +48,25 @@ def _rows_after(place: Place, optimizer: str, options: ExchangeOptions) -> dict[
     return rows
 
 
-def _check_bits(place: Place, options: ExchangeOptions, optimizer: str) -> None:
+def _check_bits(place: Place, options: ExchangeOptions, optimizer: str, carrier: str) -> None:
     expected = _rows_after(place, optimizer, replace(options, hosts=1))
     for hosts in sorted({_two(place), place.world_size}):
-        found = _rows_after(place, optimizer, replace(options, hosts=hosts))
+        found = _rows_after(place, optimizer, _between(options, hosts, carrier))
         assert_all_near(found, expected, 0.0, f"{hosts} hosts:")
 
 
-def _check_stress(place: Place, options: ExchangeOptions) -> None:
-    stress(place, replace(options, hosts=_two(place)))
+def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
+    stress(place, _between(options, _two(place), carrier))
 
 
-def _check_losses(place: Place, backend: str) -> None:
+def _check_losses(place: Place, backend: str, carrier: str) -> None:
     """A run between hosts has the losses and the rows of one on one host, to the last bit."""
     runs = []
     for hosts in (1, _two(place)):
         config = small_config(place, backend, "adagrad")
-        trainer = make_trainer(place, replace(config, embedding=replace(config.embedding, hosts=hosts)))
+        trainer = make_trainer(
+            place, replace(config, embedding=replace(config.embedding, hosts=hosts, between_hosts=carrier))
+        )
         runs.append((train_steps(place, trainer, 0, _STEPS), rows_of(trainer)))
         place.meet()
         trainer.close()
@@ -68,14 +75,15 @@ def _check_losses(place: Place, backend: str) -> None:
     assert all(torch.equal(rows[key], expected_rows[key]) for key in expected_rows)
 
 
-def _check_captured(place: Place, backend: str, known: bool) -> None:
+def _check_captured(place: Place, backend: str, known: bool, carrier: str) -> None:
     """Captured steps between hosts, under any delays and between evaluations, have the bits of those on one host."""
     runs = []
     for hosts in (1, _two(place)):
         config = graph_config(place, backend, "rowwise_adagrad", known)
         # Between hosts, dense gradients are summed by a collective.
         train = replace(config.train, dense_reduce="collective")
-        config = replace(config, train=train, embedding=replace(config.embedding, hosts=hosts))
+        embedding = replace(config.embedding, hosts=hosts, between_hosts=carrier)
+        config = replace(config, train=train, embedding=embedding)
         losses, evaluated, trainer = train_in_segments(place, config, delays=hosts > 1)
         runs.append((losses, evaluated, rows_of(trainer)))
         place.meet()
@@ -86,15 +94,24 @@ def _check_captured(place: Place, backend: str, known: bool) -> None:
     assert_all_near(rows, expected_rows, 0.0, "captured:")
 
 
-CHECKS = {
-    f"hosts_captured_{backend}{'_known' * known}": Check(
-        partial(_check_captured, backend=backend, known=known), timeout_s=120
-    )
-    for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
-}
-CHECKS |= {f"hosts_stress_{name}": Check(partial(_check_stress, options=_RUNS[name][0])) for name in ("pgas", "fused")}
-CHECKS |= {
-    f"hosts_bits_{name}": Check(partial(_check_bits, options=options, optimizer=optimizer), timeout_s=120)
-    for name, (options, optimizer) in _RUNS.items()
-}
-CHECKS |= {f"hosts_losses_{backend}": Check(partial(_check_losses, backend=backend)) for backend in ("pgas", "fused")}
+def _checks(carrier: str) -> dict[str, Check]:
+    """Return the checks of one carrier; those of puts hold only where NVSHMEM is."""
+    prefix, gpu_only = {"messages": ("hosts", False), "puts": ("hosts_puts", True)}[carrier]
+    checks = {
+        f"captured_{backend}{'_known' * known}": partial(_check_captured, backend=backend, known=known)
+        for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
+    }
+    checks |= {f"stress_{name}": partial(_check_stress, options=_RUNS[name][0]) for name in ("pgas", "fused")}
+    checks |= {
+        f"bits_{name}": partial(_check_bits, options=options, optimizer=optimizer)
+        for name, (options, optimizer) in _RUNS.items()
+    }
+    checks |= {f"losses_{backend}": partial(_check_losses, backend=backend) for backend in ("pgas", "fused")}
+    # Kernels that are linked with NVSHMEM take seconds each to compile.
+    return {
+        f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only)
+        for name, check in checks.items()
+    }
+
+
+CHECKS = _checks("messages") | _checks("puts")
