@@ -99,7 +99,7 @@ def test_a_message_is_put_in_parts_and_a_late_part_is_named(rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("longest", "row_bytes", "expected"),
-    [(3000, 1000, (256, 12)), (0, 0, (1 << 18, 1)), (10, 1 << 20, (8, 2)), (9, 512, (512, 1))],
+    [(3000, 1000, (64, 47)), (0, 0, (1 << 16, 1)), (10, 1 << 20, (8, 2)), (9, 512, (128, 1))],
 )
 def test_parts_have_about_as_many_bytes_as_they_may(longest: int, row_bytes: int, expected: Sequence[int]) -> None:
     assert Parts.of(longest, row_bytes) == tuple(expected)

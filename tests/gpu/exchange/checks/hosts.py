@@ -9,8 +9,11 @@ from functools import partial
 
 import torch
 
+from dlrm_overlap.comm.network import open_heap, start_puts
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeOptions
-from tests.agreement import assert_all_near
+from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
 from tests.gpu.exchange.checks.stress import stress
@@ -57,6 +60,25 @@ def _check_bits(place: Place, options: ExchangeOptions, optimizer: str, carrier:
 
 def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
     stress(place, _between(options, _two(place), carrier))
+
+
+def _check_signals(place: Place) -> None:
+    """A part's signal is set to the epoch, not added to, and its bytes are those that were staged, in any order."""
+    assert not start_puts(place.group, place.device)
+    heap = open_heap(1 << 20, place.group, place.device)
+    network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
+    parts, peer, source = Parts(8, 4), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
+    out, arriving = Outgoing(own + 4096, 4096, own, peer), Incoming(own + 8192, own, source)
+    waiting, words = Waiting(int(20e9), Record(place.device).status), heap.local.view(torch.int32)
+    for epoch in (1, 2, 3):
+        words[1024:1280] = torch.arange(256, device=place.device) + 1000 * place.rank + epoch
+        put_message(network, out, 28, 32, parts, clock, epoch)
+        await_message(network, arriving, 28, parts, waiting, clock, epoch)
+        expected = torch.arange(224, dtype=torch.int32, device=place.device) + 1000 * source + epoch
+        assert_same(words[2048 : 2048 + 224], expected, f"bytes of epoch {epoch}")
+        assert heap.local.view(torch.int64)[:5].tolist() == [epoch] * 4 + [0]
+        place.meet()
+    heap.close()
 
 
 def _check_losses(place: Place, backend: str, carrier: str) -> None:
@@ -115,3 +137,4 @@ def _checks(carrier: str) -> dict[str, Check]:
 
 
 CHECKS = _checks("messages") | _checks("puts")
+CHECKS["hosts_puts_signals"] = Check(_check_signals, gpu_only=True)
