@@ -64,14 +64,13 @@ def _bits(count):
 
 @triton.jit
 def finish_part(
-    done, sent, stamps, part, parts, epoch, longest_wait, turn,
-    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    done, sent, stamps, part, parts, group_parts, epoch, longest_wait, turn, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """Mark a part finished; return which parts of its group this program has to put now, bits of an int64.
 
-    Bit i stands for the group's part i; GROUP is the number of a group's parts, `parts` the message's. All that the
-    program has stored or acquired is the part, behind a barrier. The longest wait is in ns; in turns under the
-    interpreter, where `turn` is the time.
+    Bit i stands for the group's part i, of up to `group_parts`; all groups together have `parts`. What the program has
+    stored or acquired is the part, behind a barrier. The longest wait is in ns; in turns under the interpreter, where
+    `turn` is the time.
 
     Memory: `done` and `sent` [groups] int64 are the words of bits, 0 before the first epoch, which is 1 or more.
     `stamps` [parts] int64 get the times at which parts are finished. An epoch has 31 bits.
@@ -84,11 +83,11 @@ def finish_part(
     A third finishes 3 when part 1 has waited for too long: it gets the bits 0, 1 and 3, and `sent` has the same. The
     one that finishes 2 sees 15 in `done`, whatever the time, asks for all four, and gets bit 2.
     """
-    group = part // GROUP
-    first = group * GROUP
+    group = part // group_parts
+    first = group * group_parts
     lane = tl.arange(0, _LANES)
     tag = epoch.to(tl.int64) << _EPOCH_BIT
-    whole = _bits(tl.minimum(GROUP, parts - first))
+    whole = _bits(tl.minimum(group_parts, parts - first))
     bit = tl.full((), 1, tl.int64) << (part - first)
     now = clock(turn, INTERPRETED)
     tl.store(stamps + part, now)
@@ -111,8 +110,8 @@ def finish_part(
 
 @triton.jit
 def finish_rows(
-    counts, amount, whole, done, sent, stamps, part, parts, epoch, longest_wait, turn,
-    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    counts, amount, whole, done, sent, stamps, part, parts, group_parts, epoch, longest_wait, turn,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Count `amount` finished rows of a part; who makes them `whole` finishes it. Return as `finish_part`, or 0.
 
@@ -129,7 +128,9 @@ def finish_rows(
     tl.debug_barrier()
     if tl.atomic_add(counts + part, amount, sem="release", scope="gpu") + amount == whole:
         tl.atomic_xchg(counts + part, 0, sem="acquire", scope="gpu")
-        mine = finish_part(done, sent, stamps, part, parts, epoch, longest_wait, turn, GROUP, INTERPRETED)
+        mine = finish_part(
+            done, sent, stamps, part, parts, group_parts, epoch, longest_wait, turn, INTERPRETED
+        )  # fmt: skip
     return mine
 
 
@@ -153,10 +154,10 @@ def put_signal_value(epoch, count):
 
 @triton.jit
 def await_parts(
-    signals, first, count, rank, peer, epoch, timeout, status,
-    GROUP: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    signals, run, first, count, group_parts, rank, peer, epoch, timeout, status,
+    FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until the parts [first, first + count) of a message have come.
+    """Wait until the parts [first, first + count) of a run have come, which begins with part `run` of its message.
 
     When `timeout` ns have passed for one signal (turns, under the interpreter), the program records which is missing
     and stops the kernel, as `primitives.await_flags` does for a flag.
@@ -168,14 +169,14 @@ def await_parts(
     which makes visible what a network card has written. A barrier follows, so that no thread reads a part before the
     threads that acquired.
 
-    Example: groups of 4, epoch 5; parts 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is 5 * 256 + 3: parts
-    5 .. 7 have come.
+    Example: a message of one run, groups of 4, epoch 5; parts 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is
+    5 * 256 + 3: parts 5 .. 7 have come.
     """
-    at = first // GROUP * GROUP
+    at = run + first // group_parts * group_parts
     least = epoch.to(tl.int64) << _COUNT_BITS
     lane = tl.arange(0, 1)
     expired = False
-    while (at < first + count) & (not expired):
+    while (at < run + first + count) & (not expired):
         if poll(signals + at + lane, lane == 0, least, timeout, INTERPRETED) < least:
             record(status, EXPIRED, rank, peer, at, epoch, tl.load(signals + at) >> _COUNT_BITS)
             if not INTERPRETED:

@@ -74,12 +74,14 @@ class Waiting(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=["rank", "peer", "rows", "row_bytes", "part_rows", "address", "shift", "signals", "epoch"]
-)
+    do_not_specialize=[
+        "rank", "peer", "rows", "row_bytes", "part_rows", "group_parts", "address", "shift", "signals", "epoch"
+    ]
+)  # fmt: skip
 def _put_message(
-    heaps, clock_word, rank, peer, rows, row_bytes, part_rows,
+    heaps, clock_word, rank, peer, rows, row_bytes, part_rows, group_parts,
     address: tl.int64, shift: tl.int64, signals: tl.int64, epoch: tl.int64,
-    GROUP: tl.constexpr, FORM: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Put group p of a message of one run, which has been staged, as program p.
 
@@ -92,19 +94,20 @@ def _put_message(
 
     Source: the puts between hosts of Chen et al. 2024.
     """
-    first = tl.program_id(0) * GROUP * part_rows
-    group_rows = tl.minimum(GROUP * part_rows, rows - first)
+    first = tl.program_id(0) * group_parts * part_rows
+    group_rows = tl.minimum(group_parts * part_rows, rows - first)
     source = address + first.to(tl.int64) * row_bytes
-    signal = signals + tl.program_id(0).to(tl.int64) * GROUP * 8
+    signal = signals + tl.program_id(0).to(tl.int64) * group_parts * 8
     value = put_signal_value(epoch + tl.load(clock_word), tl.maximum(1, tl.cdiv(group_rows, part_rows)))
     size_bytes = group_rows.to(tl.int64) * row_bytes
     put_signal(heaps, rank, peer, source, source + shift, size_bytes, signal, value, FORM)
 
 
-@triton.jit(do_not_specialize=["rank", "source", "parts", "signals", "epoch", "timeout"])
+@triton.jit(do_not_specialize=["rank", "source", "parts", "group_parts", "signals", "epoch", "timeout"])
 def _await_message(
-    clock_word, status, rank, source, parts, signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    GROUP: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    clock_word, status, rank, source, parts, group_parts,
+    signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
+    FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Await the first `parts` parts of a message, as one program.
 
@@ -116,25 +119,24 @@ def _await_message(
     """
     words = signals.to(tl.pointer_type(tl.int64))
     epoch = epoch + tl.load(clock_word)
-    await_parts(words, 0, parts, rank, source, epoch, timeout, status, GROUP, FORM, INTERPRETED)
+    await_parts(words, 0, 0, parts, group_parts, rank, source, epoch, timeout, status, FORM, INTERPRETED)
 
 
 _PUT_ARGUMENTS = (
-    "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "part_rows",
+    "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "part_rows", "group_parts",
     "address", "shift", "signals", "epoch",
 )  # fmt: skip
-_AWAIT_ARGUMENTS = ("clock_word", "status", "rank", "source", "parts", "signals", "epoch", "timeout")
+_AWAIT_ARGUMENTS = ("clock_word", "status", "rank", "source", "parts", "group_parts", "signals", "epoch", "timeout")
 
 
 @lru_cache
-def _putting(form: str, group: int, options: tuple) -> CompiledKernel:
-    constants = {"GROUP": group, "FORM": form}
-    return CompiledKernel(_put_message, _PUT_ARGUMENTS, constants, num_warps=_NUM_WARPS, **dict(options))
+def _putting(form: str, options: tuple) -> CompiledKernel:
+    return CompiledKernel(_put_message, _PUT_ARGUMENTS, {"FORM": form}, num_warps=_NUM_WARPS, **dict(options))
 
 
 @lru_cache
-def _awaiting(form: str, group: int, options: tuple) -> CompiledKernel:
-    constants = {"GROUP": group, "FORM": form, "INTERPRETED": INTERPRETED}
+def _awaiting(form: str, options: tuple) -> CompiledKernel:
+    constants = {"FORM": form, "INTERPRETED": INTERPRETED}
     return CompiledKernel(_await_message, _AWAIT_ARGUMENTS, constants, num_warps=1, **dict(options))
 
 
@@ -148,10 +150,10 @@ def put_message(
         row_bytes: of a row, a multiple of 16.
         clock: [1] int64; the signals are raised to `epoch` + `clock`.
     """
-    kernel = _putting(heap.form, parts.group, heap.options())
+    kernel = _putting(heap.form, heap.options())
     kernel(
         max(1, -(-rows // (parts.rows * parts.group))), (),
-        heap.heaps, clock, heap.rank, message.peer, rows, row_bytes, parts.rows,
+        heap.heaps, clock, heap.rank, message.peer, rows, row_bytes, parts.rows, parts.group,
         message.address, message.shift_bytes, message.signals, epoch,
     )  # fmt: skip
 
@@ -164,8 +166,8 @@ def await_message(
     A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
     """
     count = max(1, -(-rows // parts.rows))
-    kernel = _awaiting(heap.form, parts.group, heap.options())
+    kernel = _awaiting(heap.form, heap.options())
     kernel(
         1, (),
-        clock, waiting.status, heap.rank, message.source, count, message.signals, epoch, waiting.timeout,
+        clock, waiting.status, heap.rank, message.source, count, parts.group, message.signals, epoch, waiting.timeout,
     )  # fmt: skip

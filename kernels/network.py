@@ -27,7 +27,7 @@ from triton.language import core
 
 from dlrm_overlap.kernels.primitives import raise_flag
 
-_SET = tl.constexpr(0)  # NVSHMEM_SIGNAL_SET
+_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET; with 10 a put would add
 AT_LEAST = tl.constexpr(5)  # NVSHMEM_CMP_GE
 _WORDS = tl.constexpr(512)  # of 8 bytes, that a program stores at a time
 

@@ -97,15 +97,14 @@ def _put_columns(
 @triton.jit(
     do_not_specialize=[
         "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
-        "signals", "epoch", "timeout",
+        "group_parts", "signals", "epoch", "timeout",
     ]
 )  # fmt: skip
 def _put_arrived(
     message, columns, windows, first_sample, clock_word, status,
     rank, source, ranks, words, pitch, stride: tl.int64, blocks, part_blocks, parts,
-    signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    group_parts, signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Await the parts of a message and copy them into the windows of the ranks whose samples they are.
 
@@ -131,8 +130,9 @@ def _put_arrived(
         samples = tl.load(first_sample + place + 1) - tl.load(first_sample + place)
         if block * ROWS < samples:
             part = block // part_blocks  # of the run
-            at = words_at + place * parts
-            await_parts(at, part, 1, rank, source, epoch, timeout, status, GROUP, FORM, INTERPRETED)
+            await_parts(
+                words_at, place * parts, part, 1, group_parts, rank, source, epoch, timeout, status, FORM, INTERPRETED
+            )  # fmt: skip
             _copy_rows(message, columns, windows, first_sample, place, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
@@ -145,7 +145,7 @@ _ARGUMENTS = (
 _ARRIVED_ARGUMENTS = (
     "message", "columns", "windows", "first_sample", "clock_word", "status",
     "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
-    "signals", "epoch", "timeout",
+    "group_parts", "signals", "epoch", "timeout",
 )  # fmt: skip
 
 
@@ -156,10 +156,10 @@ def _compiled(word_bytes: int, block: int) -> CompiledKernel:
 
 
 @lru_cache
-def _arriving(word_bytes: int, block: int, most_rows: int, group: int, form: str, options: tuple) -> CompiledKernel:
+def _arriving(word_bytes: int, block: int, most_rows: int, form: str, options: tuple) -> CompiledKernel:
     rows = min(most_rows, max(1, _TASK_WORDS // block))
     constants: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
-    constants |= {"GROUP": group, "FORM": form, "INTERPRETED": INTERPRETED}
+    constants |= {"FORM": form, "INTERPRETED": INTERPRETED}
     return CompiledKernel(_put_arrived, _ARRIVED_ARGUMENTS, constants, num_warps=_NUM_WARPS, **dict(options))
 
 
@@ -222,7 +222,7 @@ def put_arrived(
     """
     words, ranks = put.columns.numel(), windows.numel()
     block = min(256, power_of_2(words))
-    kernel = _arriving(put.word_bytes, block, parts.rows, parts.group, heap.form, heap.options())
+    kernel = _arriving(put.word_bytes, block, parts.rows, heap.form, heap.options())
     rows = kernel.constants["ROWS"]
     blocks, each = -(-most_samples // rows), message.element_size()
     kernel(
@@ -230,5 +230,5 @@ def put_arrived(
         message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample, clock, waiting.status,
         heap.rank, arriving.source, ranks, words,
         message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, parts.rows // rows,
-        parts.each, arriving.signals, epoch, waiting.timeout,
+        parts.each, parts.group, arriving.signals, epoch, waiting.timeout,
     )  # fmt: skip

@@ -18,16 +18,16 @@ from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERA
 from dlrm_overlap.kernels.messages import Outgoing, Parts
 from dlrm_overlap.kernels.network import Network, put_signal
 
-_INTEGERS = ["peer", "part_blocks", "parts", "every_feature", "shift", "signals", "longest_wait"]
+_INTEGERS = ["peer", "part_blocks", "parts", "every_feature", "shift", "signals", "longest_wait", "group_parts"]
 _GENERAL = GENERAL | {"do_not_specialize": GENERAL["do_not_specialize"] + _INTEGERS}
 
 
 @triton.jit(**_GENERAL)
 def _put_pooled(
     values, offsets, first_sample, features, windows, status, heaps, counts, done, sent, stamps, clock_word,
-    rank, peer, features_here, every_feature, blocks, batch, part_blocks, parts,
+    rank, peer, features_here, every_feature, blocks, batch, part_blocks, parts, group_parts,
     shift: tl.int64, signals: tl.int64, epoch: tl.int64, longest_wait: tl.int64,
-    FORM: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    FORM: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
     WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
@@ -35,8 +35,8 @@ def _put_pooled(
     """Do one task: pool BAGS bags of one feature into the message, and put the parts that leave with it.
 
     A part is `part_blocks` tasks' samples of one rank of the other host, with all features; several launches fill it
-    where features are not pooled together. GROUP parts of a rank's samples are a group, see `grouping`: the program
-    that completes a part puts what of its group is to leave.
+    where features are not pooled together. `group_parts` parts of a rank's samples are a group, see `grouping`: the
+    program that completes a part puts what of its group is to leave.
 
     Memory: the program reads the offsets, ids and rows of its bags. It stores [BAGS, DIM] of the wire's type to as many
     rows of the message, which is in this rank's heap: those of rank i of the host begin at `windows`[i]. `counts`
@@ -75,14 +75,14 @@ def _put_pooled(
         part_rows = part_blocks * BAGS
         part = block // part_blocks  # among the `parts` of the rank's samples, of which the last ones may have none
         whole = tl.minimum(part_rows, samples - part * part_rows) * every_feature
-        words = place * tl.cdiv(parts, GROUP)
+        words = place * tl.cdiv(parts, group_parts)
         leaving = finish_rows(
             counts + place * parts, mine, whole, done + words, sent + words, stamps + place * parts,
-            part, tl.cdiv(samples, part_rows), epoch, longest_wait, tl.program_id(0), GROUP, INTERPRETED,
+            part, tl.cdiv(samples, part_rows), group_parts, epoch, longest_wait, tl.program_id(0), INTERPRETED,
         )  # fmt: skip
         while leaving != 0:
             first_part, count, leaving = next_put(leaving)
-            first_part += part // GROUP * GROUP
+            first_part += part // group_parts * group_parts
             begin = first_part * part_rows
             row_bytes: tl.constexpr = STRIDE * (WIRE.primitive_bitwidth // 8)
             source = address + begin.to(tl.int64) * row_bytes
@@ -96,14 +96,14 @@ _ARGUMENTS = (
     "values", "offsets", "first_sample", "features", "windows", "status",
     "heaps", "counts", "done", "sent", "stamps", "clock_word",
     "rank", "peer", "features_here", "every_feature", "blocks", "batch", "part_blocks", "parts",
-    "shift", "signals", "epoch", "longest_wait",
+    "group_parts", "shift", "signals", "epoch", "longest_wait",
 )  # fmt: skip
 
 
 @lru_cache
-def _compiled(form: str, group: int, options: tuple, fields: tuple[Any, ...]) -> CompiledKernel:
+def _compiled(form: str, options: tuple, fields: tuple[Any, ...]) -> CompiledKernel:
     shape = PoolingShape(*fields)
-    constants = {"FORM": form, "GROUP": group, "INTERPRETED": INTERPRETED} | shape.constants()
+    constants = {"FORM": form, "INTERPRETED": INTERPRETED} | shape.constants()
     return CompiledKernel(_put_pooled, _ARGUMENTS, constants, num_warps=shape.options.tuning.num_warps, **dict(options))
 
 
@@ -138,7 +138,7 @@ def put_pooled(
     assert parts.rows % bags_a_task == 0, "a task lies in one part"
     ranks, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // bags_a_task)
-    kernel = _compiled(heap.form, parts.group, heap.options(), PoolingShape.fields_of(features, windows, options))
+    kernel = _compiled(heap.form, heap.options(), PoolingShape.fields_of(features, windows, options))
     kernel(
         ranks * features_here * blocks,
         (bags.values.dtype, bags.offsets.dtype),
@@ -146,5 +146,5 @@ def put_pooled(
         heap.heaps, gathered.counts, gathered.done, gathered.sent, gathered.stamps, clock,
         heap.rank, message.peer, features_here, every_feature, blocks, bags.samples,
         parts.rows // bags_a_task, parts.each,
-        message.shift_bytes, message.signals, epoch, gathered.longest_wait,
+        parts.group, message.shift_bytes, message.signals, epoch, gathered.longest_wait,
     )  # fmt: skip

@@ -22,25 +22,29 @@ _NEVER = 1 << 40
 
 @triton.jit
 def _finish(
-    order, times, counts, done, sent, stamps, puts, signals, parts, epoch, longest_wait, whole,
-    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    order, times, counts, done, sent, stamps, puts, signals, parts, group_parts, epoch, longest_wait, whole,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Finish a row of part order[p] at times[p], note in `puts` [parts, 2] who puts what, and set the signals."""
     program = tl.program_id(0)
     part, now = tl.load(order + program), tl.load(times + program)
-    mine = finish_rows(counts, 1, whole, done, sent, stamps, part, parts, epoch, longest_wait, now, GROUP, INTERPRETED)
+    mine = finish_rows(
+        counts, 1, whole, done, sent, stamps, part, parts, group_parts, epoch, longest_wait, now, INTERPRETED
+    )  # fmt: skip
     while mine != 0:
         first, count, mine = next_put(mine)
-        at = part // GROUP * GROUP + first
+        at = part // group_parts * group_parts + first
         tl.store(puts + at * 2, program)
         tl.store(puts + at * 2 + 1, count)
         tl.store(signals + at, put_signal_value(epoch, count))
 
 
 @triton.jit
-def _await(signals, first, count, epoch, timeout, status, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+def _await(signals, run, first, count, group_parts, epoch, timeout, status, INTERPRETED: tl.constexpr):
     rank = tl.program_id(0)
-    await_parts(signals, first, count, rank, rank + 1, epoch, timeout, status, GROUP, "stores", INTERPRETED)
+    await_parts(
+        signals, run, first, count, group_parts, rank, rank + 1, epoch, timeout, status, "stores", INTERPRETED
+    )  # fmt: skip
 
 
 class _Message:
@@ -58,8 +62,7 @@ class _Message:
         kernel: Any = _finish
         kernel[(len(order),)](
             torch.tensor(order), torch.tensor(times), self.counts, self.done, self.sent, self.stamps, puts,
-            self.signals, self.grouping.parts, epoch, wait, rows,
-            GROUP=self.grouping.group_parts, INTERPRETED=INTERPRETED,
+            self.signals, self.grouping.parts, self.grouping.group_parts, epoch, wait, rows, INTERPRETED=INTERPRETED
         )  # fmt: skip
         found = [(at, program, count) for at, (program, count) in enumerate(puts.tolist()) if count >= 0]
         return [(program, range(at, at + count)) for at, program, count in found]
@@ -91,17 +94,15 @@ def test_what_has_come_is_found_along_the_signals() -> None:
     message.signals[:] = 3 << 8 | 4  # of two epochs before, gathered otherwise
     message.finish([1, 0, 4, 5, 7, 3, 6], [0, 10, 11, 12, 13, 14, 15], epoch=5, wait=3, rows=1)
 
-    def missing(first: int, count: int) -> list[int] | None:
+    def missing(first: int, count: int, run: int = 0) -> list[int] | None:
         record = Record(CPU)
         kernel: Any = _await
-        kernel[(1,)](
-            message.signals, first, count, 5, 3, record.status,
-            GROUP=4, INTERPRETED=INTERPRETED,
-        )  # fmt: skip
+        kernel[(1,)](message.signals, run, first, count, 4, 5, 3, record.status, INTERPRETED=INTERPRETED)
         return record.expired()
 
     assert missing(0, 2) is None
     assert missing(4, 4) is None
     assert missing(5, 1) is None
+    assert missing(1, 3, run=4) is None
     assert missing(1, 2) == [0, 1, 2, 5, 3]
     assert missing(6, 4) == [0, 1, 8, 5, 3]

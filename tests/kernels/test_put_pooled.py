@@ -58,16 +58,23 @@ def test_parts_of_a_message_are_pooled_put_and_taken(longest_wait_us: float | No
         assert_same(arrived, expected, "message")
     windows = [torch.full((10, 20), GUARD) for _ in range(2)]
     record = Record(CPU)
-    put_arrived(
-        Network("stores", addresses, 2), Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0), arrived,
-        PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU), torch.tensor([window.data_ptr() for window in windows]),
-        host, 20, 9, _PARTS, Waiting(100, record.status), CLOCK, 2,
-    )  # fmt: skip
+
+    def take() -> None:
+        put_arrived(
+            Network("stores", addresses, 2), Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0), arrived,
+            PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU), torch.tensor([window.data_ptr() for window in windows]),
+            host, 20, 9, _PARTS, Waiting(9, record.status), CLOCK, 2,
+        )  # fmt: skip
+
+    take()
     assert record.empty
     for window, first, samples in zip(windows, (0, 9), (9, 3), strict=True):
         known = torch.full((10, 20), GUARD)
         known[:samples, 4:8], known[:samples, 12:16] = expected[first : first + samples].split(4, dim=1)
         assert_same(window, known, f"window of the samples from {first} on")
+    heaps[2][_SIGNALS // 8 + 2] = 1 << 8 | 1
+    take()
+    assert record.expired() == [2, 0, 2, 2, 1], "part 2 of rank 0 was seen at epoch 1"
 
 
 @interpreted
