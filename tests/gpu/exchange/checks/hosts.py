@@ -27,6 +27,8 @@ _RUNS = {
     "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=20.0, **_BF16), "sgd"),  # type: ignore[arg-type]
     "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=20.0, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
+# Bytes and longest wait of what is gathered: parts that leave alone, few of them together, all of a run together.
+_GATHERED = {"none": (0, None), "at_once": (65536, 0.0), "50_us": (16384, 50.0), "whole": (1 << 30, None)}
 _STEPS = 20
 
 
@@ -130,6 +132,11 @@ def _checks(carrier: str) -> dict[str, Check]:
         for name, (options, optimizer) in _RUNS.items()
     }
     checks |= {f"losses_{backend}": partial(_check_losses, backend=backend) for backend in ("pgas", "fused")}
+    if carrier == "puts":
+        for name, (size, wait_us) in _GATHERED.items():
+            options = replace(_RUNS["pgas"][0], aggregate_bytes=size, aggregate_us=wait_us)
+            checks[f"bits_gathered_{name}"] = partial(_check_bits, options=options, optimizer="sgd")
+            checks[f"stress_gathered_{name}"] = partial(_check_stress, options=options)
     # Kernels that are linked with NVSHMEM take seconds each to compile.
     return {
         f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only)
