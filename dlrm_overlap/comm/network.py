@@ -116,7 +116,7 @@ def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -
 
 def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
     """Start NVSHMEM on all ranks of `group` and return an empty string, or why some rank cannot; a collective."""
-    why = _first(missing_puts() if device.type == "cuda" else "CPUs have none", group)
+    why = _first(missing_puts() if device.type == "cuda" else "CPUs have no kernels that put", group)
     if not why:
         nvshmem = _nvshmem()
         if not nvshmem.running:
