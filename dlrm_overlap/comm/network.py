@@ -8,6 +8,7 @@ one machine without GPUs a heap is an arena that all of them map, so kernels und
 
 import ctypes
 import importlib.util
+import logging
 import os
 from abc import ABC, abstractmethod
 from functools import lru_cache
@@ -20,6 +21,8 @@ from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region, on_every_rank
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.network import Network
+
+log = logging.getLogger("dlrm_overlap")
 
 _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
@@ -120,6 +123,8 @@ def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
     if not why:
         nvshmem = _nvshmem()
         if not nvshmem.running:
+            # Where it cannot start, NVSHMEM may end the process: then this is the last line.
+            log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
             torch.cuda.set_device(device)
             torch.cuda.synchronize(device)  # the context is there
             ids = [nvshmem.unique_id() if group.rank() == 0 else b""]

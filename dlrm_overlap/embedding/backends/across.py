@@ -4,8 +4,13 @@
     NCCL's stream                                | messages out and in ...... |
     passing stream                                                            | put into windows, raise for the sender |
 
-A rank pools what each other host needs into one message, by the kernel of `pgas`, and sends it to that host's rank that
-takes its messages (`Reach.relay`). Meanwhile it serves its own host's ranks as on one host. What has come is stored by
+    or by puts:
+    current stream    | pool and put part by part| pool for this host | raise |   bottom MLP ..   | await all | output
+    passing stream                               | await parts, put each into windows, raise for the sender |
+
+A rank pools what each other host needs into one message, which goes to that host's rank that takes its messages
+(`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
+(`carriers`, `puts`). Meanwhile it serves its own host's ranks as on one host. What has come is stored by
 a kernel into the windows of all ranks of the host, each at its place, so nothing is unpacked behind that. Then the flag
 of the sender is raised at each, in place of the sender: who awaits it cannot tell the difference. Gradients go the same
 way back.
