@@ -266,6 +266,9 @@ class EmbeddingConfig:
             )
         if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
             raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
+        for key, value in (("aggregate_bytes", self.aggregate_bytes), ("aggregate_us", self.aggregate_us)):
+            if value is not None and value < 0:
+                raise InputError(f"embedding.{key}: {value} must be 0 or more; 0 gathers nothing")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(
