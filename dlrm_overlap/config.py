@@ -232,7 +232,7 @@ class EmbeddingConfig:
     aggregate_bytes: NonNegativeInt = 65536
     """pgas, fused, between hosts: what is for one host leaves in groups of parts that have at least so many
     bytes, as they are finished; 0 has each part leave by itself"""
-    aggregate_us: NonNegativeFloat | None = 20.0
+    aggregate_us: NonNegativeFloat | None = 200.0
     """between hosts, puts from kernels: a finished part that has waited for so long does not wait for its group; 0
     lets none wait, null lets all"""
     wait_timeout_s: PositiveFloat = 600.0
