@@ -146,8 +146,8 @@ def await_signals(
     passed (turns, under the interpreter), the program records which part is missing and stops the kernel, as
     `primitives.await_flags` does for a flag.
 
-    Order: the signals are read relaxed until all have reached `epoch`, then acquired at system scope, and by NVSHMEM's
-    own wait, which makes the bytes visible that a network card has written; a barrier follows.
+    Order: the signals are read relaxed until all have reached `epoch`. Then they are acquired at system scope, of
+    NVSHMEM by its own wait, which makes the bytes visible that a network card has written; a barrier follows.
 
     Example: first 2, count 3, LANES 4: parts 2, 3 and 4 of the message.
     """
@@ -162,7 +162,8 @@ def await_signals(
         if not INTERPRETED:
             tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
             stop(rank)
-    oldest_epoch(flags, mask, epoch, "acquire")
     if FORM == "nvshmem":
         _signal_wait(flags.to(tl.int64), _AT_LEAST, tl.zeros((LANES,), tl.int64) + epoch)
+    else:
+        oldest_epoch(flags, mask, epoch, "acquire")
     tl.debug_barrier()  # no thread reads the message before the threads that acquired
