@@ -165,9 +165,9 @@ def await_parts(
     Memory: `signals` [parts] int64 are those of the message of `peer` for one window, in this rank's memory. Words of
     a later epoch do not come before this one's are awaited no more.
 
-    Order: each signal is read relaxed until it has come, then acquired at system scope, and by NVSHMEM's own wait,
-    which makes visible what a network card has written. A barrier follows, so that no thread reads a part before the
-    threads that acquired.
+    Order: each signal is read relaxed until it has come. Then it is acquired at system scope, of NVSHMEM by its own
+    wait, which makes the bytes visible that a network card has written. A barrier follows, so that no thread reads a
+    part before the threads that acquired.
 
     Example: a message of one run, groups of 4, epoch 5; parts 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is
     5 * 256 + 3: parts 5 .. 7 have come.
@@ -185,8 +185,10 @@ def await_parts(
             expired = True
         else:
             here = signals + at
-            seen = tl.atomic_add(here, 0, sem="acquire", scope="sys")
             if FORM == "nvshmem":
                 signal_wait(here.to(tl.int64), AT_LEAST, least)
+                seen = tl.load(here, volatile=True)
+            else:
+                seen = tl.atomic_add(here, 0, sem="acquire", scope="sys")
             at += (seen - least).to(tl.int32)
     tl.debug_barrier()

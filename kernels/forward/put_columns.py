@@ -21,7 +21,11 @@ from dlrm_overlap.kernels.network import Network
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
 _TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
 _NUM_WARPS = 8
-_ARRIVAL_PROGRAMS = 32  # that wait for parts: they hold an eighth of an H200's warps at most, whatever comes late
+# Those that wait for parts are few, so that a product whose grid fills the GPU finds most multiprocessors free however
+# late a part comes, and large, to copy as fast all the same.
+_ARRIVAL_PROGRAMS = 32
+_ARRIVAL_WARPS = 32
+_ARRIVAL_WORDS = 8192
 
 
 class PutColumns(NamedTuple):
@@ -157,10 +161,10 @@ def _compiled(word_bytes: int, block: int) -> CompiledKernel:
 
 @lru_cache
 def _arriving(word_bytes: int, block: int, most_rows: int, form: str, options: tuple) -> CompiledKernel:
-    rows = min(most_rows, max(1, _TASK_WORDS // block))
+    rows = min(most_rows, max(1, _ARRIVAL_WORDS // block))
     constants: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
     constants |= {"FORM": form, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_put_arrived, _ARRIVED_ARGUMENTS, constants, num_warps=_NUM_WARPS, **dict(options))
+    return CompiledKernel(_put_arrived, _ARRIVED_ARGUMENTS, constants, num_warps=_ARRIVAL_WARPS, **dict(options))
 
 
 def put_columns(
@@ -221,8 +225,7 @@ def put_arrived(
         clock: [1] int64; the signals are awaited to reach `epoch` + `clock`.
     """
     words, ranks = put.columns.numel(), windows.numel()
-    block = min(256, power_of_2(words))
-    kernel = _arriving(put.word_bytes, block, parts.rows, heap.form, heap.options())
+    kernel = _arriving(put.word_bytes, min(1024, power_of_2(words)), parts.rows, heap.form, heap.options())
     rows = kernel.constants["ROWS"]
     blocks, each = -(-most_samples // rows), message.element_size()
     kernel(
