@@ -165,7 +165,7 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "slice_bags": exchange.slice_bags,
         "put": exchange.put,
         "aggregate_bytes": exchange.aggregate_bytes,
-        "aggregate_wait_us": exchange.aggregate_wait_us,
+        "aggregate_us": exchange.aggregate_us,
         "network": network.kind,
         "hosts": network.hosts,
         "gpus_per_host": network.gpus_per_host,

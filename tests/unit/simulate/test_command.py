@@ -17,8 +17,9 @@ from dlrm_overlap.launching.parsing import parse_sections
 from dlrm_overlap.simulate.command import describe, describe_product
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
 from dlrm_overlap.simulate.product import simulate_product
-from dlrm_overlap.simulate.stage import waves
+from dlrm_overlap.simulate.stage import puts_to_host, waves
 from dlrm_overlap.simulate.step import Simulated, simulate
+from dlrm_overlap.simulate.workload import build_workload
 
 CONFIGS = sorted(Path("configs/simulate").glob("*.yaml"))
 SMALL = ["--config", "configs/simulate/mlperf_hosts.yaml", "--network.hosts", "2", "--network.gpus_per_host", "2"]
@@ -78,6 +79,18 @@ def test_gathering_small_puts_helps_where_their_number_limits() -> None:
     small = _stage(slice_bags=1).ms
     assert _stage(slice_bags=64).ms < 0.7 * small
     assert _stage(slice_bags=1, aggregate_bytes=65536).ms < 0.7 * small
+
+
+def test_puts_are_gathered_by_the_rule_of_the_exchange() -> None:
+    options = ["--exchange.backend", "fused", "--exchange.slice_bags", "16"]  # 4 KB of bf16
+    config = _read(Path("configs/simulate/mlperf_hosts.yaml"), *options)
+    work = build_workload(config.model, config.work, config.network.world_size)
+    rates = ((0, 20.0, 4096, 0.0), (65536, 1e6, 65536, 15.0), (65536, 4.5, 65536 / 3, 5.0), (65536, 0.0, 4096, 0.0))
+    for aggregate_bytes, longest_wait_us, put_bytes, wait_us in rates:
+        exchange = replace(config.exchange, aggregate_bytes=aggregate_bytes, aggregate_us=longest_wait_us)
+        puts = puts_to_host(replace(config, exchange=exchange), work, 4096 / 1e-6)  # a slice a microsecond
+        assert puts.bytes == pytest.approx(put_bytes)
+        assert puts.wait_s == pytest.approx(wait_us / 1e6)
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "fused"])
