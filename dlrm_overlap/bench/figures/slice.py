@@ -13,7 +13,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.ranks import Ranks
 
