@@ -28,6 +28,7 @@ from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # sums are float32, which would cut float64
 WAYS = ("serial", "chunks", "copies", "pushes", "tiles", "triggered")
 
 
@@ -84,7 +85,7 @@ class ParallelProducts:
         def check() -> None:
             nonlocal choice
             if fault:
-                raise InputError(f"{problem}: {fault}")
+                raise InputError(f"{problem.call}: {fault}")
             if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
                 raise InputError(
                     f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
@@ -200,8 +201,9 @@ def _fault(x: torch.Tensor, layer: Layer, device: torch.device) -> str:
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"bias {tuple(bias.shape)}: must be [{weight.shape[0]}], as weight has rows; cut it as the weight"
     tensors = [x, weight] + ([] if bias is None else [bias])
-    if any(tensor.dtype != x.dtype for tensor in tensors) or not x.dtype.is_floating_point:
-        return f"{', '.join(str(tensor.dtype) for tensor in tensors)}: must be one floating type; cast them"
+    if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in _DTYPES:
+        types = ", ".join(str(tensor.dtype) for tensor in tensors)
+        return f"{types}: must be all float16, all bfloat16 or all float32; cast them"
     if any(tensor.device != device for tensor in tensors):
         return f"a tensor is not on {device}; move it there"
     if activation not in ("none", "relu"):

@@ -33,11 +33,15 @@ class Problem(NamedTuple):
     bias: bool
     activation: str
 
+    @property
+    def call(self) -> str:
+        """The function of `operators` that asks for it."""
+        return "all_gather_matmul" if self.operator == "all_gather" else "matmul_reduce_scatter"
+
     def __str__(self) -> str:
         """Return the problem as one of its ranks would write it."""
-        name = "all_gather_matmul" if self.operator == "all_gather" else "matmul_reduce_scatter"
         bias = ", bias" if self.bias else ""
-        return f"{name}(M {self.rows}, N {self.columns}, K {self.inner}, {self.dtype}{bias}, {self.activation})"
+        return f"{self.call}(M {self.rows}, N {self.columns}, K {self.inner}, {self.dtype}{bias}, {self.activation})"
 
 
 class Products(ABC):
@@ -134,7 +138,7 @@ class Serial(Products):
 
         def finish() -> torch.Tensor:
             work.wait()
-            total = received.view(self.world_size, -1, received.shape[1]).float().sum(0)
+            total = received.unflatten(0, (self.world_size, len(received) // self.world_size)).float().sum(0)
             if layer.bias is not None:
                 total += layer.bias.float()
             return activate(total, layer._replace(bias=None)).to(partial.dtype)

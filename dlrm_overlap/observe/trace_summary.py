@@ -31,7 +31,8 @@ _KINDS = {
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_find_ranges|_cut_runs",
     "samples": r"_draw_\w+",
-    "copies": r"^[Mm]emcpy|^[Mm]emset",  # in CUDA graphs they are kernels, named memcpy128 and the like
+    # In CUDA graphs the first two are kernels, named memcpy128 and the like.
+    "copies": r"^[Mm]emcpy|^[Mm]emset|_keep_rows|_copy_rows",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|product_(?:on_hopper|in_triton)",
 }

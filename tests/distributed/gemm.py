@@ -63,7 +63,8 @@ def check_mistakes() -> None:
     told = _told(lambda: all_gather_matmul(x, weight, torch.zeros(3 if wrong else 4)))
     assert "bias (3,): must be [4]" in told, told
     told = _told(lambda: all_gather_matmul(x, weight.bfloat16() if wrong else weight))
-    assert "must be one floating type" in told, told
+    assert "all_gather_matmul: torch.float32, torch.bfloat16: must be all float16" in told, told
+    assert "must be all float16" in _told(lambda: all_gather_matmul(x.double(), weight.double()))
     told = _told(lambda: matmul_reduce_scatter(x[: -1 if wrong else None], weight))
     assert "pad x to a multiple" in told, told
     told = _told(lambda: all_gather_matmul(x[: 1 if wrong else None], weight))
@@ -71,6 +72,7 @@ def check_mistakes() -> None:
     assert f"rank {CULPRIT} all_gather_matmul(M {ranks}," in told, told
     assert "way fast is not known" in _told(lambda: all_gather_matmul(x, weight, way="fast"))
     assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
+    assert matmul_reduce_scatter(x, weight[:0]).shape == (2, 0)
 
 
 HALVES = [

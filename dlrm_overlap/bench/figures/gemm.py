@@ -32,6 +32,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import gather, greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.rows import report
@@ -68,7 +69,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     rows, faults, tuned = list[dict[str, Any]](), list[str](), dict[str, dict[str, float]]()
     with torch.no_grad():
         for operator in request.operators:
-            for shape in shapes:
+            for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, _DTYPE, group, device)
                 if request.tune:
                     tuned |= tune(products, [case.problem])

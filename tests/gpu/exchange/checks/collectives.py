@@ -73,6 +73,36 @@ def _check_equal(place: Place, way: Any) -> None:
     collectives.close()
 
 
+def _check_means(place: Place) -> None:
+    """As a sum in the order of the ranks, to the last bit, eager and replayed, behind calls that share its memory."""
+    ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 64 << 20, 20.0)
+    for number, (shape, dtype) in enumerate(_ROWS):
+        if not dtype.is_floating_point:
+            continue
+        output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
+        sent, graph = torch.empty_like(output), torch.cuda.CUDAGraph()
+        for times in range(6):
+            sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
+            whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(sent), group=place.group)
+            expected = (whole.float().sum(0) * (1 / ranks)).to(dtype)  # of integers, so in any order
+            place.synchronize()
+            place.meet()
+            _bytes(output).fill_(0x7F)
+            _bytes(shares).fill_(0x7F)
+            if times == 2:
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                    collectives.all_reduce(output, sent, shares).wait()
+            if times < 2:
+                collectives.all_reduce(output, sent, shares).wait()
+            else:
+                graph.replay()
+            assert_same(output, expected, f"{shape} {dtype}, time {times}")
+            collectives.check()
+    place.meet()
+    collectives.close()
+
+
 class _Steps:
     """Steps of four calls each, beside a product, whose every number is known; inputs are poisoned behind each call."""
 
@@ -231,6 +261,7 @@ def _check_lost_peer(place: Place, how: str) -> None:
 
 
 CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
+    "collectives_means": Check(_check_means, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
     "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
 }
