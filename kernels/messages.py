@@ -17,7 +17,7 @@ from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.network import Network
 
-PART_BYTES = 64 * 1024  # of a part, about: a network card of 400 Gb/s sends it in 1.3 us, longer than a put takes to issue
+PART_BYTES = 64 * 1024  # of a part, about: 400 Gb/s send it in 1.3 us, longer than a put takes to issue
 _LEAST_ROWS = 8  # of a part: a task of pooling, which has at most 2, lies in one part
 _NUM_WARPS = 8
 
