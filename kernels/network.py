@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from dlrm_overlap.kernels.primitives import EXPIRED, oldest_epoch, poll, raise_flag, record, stop
+from dlrm_overlap.kernels.primitives import raise_flag
 
 _SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET; with 10 a put would add
-_AT_LEAST = tl.constexpr(5)  # NVSHMEM_CMP_GE
+AT_LEAST = tl.constexpr(5)  # NVSHMEM_CMP_GE
 _WORDS = tl.constexpr(512)  # of 8 bytes, that a program stores at a time
 
 
@@ -68,7 +68,7 @@ def _put_signal_block(target, source, size_bytes, signal, value, op, peer, _sema
 
 
 @core.extern
-def _signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-untyped-def]
+def signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-untyped-def]
     """Call NVSHMEM's wait for a signal, by each thread."""
     kinds = ("int64", "int32", "int64")
     return core.extern_elementwise(
@@ -93,7 +93,7 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
     int64 is read.
 
     Order: a barrier comes first, so the put takes what all threads of the program have stored, and what the program has
-    acquired. The signal is stored behind the bytes: who acquires it, by `await_signals`, sees them.
+    acquired. The signal is stored behind the bytes: who acquires it, by `aggregate.await_parts`, sees them.
 
     Example: heaps at 0 on rank 0 and at 1000 on rank 1. Rank 0 puts 64 bytes, source 128, target 512, signal 8, value
     3: bytes 128 .. 191 of its memory go to 1512 .. 1575 of rank 1's, then 3 is stored at 1008.
@@ -111,59 +111,3 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
             at = first + tl.arange(0, _WORDS).to(tl.int64)
             tl.store(into + at, tl.load(out_of + at, mask=at < words, other=0), mask=at < words)
         raise_flag((signal + away).to(tl.pointer_type(tl.int64)), value)
-
-
-@triton.jit
-def count_piece(pieces, amount, whole):
-    """Count `amount` finished rows of a part and return whether that completes it, that is makes them `whole`.
-
-    This decides when a part is sent: when it is complete. The program that completes it goes on to put it; the count
-    `pieces` [1] int32 is then 0 again, as the next launch must find it.
-
-    Order: the program's stores, a barrier, its count (release, GPU scope). The program that completes the part acquires
-    the count, at system scope, since a network card may be what reads the part next; a barrier follows, so all its
-    threads see what all programs have stored for the part.
-
-    Example: a part of 8 rows, pooled 2 rows of a feature at a time, for 3 features: of 12 programs that count 2 each up
-    to `whole` = 24, the one that finds 22 returns true.
-    """
-    tl.debug_barrier()
-    complete = tl.atomic_add(pieces, amount, sem="release", scope="gpu") + amount == whole
-    if complete:
-        tl.atomic_xchg(pieces, 0, sem="acq_rel", scope="sys")
-        tl.debug_barrier()
-    return complete
-
-
-@triton.jit
-def await_signals(
-    signals, first, count, rank, peer, epoch, timeout, status,
-    LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Wait until the signals [first, first + count) of a message, at most LANES, have reached `epoch`.
-
-    `signals` points to the signal of part 0 of the message of `peer`, in this rank's heap. When `timeout` ns have
-    passed (turns, under the interpreter), the program records which part is missing and stops the kernel, as
-    `primitives.await_flags` does for a flag.
-
-    Order: the signals are read relaxed until all have reached `epoch`. Then they are acquired at system scope, of
-    NVSHMEM by its own wait, which makes the bytes visible that a network card has written; a barrier follows.
-
-    Example: first 2, count 3, LANES 4: parts 2, 3 and 4 of the message.
-    """
-    lane = tl.arange(0, LANES)
-    mask = lane < count
-    flags = signals + first + tl.where(mask, lane, 0)
-    oldest = poll(flags, mask, epoch, timeout, INTERPRETED)
-    if oldest < epoch:
-        seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
-        missing = first + tl.argmin(tl.where(mask, seen, epoch), 0)
-        record(status, EXPIRED, rank, peer, missing, epoch, tl.load(signals + missing))
-        if not INTERPRETED:
-            tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
-            stop(rank)
-    if FORM == "nvshmem":
-        _signal_wait(flags.to(tl.int64), _AT_LEAST, tl.zeros((LANES,), tl.int64) + epoch)
-    else:
-        oldest_epoch(flags, mask, epoch, "acquire")
-    tl.debug_barrier()  # no thread reads the message before the threads that acquired

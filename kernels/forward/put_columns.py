@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.aggregate import await_parts
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.messages import Incoming, Parts, Waiting
-from dlrm_overlap.kernels.network import Network, await_signals
+from dlrm_overlap.kernels.network import Network
 
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
 _TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
@@ -100,13 +101,13 @@ def _put_columns(
 @triton.jit(
     do_not_specialize=[
         "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
-        "signals", "epoch", "timeout",
+        "group_parts", "signals", "epoch", "timeout",
     ]
 )  # fmt: skip
 def _put_arrived(
     message, columns, windows, first_sample, clock_word, status,
     rank, source, ranks, words, pitch, stride: tl.int64, blocks, part_blocks, parts,
-    signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
+    group_parts, signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Await the parts of a message and copy them into the windows of the ranks whose samples they are.
@@ -117,7 +118,7 @@ def _put_arrived(
 
     Memory: as `_put_columns`; the message is in this rank's heap, and so are the signals of its parts.
 
-    Order: the program awaits the signal of its part, `epoch` + `clock_word` [1], see `network.await_signals`, then
+    Order: the program awaits its part, of `epoch` + `clock_word` [1], see `aggregate.await_parts`, then
     copies. The sender waits for nobody before it puts, so it puts also while programs here wait.
 
     Example: as of `_put_columns`, with ROWS 2 and parts of 2 blocks: tasks 0 and 1 are rank 2's samples 5, 6 and 7,
@@ -132,8 +133,10 @@ def _put_arrived(
         block = task % blocks
         samples = tl.load(first_sample + place + 1) - tl.load(first_sample + place)
         if block * ROWS < samples:
-            part = place * parts + block // part_blocks
-            await_signals(words_at, part, 1, rank, source, epoch, timeout, status, 1, FORM, INTERPRETED)
+            part = block // part_blocks  # of the run
+            await_parts(
+                words_at, place * parts, part, 1, group_parts, rank, source, epoch, timeout, status, FORM, INTERPRETED
+            )  # fmt: skip
             _copy_rows(message, columns, windows, first_sample, place, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
@@ -146,7 +149,7 @@ _ARGUMENTS = (
 _ARRIVED_ARGUMENTS = (
     "message", "columns", "windows", "first_sample", "clock_word", "status",
     "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
-    "signals", "epoch", "timeout",
+    "group_parts", "signals", "epoch", "timeout",
 )  # fmt: skip
 
 
@@ -230,5 +233,5 @@ def put_arrived(
         message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample, clock, waiting.status,
         heap.rank, arriving.source, ranks, words,
         message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, parts.rows // rows,
-        parts.each, arriving.signals, epoch, waiting.timeout,
+        parts.each, parts.group, arriving.signals, epoch, waiting.timeout,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import free_port
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics
 from tests.distributed.interpreted import interpreted_halves, without_streams
 from tests.distributed.tiny_stage import Stage
 from tests.distributed.workers import cases_on_ranks, quickstart, run_ranks, train
@@ -37,8 +37,8 @@ HOSTS = {
     "1 and 3": (range(1), range(1, 4)),
 }
 WIRES: Sequence[dict[str, Any]] = [
-    {},
-    {"wire_dtype": torch.float16},
+    {"aggregate_bytes": 40},  # so that messages have groups
+    {"wire_dtype": torch.float16, "aggregate_bytes": 0},
     {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
 ]
 
@@ -124,7 +124,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", False),
         ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, "2 of 2", False),
         ("fused", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", True),
-        ("pgas", "push", EmbOptimType.EXACT_SGD, {}, "3 and 1", True),
+        ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "3 and 1", True),
     ]
     for backend, backward, optimizer, more, hosts, puts in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
@@ -201,7 +201,7 @@ def _start_agent(host: int, port: int, folder: Path) -> subprocess.Popen[str]:
     place = {"NNODES": "2", "NODE_RANK": str(host), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC": "1"}
     return subprocess.Popen(
         [*command, str(script), str(config), *options],
-        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

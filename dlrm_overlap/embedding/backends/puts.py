@@ -2,7 +2,7 @@
 
 A rank has a heap for each direction (`comm.network`), alike on all ranks:
 
-    signals               [slots, parts] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
+    signals, twice        [slots, parts] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
     sent, twice           a message to each other host is staged here, in the one of even epochs or of odd ones
     received, twice       a message of each rank that sends here arrives here, likewise
 
@@ -29,6 +29,7 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.crossing import Crossing, Message, Messages
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair, one_flag_each
+from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, tuning_for
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_arrived
@@ -59,7 +60,7 @@ class MessageHeap:
         largest = max(rows * pitch * self._item for rows, pitch in shapes)
         self._slot_bytes = -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.most_parts = max(runs * self.parts(rows // runs, pitch).each for rows, pitch in shapes)
-        signals = self._slots * self.most_parts * 8
+        signals = 2 * self._slots * self.most_parts * 8
         self._first_sent = -(-signals // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._first_received = self._first_sent + 2 * self._sends * self._slot_bytes
         size_bytes = self._first_received + 2 * self._slots * self._slot_bytes
@@ -70,7 +71,10 @@ class MessageHeap:
 
     def parts(self, longest: int, pitch: int) -> Parts:
         """Return how a message of rows of `pitch` elements is cut whose longest run has `longest` rows."""
-        return Parts.of(longest, pitch * self._item)
+        return Parts.of(longest, pitch * self._item, self._options.aggregate_bytes)
+
+    def _signals_at(self, slot: int, parity: int) -> int:
+        return self._begin + (parity * self._slots + slot) * self.most_parts * 8
 
     def _sent_at(self, number: int, parity: int) -> int:
         return self._first_sent + (parity * self._sends + number) * self._slot_bytes
@@ -93,7 +97,7 @@ class MessageHeap:
             replace(self.reach, rank=message.peer).sources.index(self.reach.rank),
             self._sent_at(number, parity),
         )
-        signals = self._begin + slot * self.most_parts * 8
+        signals = self._signals_at(slot, parity)
         return Outgoing(self._begin + sent, self._received_at(slot, parity) - sent, signals, message.peer)
 
     def arrived(self, slot: int, message: Message, parity: int) -> torch.Tensor:
@@ -103,7 +107,7 @@ class MessageHeap:
     def incoming(self, slot: int, message: Message, parity: int) -> Incoming:
         """Return the same as kernels take it."""
         address = self._begin + self._received_at(slot, parity)
-        return Incoming(address, self._begin + slot * self.most_parts * 8, message.peer)
+        return Incoming(address, self._signals_at(slot, parity), message.peer)
 
     @property
     def parity(self) -> int:
@@ -162,12 +166,12 @@ class PooledByPuts(PooledCarrier):
         self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
         self._wire = context.options.wire_dtype
         self._features = sum(map(len, lookup.pooled_together))
-        width = -(-self._heap.most_parts // 4) * 4  # so that every row begins at a multiple of 16 bytes
-        self._pieces = torch.zeros(len(reach.others), width, dtype=torch.int32, device=context.device)
+        parts, longest_wait_us = self._heap.most_parts, context.options.aggregate_us
+        self._gathered = [Gathered.of(parts, longest_wait_us, context.device) for _ in reach.others]
         self._tables: dict[BatchSizes, dict[tuple[int, int], Windows]] = {}
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
-        """Pool for the other hosts, the next one first, and put each part that is complete."""
+        """Pool for the other hosts, the next one first, and put parts, gathered in groups."""
         heap, counter, lookup = self._heap, self._windows.counter, self._lookup
         messages, parity = self._crossing.pooled(step.batch), heap.parity
         for host in heap.reach.others:
@@ -188,7 +192,7 @@ class PooledByPuts(PooledCarrier):
                     heap.network,
                     out,
                     parts,
-                    self._pieces[number],
+                    self._gathered[number],
                     self._features,
                     counter.word,
                     counter.argument,

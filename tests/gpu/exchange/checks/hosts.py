@@ -27,6 +27,8 @@ _RUNS = {
     "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=20.0, **_BF16), "sgd"),  # type: ignore[arg-type]
     "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=20.0, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
+# Bytes and longest wait of what is gathered: parts that leave alone, few of them together, all of a run together.
+_GATHERED = {"none": (0, None), "at_once": (65536, 0.0), "50_us": (16384, 50.0), "whole": (1 << 30, None)}
 _STEPS = 20
 
 
@@ -67,7 +69,7 @@ def _check_signals(place: Place) -> None:
     assert not start_puts(place.group, place.device)
     heap = open_heap(1 << 20, place.group, place.device)
     network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
-    parts, peer, source = Parts(8, 4), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
+    parts, peer, source = Parts(8, 4, 3), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
     out, arriving = Outgoing(own + 4096, 4096, own, peer), Incoming(own + 8192, own, source)
     waiting, words = Waiting(int(20e9), Record(place.device).status), heap.local.view(torch.int32)
     for epoch in (1, 2, 3):
@@ -76,7 +78,8 @@ def _check_signals(place: Place) -> None:
         await_message(network, arriving, 28, parts, waiting, clock, epoch)
         expected = torch.arange(224, dtype=torch.int32, device=place.device) + 1000 * source + epoch
         assert_same(words[2048 : 2048 + 224], expected, f"bytes of epoch {epoch}")
-        assert heap.local.view(torch.int64)[:5].tolist() == [epoch] * 4 + [0]
+        signals = [epoch << 8 | 3, 0, 0, epoch << 8 | 1, 0]  # a put of three parts, and one of the last
+        assert heap.local.view(torch.int64)[:5].tolist() == signals
         place.meet()
     heap.close()
 
@@ -129,6 +132,11 @@ def _checks(carrier: str) -> dict[str, Check]:
         for name, (options, optimizer) in _RUNS.items()
     }
     checks |= {f"losses_{backend}": partial(_check_losses, backend=backend) for backend in ("pgas", "fused")}
+    if carrier == "puts":
+        for name, (size, wait_us) in _GATHERED.items():
+            options = replace(_RUNS["pgas"][0], aggregate_bytes=size, aggregate_us=wait_us)
+            checks[f"bits_gathered_{name}"] = partial(_check_bits, options=options, optimizer="sgd")
+            checks[f"stress_gathered_{name}"] = partial(_check_stress, options=options)
     # Kernels that are linked with NVSHMEM take seconds each to compile.
     return {
         f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only)
