@@ -212,7 +212,7 @@ class EmbeddingConfig:
     stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. dma: rows are
     staged, and copy engines take them, some megabytes at a time. auto is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
-    """fused: bags of a table in a slice, which has one ready flag; a power of two from 4 on"""
+    """fused, put stores or dma: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
     backward: BackwardName = "auto"
@@ -424,9 +424,9 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     asynchronous: bool = False
-    """save on the way while training goes on: steps wait for a copy of the state alone, which takes as much memory
-    again as the tables and their optimizer's state, on the GPU if half of what is free there suffices, else on the
-    host"""
+    """save on the way while training goes on: what is written is a copy of the state, made beside the steps, which
+    takes as much memory again as the tables and their optimizer's state, on the GPU if half of what is free there
+    suffices, else on the host"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -181,13 +181,17 @@ class CudaArena(Arena):
             return memory
 
         local = on_every_rank(allocate, group)
-        try:
-            handle = symmetric_memory.rendezvous(local, self.reach.group or group)
-        except RuntimeError as error:
-            raise InputError(
-                f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
-                f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
-            ) from error
+
+        def meet() -> Any:
+            try:
+                return symmetric_memory.rendezvous(local, self.reach.group or group)
+            except RuntimeError as error:
+                raise InputError(
+                    f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
+                    f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
+                ) from error
+
+        handle = on_every_rank(meet, group)
         peers = [handle.get_buffer(i, (self.size_bytes,), torch.uint8) for i in range(len(self.reached))]
         peers[self.reached.index(self.rank)] = local
         return peers

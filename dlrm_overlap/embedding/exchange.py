@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
+
+if TYPE_CHECKING:
+    from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -141,6 +144,18 @@ class Exchange:
                     self.options.backend, reach.summary(), by,
                 )  # fmt: skip
         return self._puts
+
+    def keep_rows(self) -> "KeptRows | None":
+        """Return what puts this rank's rows by while steps go on; the same each time.
+
+        None where the update is not by our kernels, or where a step was taken, and maybe captured, without it.
+        """
+        is_first = self._tables.kept is None and self._halves is None and self._tables.lookups
+        if is_first and self.device.type == "cuda" and self.options.resolved_backward in ("push", "dma"):
+            from dlrm_overlap.embedding.device.kept_rows import KeptRows  # which loads Triton
+
+            self._tables.kept = KeptRows(self.device)
+        return self._tables.kept
 
     @uncompiled
     def start(

@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import free_port
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics
 from tests.distributed.interpreted import interpreted_halves, without_streams
 from tests.distributed.tiny_stage import Stage
 from tests.distributed.workers import cases_on_ranks, quickstart, run_ranks, train
@@ -201,7 +201,7 @@ def _start_agent(host: int, port: int, folder: Path) -> subprocess.Popen[str]:
     place = {"NNODES": "2", "NODE_RANK": str(host), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC": "1"}
     return subprocess.Popen(
         [*command, str(script), str(config), *options],
-        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

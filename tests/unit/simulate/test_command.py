@@ -126,6 +126,16 @@ def test_keys_that_change_together(tmp_path: Path) -> None:
         assert [(row["name"], row["m"]) for row in csv.DictReader(file)] == [("a", "1024"), ("b", "2048")]
 
 
+def test_the_table_tells_what_varies(capsys: pytest.CaptureFixture[str]) -> None:
+    vary = ["--vary", "work.multi_hot/exchange.slice_bags=1/8,2/32", "--vary", "exchange.backend=torchrec,fused"]
+    assert main(["simulate", *SMALL, *vary]) == 0
+    header, *lines = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert header[:4] == ["multi_hot", "slice_bags", "what", "backend"]
+    assert [line[:4] for line in lines] == [
+        [*both, "step", backend] for both in (["1", "8"], ["2", "32"]) for backend in ("torchrec", "fused")
+    ]
+
+
 def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, trace = tmp_path / "rows.csv", tmp_path / "trace.json"
     assert main(["simulate", *SMALL, "--vary", "exchange.backend=torchrec,fused", "--output", str(rows)]) == 0
