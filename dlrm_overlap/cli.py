@@ -175,12 +175,13 @@ def _bench_report(argv: list[str]) -> int:
     parser = Parser("dlrm-overlap bench report", "Write plots, an HTML page and Markdown of the rows in a folder.")
     parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
     parser.add_argument("--output", help="folder to write to (default DIR/report)")
+    parser.add_argument("--json", action="store_true", help="write the rows as JSON too, numbers as numbers")
     values = parser.read(argv)
     folder = Path(values.folder)
     output = Path(values.output or folder / "report")
     from dlrm_overlap.bench.report.page import PAGE, write_report
 
-    for name in write_report(folder, output):
+    for name in write_report(folder, output, values.json):
         print(f"no plot for {name}.csv")
     print(f"page: {output / PAGE}")
     return 0
@@ -261,7 +262,7 @@ def checkpoint(argv: list[str]) -> int:
         from dlrm_overlap.inference.export import export_for_inference
 
         signature = export_for_inference(path, Path(values.output), values.quantize)
-        print(f"{values.output}: {signature['bytes'] / 1e9:.3g} GB; its inputs: {Path(values.output).stem}.json")
+        print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
         return 0
     from dlrm_overlap.storage.tools import export, show, verify
 

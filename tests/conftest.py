@@ -4,10 +4,12 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
+PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes of tests
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
+    torch.set_num_threads(1)  # of small tensors: more threads wait for each other longer than they compute
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,6 +55,7 @@ def file_limit(size_bytes: int) -> Iterator[None]:
 
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_BROWSER_S = 90  # for one page
 
 
 def find_browser() -> str | None:
@@ -59,14 +64,45 @@ def find_browser() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def dump_page(address: str, profile: Path, wait_ms: int = 0) -> str:
-    """Return the document that a headless Chromium has of `address` when `wait_ms` of its own time are over."""
+def need_browser(folder: Path) -> None:
+    """Skip the test where there is no Chromium, or one that does not come up: it keeps its profile in `folder`."""
+    if find_browser() is None:
+        pytest.skip("no Chromium: install one, or name it by CHROMIUM")
+    if "up</p>" not in dump_page("data:text/html,<p>up</p>", folder):
+        pytest.skip(f"{find_browser()} shows no page here")
+
+
+def dump_page(address: str, profile: Path, wait_ms: int = 0, height: int = 1000, picture: Path | None = None) -> str:
+    """Return the document that a headless Chromium has of `address`; skip the test where the browser itself fails.
+
+    Args:
+        address: of the page.
+        profile: folder of what the browser keeps.
+        wait_ms: of the page's own time, in which it may go on loading.
+        height: of the window, in pixels; TensorBoard draws only what is inside it.
+        picture: write the window there as PNG and return nothing; for a person to look at.
+    """
     browser = find_browser()
     assert browser is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-unsafe-swiftshader", "--dump-dom"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-unsafe-swiftshader"]
+    options += [f"--screenshot={picture}" if picture else "--dump-dom", f"--window-size=1400,{height}"]
     options += [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
     command = [browser, *options, f"--user-data-dir={profile}", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True) as process,
+    ):
+        try:
+            code = process.wait(_BROWSER_S)
+        except subprocess.TimeoutExpired:
+            code = f"nothing after {_BROWSER_S} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # those that it has started too
+        if code:
+            pytest.skip(f"{browser} gave {code}")
+        output.seek(0)
+        return output.read()
 
 
 def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

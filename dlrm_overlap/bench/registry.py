@@ -1,8 +1,8 @@
 """The registry of the figures. `dlrm-overlap bench` reads from it which figures there are and what options they take.
 
 To add a figure, write its file in `figures/`, with a function `run(request, ranks)` that all ranks call and that
-returns the exit code, and add one line to FIGURES. A figure with options of its own also has a class in `request`.
-This module loads neither torch nor a figure before one is asked for.
+returns the exit code, and add one line to FIGURES. A figure with options of its own also has a class in `request` or
+beside it. This module loads neither torch nor a figure before one is asked for.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,18 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from dlrm_overlap.bench.gemm_request import GemmRequest
-from dlrm_overlap.bench.request import (
-    AblationRequest,
+from dlrm_overlap.bench.request import CollectivesRequest, ConcurrentRequest, InputRequest, Request
+from dlrm_overlap.bench.stage_request import (
     BackwardRequest,
-    CollectivesRequest,
-    ConcurrentRequest,
     EveryoneRequest,
     ForwardRequest,
-    InputRequest,
     OccupancyRequest,
     ProgramsRequest,
-    Request,
-    StepRequest,
     StrongRequest,
-    TimelineRequest,
     VolumeRequest,
     WeakRequest,
 )
+from dlrm_overlap.bench.step_request import AblationRequest, StepRequest, TimelineRequest
 from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
 
 

@@ -1,24 +1,19 @@
 """What a user can ask of each figure, beside the configuration. Loads no torch: mistakes are reported at once.
 
-A class here is what a figure takes; a field made by `option` is an option on the command line.
+A class is what a figure takes; a field made by `option` is an option on the command line. Here are what all have in
+common and the figures that no family below has: `stage_request`, `sweep_request`, `step_request`, `gemm_request`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Self
 
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.bench.concurrent_strategies import check_left_out
-from dlrm_overlap.bench.step_contenders import (
-    ABLATION,
-    STEP_CONTENDERS,
-    USUAL,
-    check_contenders,
-    contender_config,
-)
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.bench.step_contenders import check_contenders
+from dlrm_overlap.config import Config, InputError
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -96,62 +91,10 @@ class InputRequest(Request):
     output_help: ClassVar[str] = "CSV file to append the row to"
 
 
-@dataclass(frozen=True)
-class StepRequest(Request):
-    """What is asked of the figure of the whole training step."""
+COLLECTIVE_SIZES_MB = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512)
+"""to each peer, as the figure's default; on CPUs COLLECTIVE_TOYS_MB, since each contender keeps room for the largest"""
 
-    contenders: tuple[str, ...] = option(USUAL, "who takes part; losses are compared with the first one's", nargs="+")
-    steps: int = option(200, "timed steps of each contender", type=PositiveInt)
-    batches: int = option(16, "different batches, read once and trained on in turn", type=PositiveInt)
-    pinned_host: bool = option(
-        False, "time all once more with each rank held to one core, which a busy process shares", action="store_true"
-    )
-    dense_tflop_per_s: float = option(
-        790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
-    )
-
-    def __post_init__(self) -> None:
-        check_contenders(self.contenders, STEP_CONTENDERS)
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that every contender has a configuration, and that the step's bytes can be counted.
-
-        Raises:
-            InputError: naming the key.
-        """
-        if config.embedding.plan == "row_wise":
-            raise InputError(
-                "embedding.plan: row_wise, but this figure counts the bytes of table-wise and column-wise shards; set "
-                "embedding.plan auto"
-            )
-        for name in self.contenders:
-            contender_config(config, STEP_CONTENDERS[name], device_type)
-
-
-@dataclass(frozen=True)
-class AblationRequest(Request):
-    """What is asked of the ablation of the whole step."""
-
-    contenders: tuple[str, ...] = option(
-        tuple(name for others in ABLATION.values() for name in others),
-        "who takes part beside the references torchrec and pgas_graph",
-        nargs="+",
-    )
-    steps: int = option(100, "timed steps of each contender", type=PositiveInt)
-    batches: int = option(16, "different batches, read once and trained on in turn", type=PositiveInt)
-
-    def __post_init__(self) -> None:
-        check_contenders(self.contenders, {name: others for others in ABLATION.values() for name in others})
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that every contender and reference has a configuration.
-
-        Raises:
-            InputError: naming the key.
-        """
-        for name in (*ABLATION, *self.contenders):
-            contender_config(config, STEP_CONTENDERS[name], device_type)
-
+COLLECTIVE_TOYS_MB = (1, 4)
 
 COLLECTIVE_CONTENDERS = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto")
 
@@ -166,10 +109,12 @@ class CollectivesRequest(Request):
         ("nothing", "compute"), "nothing, compute (a product of two bf16 matrices of 8192 x 8192), or both", nargs="+"
     )
     sizes_mb: tuple[int, ...] = option(
-        (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "to each peer, of 2^20 bytes", nargs="+", type=PositiveInt
+        (), "to each peer, of 2^20 bytes; none takes 1 to 512, or toys on CPUs", nargs="+", type=PositiveInt
     )
     iterations: int = option(20, "timed calls of each contender at each size", type=PositiveInt)
     store_programs: int = option(64, "programs of the kernel of stores", type=PositiveInt)
+
+    needs_peers = True
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))
@@ -180,48 +125,9 @@ class CollectivesRequest(Request):
             if unknown := [name for name in names if name not in known]:
                 raise InputError(f"--{option} {unknown[0]}: not known; take some of {', '.join(known)}")
 
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that there are peers.
-
-        Raises:
-            InputError: if there are none.
-        """
-        if world_size == 1:
-            raise InputError(f"bench {self.kind}: 1 rank has nobody to send to; start two or more (--nproc 2)")
-
-
-@dataclass(frozen=True)
-class TimelineRequest(Request):
-    """What is asked of the figure of a step's timeline, which needs GPUs."""
-
-    contenders: tuple[str, ...] = option(
-        ("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced", nargs="+"
-    )
-    steps: int = option(5, "traced steps of each contender", type=PositiveInt)
-    batches: int = option(16, "different batches, read once and trained on in turn", type=PositiveInt)
-
-    output_help: ClassVar[str] = (
-        "CSV file to append the rows to; the picture is beside it as .svg, the traces are in a folder of its name"
-    )
-    lacks_on_cpu: ClassVar[str | None] = "a CPU's trace has no kernels and no streams"
-
-    def __post_init__(self) -> None:
-        check_contenders(self.contenders, STEP_CONTENDERS)
-        if self.output.suffix != ".csv":
-            raise InputError(
-                f"--output {self.output}: must end in .csv, since the picture beside it has the same name with another "
-                f"ending, and the folder of the traces without one; give one that does"
-            )
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that every contender has a configuration, and that the ranks are on GPUs.
-
-        Raises:
-            InputError: naming the key, or because the ranks are on a CPU.
-        """
-        for name in self.contenders:
-            contender_config(config, STEP_CONTENDERS[name], device_type)
-        super().check_ranks(config, world_size, device_type)
+    def sizes_on(self, device_type: str) -> tuple[int, ...]:
+        """Return the sizes to measure on such a device, of 2^20 bytes to each peer."""
+        return self.sizes_mb or (COLLECTIVE_SIZES_MB if device_type == "cuda" else COLLECTIVE_TOYS_MB)
 
 
 @dataclass(frozen=True)
@@ -239,165 +145,3 @@ class ConcurrentRequest(Request):
 
     def __post_init__(self) -> None:
         check_left_out(self.without)
-
-
-@dataclass(frozen=True)
-class StageRequest(Request):
-    """What is asked of every figure of the embedding stage. The configuration gives the shape."""
-
-    iterations: int = option(100, "timed steps of each contender", type=PositiveInt)
-    tables_per_rank: int | None = option(
-        None,
-        "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs",
-        type=PositiveInt,
-    )
-
-    def worlds(self, world_size: int) -> list[int]:
-        """Return the numbers of ranks to measure on, in ascending order; here all ranks alone."""
-        return [world_size]
-
-    def shape(self, config: Config, world_size: int) -> Config:
-        """Return `config` with the tables that `world_size` ranks have.
-
-        Raises:
-            InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
-        """
-        if self.tables_per_rank is not None:
-            tables = replace(config.data.tables, count=self.tables_per_rank * world_size)
-            config = replace(config, data=replace(config.data, tables=tables))
-        elif (count := config.data.tables.number(world_size)) < world_size:
-            raise InputError(f"data.tables.count: {count} tables for {world_size} ranks; each takes at least one")
-        config.train.samples_per_rank(world_size)
-        return config
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that every number of ranks to measure on has a shape.
-
-        Raises:
-            InputError: naming the key, or because the ranks are on a CPU and the figure needs GPUs.
-        """
-        super().check_ranks(config, world_size, device_type)
-        for size in self.worlds(world_size):
-            self.shape(config, size)
-
-
-@dataclass(frozen=True)
-class ForwardRequest(StageRequest):
-    """What is asked of a figure of the stage's forward."""
-
-    check_ids: bool = option(True, "bounds checks, for all alike", type=bool)
-    """whether the baseline and the exchanges check the ids' bounds; training does"""
-    beside_product: bool = option(
-        False, "time each contender once more beside a matrix product of 8192 x 8192 x 8192", action="store_true"
-    )
-
-
-CHUNKS = (2, 4, 8)
-"""of tables, in which a baseline looks up and sends"""
-
-
-@dataclass(frozen=True)
-class EveryoneRequest(ForwardRequest):
-    """What is asked of the figure of all contenders on one shape."""
-
-    chunks: tuple[int, ...] = option(
-        CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*", type=PositiveInt
-    )
-    copy_engines: bool = option(
-        False, "NCCL's copy engines too, where a rank's tables are like every other's (GPU)", action="store_true"
-    )
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that there are copy engines, and somebody to send to.
-
-        Raises:
-            InputError: naming the key.
-        """
-        super().check_ranks(config, world_size, device_type)
-        tables = self.shape(config, world_size).data.tables.number()
-        if self.copy_engines and (device_type == "cpu" or world_size == 1 or tables % world_size):
-            raise InputError(
-                f"--copy_engines: {tables} tables on {world_size} ranks ({device_type}); NCCL's copy engines need "
-                f"GPUs, two ranks or more, and as many tables on each"
-            )
-
-
-@dataclass(frozen=True)
-class _ScalingRequest(ForwardRequest):
-    def worlds(self, world_size: int) -> list[int]:
-        """Return the powers of two up to `world_size`."""
-        return [2**n for n in range(world_size.bit_length())]
-
-
-@dataclass(frozen=True)
-class WeakRequest(_ScalingRequest):
-    """What is asked of weak scaling, which keeps the tables of a rank."""
-
-    def __post_init__(self) -> None:
-        if self.tables_per_rank is None:
-            raise InputError("--tables_per_rank: not given, but weak scaling keeps the tables of a rank; give it")
-
-
-@dataclass(frozen=True)
-class StrongRequest(_ScalingRequest):
-    """What is asked of strong scaling, which keeps the tables of all ranks together."""
-
-    def __post_init__(self) -> None:
-        if (given := self.tables_per_rank) is not None:
-            raise InputError(
-                f"--tables_per_rank: {given}, but strong scaling keeps the tables in all; set data.tables.count instead"
-            )
-
-
-@dataclass(frozen=True)
-class OccupancyRequest(ForwardRequest):
-    """What is asked of the figure of the occupancy, which needs GPUs."""
-
-    lacks_on_cpu: ClassVar[str | None] = "a CPU has no multiprocessors"
-
-
-@dataclass(frozen=True)
-class ProgramsRequest(StageRequest):
-    """What is asked of the figure of the persistent kernel's programs, which needs GPUs."""
-
-    iterations: int = option(10, "steps before the one that is traced", type=PositiveInt)
-    programs: int = option(32, "of the kernel, whose tasks are told", type=PositiveInt)
-
-    lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
-
-
-@dataclass(frozen=True)
-class VolumeRequest(StageRequest):
-    """What is asked of the figure of the bytes on the links over time, which needs GPUs."""
-
-    iterations: int = option(10, "steps before the one that is recorded", type=PositiveInt)
-    bins: int = option(100, "stretches of time that the longest stage is cut into", type=PositiveInt)
-
-    lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that there is somebody to send to.
-
-        Raises:
-            InputError: naming the key, for one rank, or because the ranks are on a CPU.
-        """
-        super().check_ranks(config, world_size, device_type)
-        if world_size == 1:
-            raise InputError(f"bench {self.kind}: 1 rank has nobody to send to; start two or more (--nproc 2)")
-
-
-@dataclass(frozen=True)
-class BackwardRequest(StageRequest):
-    """What is asked of the figure of the backward. Its ids have been checked by the forward."""
-
-    optimizers: tuple[str, ...] = option(
-        ("sgd", "rowwise_adagrad"), "of the rows, one after the other: sgd, rowwise_adagrad, adagrad", nargs="+"
-    )
-
-    def __post_init__(self) -> None:
-        known = get_args(get_type_hints(EmbeddingConfig)["optimizer"])
-        for name in self.optimizers:
-            if name not in known:
-                raise InputError(f"--optimizers {name}: not an optimizer of the tables; known: {', '.join(known)}")
-        if len(set(self.optimizers)) < len(self.optimizers):
-            raise InputError(f"--optimizers {' '.join(self.optimizers)}: one is there twice; name each once")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from jsonargparse.typing import PositiveInt
 
-from dlrm_overlap.bench.request import CHUNKS, StageRequest, option
+from dlrm_overlap.bench.request import option
+from dlrm_overlap.bench.stage_request import CHUNKS, StageRequest
 from dlrm_overlap.config import Config, InputError
 
 

@@ -105,7 +105,13 @@ class Arena(ABC):
     def loan(self, name: str) -> "Loan":
         """Return region `name` as something to lend."""
         region = self.local(name)
-        memory = _CudaMemory(region) if self.device.type == "cuda" else region.flatten().view(torch.uint8).numpy()
+        region_bytes = region.numel() * region.dtype.itemsize
+        on_gpu = self.device.type == "cuda"
+        memory = (
+            CudaMemory(region.data_ptr(), region_bytes, region)
+            if on_gpu
+            else region.flatten().view(torch.uint8).numpy()
+        )
         return Loan(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
@@ -140,15 +146,16 @@ class Loan:
         return self._count_users(self._address) > self._idle
 
 
-class _CudaMemory:
+class CudaMemory:
     """GPU memory as `torch.as_tensor` takes it: without a copy, into a tensor with a storage of its own."""
 
-    def __init__(self, region: torch.Tensor) -> None:
-        self._region = region
+    def __init__(self, address: int, size_bytes: int, holds: object = None) -> None:
+        """Take bytes at an address, and what keeps them alive."""
+        self._holds = holds
         self.__cuda_array_interface__ = {
-            "shape": (region.numel() * region.dtype.itemsize,),
+            "shape": (size_bytes,),
             "typestr": "|u1",
-            "data": (region.data_ptr(), False),
+            "data": (address, False),
             "version": 2,
         }
 

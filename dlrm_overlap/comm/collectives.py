@@ -39,6 +39,7 @@ from dlrm_overlap.comm.arena import on_every_rank, open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Way
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
+from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
@@ -125,6 +126,7 @@ class PeerCollectives:
         self._flow = self._open_flow(wait_timeout_s)
         self._known: set[Call] = set()
         self._under_way: Work | None = None
+        self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
         if self.device.type == "cuda":
@@ -141,6 +143,7 @@ class PeerCollectives:
         Raises:
             InputError: on every rank, if the outputs need more than the capacity, or ranks ask for unlike tensors.
         """
+        self._check_open("empty")
         size = torch.Size(shape)
         begin = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + size.numel() * dtype.itemsize
@@ -231,6 +234,7 @@ class PeerCollectives:
         return self._under_way
 
     def _check_free(self, name: str) -> None:
+        self._check_open(name)
         if self._under_way is not None:
             raise InputError(
                 f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
@@ -279,6 +283,10 @@ class PeerCollectives:
         self._under_way = Work(self, partial(self._flow.wait, transfer))
         self._flow.begin(transfer)
         return self._under_way
+
+    def _check_open(self, name: str) -> None:
+        if self._closed:
+            raise InputError(f"PeerCollectives.{name}: after close, which gave the memory back; make another one")
 
     @property
     def _captured(self) -> bool:
@@ -341,13 +349,7 @@ class PeerCollectives:
         Raises:
             ExchangeTimeoutError: if a wait on the GPU had expired.
         """
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            self.check()
-            raise
-        self._under_way = None
-        dist.barrier(self._group)  # a peer may still write to this rank's flags
+        settle(self._group, self.device, self.check)
+        self._under_way, self._closed = None, True
         self._memory = torch.empty(0)
         self._arena.close()

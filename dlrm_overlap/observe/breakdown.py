@@ -7,11 +7,10 @@ looks up rows and puts them to peers at once counts as a lookup, as in `observe.
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
-from dlrm_overlap.observe.trace_summary import Span, Work, length, read_steps, subtract
+from dlrm_overlap.observe.trace_summary import Span, Work, length, subtract
 
 _OWN_KINDS = {
     "dense": ("products", "dense", "optimizer"),
@@ -37,19 +36,13 @@ _LOOKS = {  # a grey and a hatch, so that neighbours can be told apart without c
 }
 
 
-def read_breakdown(path: Path) -> dict[str, float] | None:
-    """Return part -> ms a step of the steps in the trace `path`, for each of `PARTS`, or None if no GPU was traced.
+def mean_step(work: list[Work], steps: int) -> dict[str, float] | None:
+    """Return part -> ms a step of the `steps` steps that `work` is, for each of `PARTS`, or None if it is empty.
 
     Example: of a step of 10 ms with products in the first 6, an exchange from 4 to 8 and nothing after it, 6 are dense,
     2 are exposed exchange and 2 idle, if something else ends at 10.
-
-    Raises:
-        InputError: if the file is not a trace.
     """
-    work, steps = read_steps(path)
-    if not work:
-        return None
-    return {part: us * 1e-3 / steps for part, us in break_down(work).items()}
+    return {part: us * 1e-3 / steps for part, us in break_down(work).items()} if work else None
 
 
 def break_down(work: list[Work]) -> dict[str, float]:

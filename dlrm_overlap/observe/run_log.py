@@ -25,10 +25,11 @@ from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, read_breakdown
+from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
+from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 from dlrm_overlap.storage.branches import newest_checkpoint
 
@@ -287,7 +288,7 @@ class RunLog:
 
 
 def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:
-    """Return what the steps in `trace` are made of, in ms, and write it to `board`; None where no GPU was traced.
+    """Return what the steps in `trace` are made of, in ms, and write it to `board`, drawn too; None without a GPU.
 
     Args:
         trace: a file of this rank's.
@@ -295,12 +296,16 @@ def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[s
         board: may be None.
     """
     try:
-        parts = read_breakdown(trace)
+        work, steps = read_steps(trace)
     except InputError as error:  # all else of the run is whole
         log.warning("%s", error)
         return None
+    parts = mean_step(work, steps)
     if parts and board:
         board.scalars({"speed/exposed_ms": exposed_ms(parts)}, step)
         board.text("breakdown", breakdown_markdown({"this run": parts}))
         board.image("breakdown", draw_breakdown({"this run": parts}), step)
+        from dlrm_overlap.observe.timeline import draw_timeline  # loads matplotlib, which most runs do not need
+
+        board.image("timeline", draw_timeline(work, f"{steps} traced steps, the last one step {step}"), step)
     return parts

@@ -158,6 +158,8 @@ def check_mistakes() -> None:
     work.wait()  # which does nothing
     dist.barrier()
     collectives.close()
+    assert "after close" in _told(lambda: collectives.all_to_all(output, sent))
+    assert "after close" in _told(lambda: collectives.empty((ranks,), torch.int8))
 
 
 def check_reach() -> None:

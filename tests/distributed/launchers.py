@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+import pytest
+
 MPI_AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -55,6 +57,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
 NodeName=node NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=1000
 PartitionName=all Nodes=node Default=YES MaxTime=INFINITE State=UP
 """
@@ -74,10 +77,13 @@ class SlurmCluster:
         self.environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> Self:
+        """Start the daemons; skip the tests where one ends or is not up in time, which is not the project's doing."""
         try:
             self._begin(self._folder)
-        except BaseException:
+        except BaseException as error:
             self.__exit__()
+            if isinstance(error, AssertionError | OSError | subprocess.TimeoutExpired):
+                pytest.skip(f"Slurm does not come up here: {error}")
             raise
         return self
 
@@ -102,6 +108,7 @@ class SlurmCluster:
         self._start("slurmctld", "-D")
         self._start("slurmd", "-D", "-N", "node")
         self._await(lambda: "State=IDLE" in self.run("scontrol", "show", "node", "node"))
+        self.run("srun", "--ntasks", "2", "true", check=True)
 
     def __exit__(self, *_: object) -> None:
         for daemon in reversed(self._daemons):

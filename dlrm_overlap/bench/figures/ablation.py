@@ -18,11 +18,12 @@ import torch._dynamo
 
 from dlrm_overlap.bench.figures.step import CHECKED_STEPS, build, contender_configs, describe_run, judge, train_apart
 from dlrm_overlap.bench.harness.losses import LossAgreement
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes, time_in_turns
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION
+from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.plan import fullest_rank
 from dlrm_overlap.ranks import Ranks
@@ -54,9 +55,11 @@ def run(request: AblationRequest, ranks: Ranks) -> int:
         losses: dict[str, list[float]] = {}
         staying = make(tuple(ABLATION))
         rows = []
-        for first in range(0, len(request.contenders), _IN_A_GROUP):
+        for first in counted("groups", range(0, len(request.contenders), _IN_A_GROUP)):
             group = [*staying, *make(request.contenders[first : first + _IN_A_GROUP])]
-            times = dict(zip([each.name for each in group], time_in_turns(group, request.steps), strict=True))
+            times = dict(
+                zip([each.name for each in group], time_in_turns(group, request.steps, tell=False), strict=True)
+            )
             columns = {"kind": request.kind, "group": first // _IN_A_GROUP}
             rows += [
                 columns | _describe(each, request.batches) | _times(each.name, references[each.name], times)

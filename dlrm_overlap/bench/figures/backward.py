@@ -26,7 +26,7 @@ from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import BackwardRequest
+from dlrm_overlap.bench.stage_request import BackwardRequest
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.ranks import Ranks
 

@@ -29,6 +29,7 @@ from dlrm_overlap.bench.harness.communications import Implementations, make_grou
 from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.payload import KINDS, Payload
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import fraction_of_ideal, greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import headline, summarise
@@ -99,7 +100,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     with measured.stream():
-        for cases in measured.by_payload():
+        for cases in counted("communications", list(measured.by_payload())):
             found, wrong = measured.payload(cases)
             rows += found
             faults += wrong

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import slowest_rank
 from dlrm_overlap.bench.report.rows import append_row
 from dlrm_overlap.bench.request import InputRequest
@@ -43,7 +44,7 @@ def _measure(trainer: Trainer, steps: int, output: Path) -> None:
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
-        for _ in range(_ROUNDS):
+        for _ in counted("rounds", range(_ROUNDS)):
             cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round, _WARMUP_STEPS)
             waited_s -= loader.wait_s
             loaded_ms += _time_steps(trainer, batches, per_round, loader_warmup)

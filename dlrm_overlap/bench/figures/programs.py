@@ -17,7 +17,7 @@ from dlrm_overlap.bench.harness.programs import describe_tasks, trace_programs
 from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import ProgramsRequest
+from dlrm_overlap.bench.stage_request import ProgramsRequest
 from dlrm_overlap.ranks import Ranks
 
 _BACKEND = "fused"

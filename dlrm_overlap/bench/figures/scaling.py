@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.figures.stage import every_backend
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.ranks import Ranks
 
 

@@ -12,7 +12,7 @@ from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.skew import Skew, measure_skew
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from dlrm_overlap.ranks import Ranks

@@ -4,7 +4,7 @@ Contenders: the baseline; `pgas`, which has no slices, to compare with; and ever
 the sizes 4, 8, .., 128 bags. No extra column: `slice_bags` is a column of every figure of the forward.
 
 Slices are staged and copied (`stores`) unless `embedding.put` names another put: what one put sends is what the figure
-asks for, and in place a slice's size decides no more than how many flags are raised.
+asks for, and in place there are no slices.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.ranks import Ranks
 

@@ -23,6 +23,7 @@ from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.limits import count_bytes, find_limit, measure_ceilings
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.rounds import time_contenders
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Turns
@@ -54,7 +55,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     workload, made_with, began = None, None, time.monotonic()
-    for number, point in enumerate(points, 1):
+    for number, point in enumerate(counted("shapes", points), 1):
         tables = point.model.dim, point.data.tables.count
         ids = read_ids(point, group, ranks.device)
         if workload is None or tables != made_with:
@@ -70,8 +71,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         if ranks.world.rank == 0 and found:
             append_rows(request.output, found)
         (passed_s,) = greatest([time.monotonic() - began], ranks.device, group)
-        left_s = passed_s / number * (len(points) - number)
-        log.info("%s: shape %d of %d, %s; about %.0f s left", request.kind, number, len(points), _name(point), left_s)
+        log.info("%s: shape %d of %d, %s", request.kind, number, len(points), _name(point))
         if request.most_seconds and passed_s >= request.most_seconds and number < len(points):
             log.warning("%s: ends here, %d shapes are left out (--most_seconds)", request.kind, len(points) - number)
             break
@@ -104,7 +104,7 @@ def _measure(
             for ids in workload.batches
         ]
         limit = find_limit(counts, ceilings, workload.group, workload.device)[0]
-        timings = time_contenders(contenders, workload.batches, workload, request.iterations)
+        timings = time_contenders(contenders, workload.batches, workload, request.iterations, tell=False)
         pieces = [_cycle(contender, workload) for contender in contenders]
         alone = Turns(workload.group, workload.device).time(pieces, _GPU_REPETITIONS)
         baselines = [i for i, contender in enumerate(contenders) if not isinstance(contender, Overlap)]

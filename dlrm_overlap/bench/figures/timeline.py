@@ -14,12 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.step_trace import TracedSteps, read_steps
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import command_line, report
 from dlrm_overlap.bench.report.timeline_picture import draw
-from dlrm_overlap.bench.request import TimelineRequest
+from dlrm_overlap.bench.step_request import TimelineRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.launching.doctor import environment
@@ -42,7 +43,9 @@ def run(request: TimelineRequest, ranks: Ranks) -> int:
     rows: list[dict[str, Any]] = []
     traced: dict[str, TracedSteps] = {}
     batches: list[Batch] = []
-    for name, config in contender_configs(ranks, request.contenders).items():
+    configs = contender_configs(ranks, request.contenders)
+    ranks.connect()
+    for name, config in counted("contenders", list(configs.items())):
         row, traced[name] = _trace(request, ranks, name, config, batches)
         collect_garbage(ranks.device)
         gathered: list[Any] = [None] * ranks.world.world_size

@@ -18,11 +18,12 @@ from dlrm_overlap.bench.harness.chunked import Chunked, make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.programs import trace_programs
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.volume import Sending, bin_bytes, sending_of_collectives, sending_of_tasks
 from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
-from dlrm_overlap.bench.request import CHUNKS, VolumeRequest
+from dlrm_overlap.bench.stage_request import CHUNKS, VolumeRequest
 from dlrm_overlap.ranks import Ranks
 
 _BACKEND = "fused"
@@ -52,7 +53,7 @@ def run(request: VolumeRequest, ranks: Ranks) -> int:
     ]
     link_gb_per_s = measure_ceilings(group, ranks.device)[1]
     found: dict[str, Sending] = {}
-    for each in [] if faults else contenders:
+    for each in [] if faults else counted("contenders", contenders):
         if isinstance(each, Baseline | Chunked):
             found[each.name] = sending_of_collectives(each, workload, request.iterations)
     for each in contenders:

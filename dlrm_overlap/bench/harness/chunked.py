@@ -99,19 +99,20 @@ class Chunked(Contender):
             output[:, column : column + dim].copy_(part.view(mine, dim))
 
 
-class CopyEngineChunks(Chunked):
-    """The same by NCCL's copy engines, which take no multiprocessor from the lookup.
+class RegisteredChunks(Chunked):
+    """The same in memory that NCCL has registered, by its kernels or its copy engines.
 
-    They need registered memory. FBGEMM allocates its output itself, so each chunk is copied to where NCCL can send it
-    from, in the pass that casts it where the wire is narrower.
+    Registered, NCCL reads and writes the buffers themselves instead of copying by way of its own. Its copy engines,
+    which need that, take no multiprocessor from the lookup. FBGEMM allocates its output itself, so each chunk is copied
+    to where NCCL can send it from, in the pass that casts it where the wire is narrower.
     """
 
-    def __init__(self, workload: Workload, chunks: int) -> None:
+    def __init__(self, workload: Workload, chunks: int, copy_engines: bool) -> None:
         """As `Chunked`; all ranks call this, with tables alike on all of them, which the collective needs."""
         super().__init__(workload, chunks)
         assert self._alike, "copy engines carry parts that are alike"
-        self.name = f"nccl_copy_engines_{chunks}"
-        self._registered = RegisteredGroup(workload.device, copy_engines=True)
+        self.name = f"nccl_{'copy_engines' if copy_engines else 'registered'}_{chunks}"
+        self._registered = RegisteredGroup(workload.device, copy_engines)
         peers, dtype = len(workload.batch_sizes), workload.wire_dtype
         sizes = [peers * self._samples * dims[self._rank] for dims in self._dims]
 
@@ -134,20 +135,21 @@ class CopyEngineChunks(Chunked):
 
 
 @torch.no_grad()
-def make_copy_engines(workload: Workload) -> list[Contender]:
-    """Return the baseline in 4 chunks by NCCL's copy engines, if a trace of a step shows that NCCL takes them.
+def make_registered(workload: Workload) -> list[Contender]:
+    """Return the baseline in 4 chunks in registered memory, and by NCCL's copy engines if a trace shows that these ran.
 
     NCCL takes its kernels, without a word, where it finds no way by copy engines. All ranks call this.
     """
-    fewest = min(map(len, workload.layout.by_owner))
-    contender = CopyEngineChunks(workload, min(_COPIED_CHUNKS, fewest))
+    chunks = min(_COPIED_CHUNKS, *map(len, workload.layout.by_owner))
+    registered = RegisteredChunks(workload, chunks, copy_engines=False)
+    contender = RegisteredChunks(workload, chunks, copy_engines=True)
     kernels = [each.name for each in record_step(contender, workload, _WARMUP) if each.name.startswith("nccl")]
     if greatest([float(len(kernels))], workload.device, workload.group)[0] == 0:
-        return [contender]
+        return [registered, contender]
     log.warning("%s: left out, since NCCL took no copy engines but %s", contender.name, ", ".join(sorted({*kernels})))
     dist.barrier(workload.group)
     contender.close()
-    return []
+    return [registered]
 
 
 def make_chunked(workload: Workload, chunks: Sequence[int]) -> list[Contender]:

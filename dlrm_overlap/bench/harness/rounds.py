@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.observe.metrics import StepTimer, quantile
@@ -35,7 +36,7 @@ class Timing:
 
 @torch.no_grad()
 def time_contenders(
-    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
+    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int, tell: bool = True
 ) -> list[Timing]:
     """Time at least `steps` steps of each contender, in rounds. All ranks call this.
 
@@ -44,19 +45,20 @@ def time_contenders(
         batches: what a contender's `step` takes, one after the other and again from the first.
         workload: gives the group and the device.
         steps: the fewest steps to time of each contender.
+        tell: whether to tell on rank 0 how many turns are left.
     """
     per_round = math.ceil(steps / _ROUNDS)
     step_ms: list[list[float]] = [[] for _ in contenders]
     host_ms: list[list[float]] = [[] for _ in contenders]
-    for _ in range(_ROUNDS):
-        for i, contender in enumerate(contenders):
-            following, timer = _warm_up(contender.step, batches, workload)
-            for _ in range(per_round):
-                began = time.perf_counter()
-                contender.step(next(following))
-                host_ms[i].append((time.perf_counter() - began) * 1e3)
-                timer.mark()
-            step_ms[i] += timer.take_ms()
+    turns = list(enumerate(contenders)) * _ROUNDS
+    for i, contender in counted("turns of contenders", turns) if tell else turns:
+        following, timer = _warm_up(contender.step, batches, workload)
+        for _ in range(per_round):
+            began = time.perf_counter()
+            contender.step(next(following))
+            host_ms[i].append((time.perf_counter() - began) * 1e3)
+            timer.mark()
+        step_ms[i] += timer.take_ms()
     device, group = workload.device, workload.group
     host = greatest([quantile(times, 0.5) for times in host_ms], device, group)
     return [

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.step_trace import mark_time
 from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
 from dlrm_overlap.data.batch import Batch
@@ -128,16 +129,22 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     return [batch.pin_memory() for batch in batches] if trainer.device.type == "cuda" else batches
 
 
-def time_in_turns(runs: Sequence[TrainingRun], steps: int) -> list[TrainingTimes]:
-    """Time at least `steps` steps of each run, in rounds in which the runs take turns. All ranks call this."""
+def time_in_turns(runs: Sequence[TrainingRun], steps: int, tell: bool = True) -> list[TrainingTimes]:
+    """Time at least `steps` steps of each run, in rounds in which the runs take turns. All ranks call this.
+
+    Args:
+        runs: as many steps of each in every round.
+        steps: the fewest of each.
+        tell: whether to tell on rank 0 how many turns are left.
+    """
     per_round = math.ceil(steps / _ROUNDS)
     step_ms: list[list[float]] = [[] for _ in runs]
     host_ms: list[list[float]] = [[] for _ in runs]
-    for _ in range(_ROUNDS):
-        for i, run in enumerate(runs):
-            on_device, on_host = run.time(per_round)
-            step_ms[i] += on_device
-            host_ms[i] += on_host
+    turns = list(enumerate(runs)) * _ROUNDS
+    for i, run in counted("turns of contenders", turns) if tell else turns:
+        on_device, on_host = run.time(per_round)
+        step_ms[i] += on_device
+        host_ms[i] += on_host
     device = runs[0].trainer.device
     return [
         TrainingTimes(

@@ -10,6 +10,7 @@ from dlrm_overlap.bench.report.style import Picture
 PAYS = 1.05
 """the speedup over the strongest baseline from which the words say that it pays"""
 _HOST = 0.9  # of a step's time: from there on a step takes as long as its host takes to issue it
+_EVERYWHERE = "every one measured"
 _DARKEST = 3.0  # speedups beyond are as dark
 
 
@@ -115,13 +116,22 @@ class Map:
             found.append(f"{label[0].upper()}{label[1:]}: {_in_all(whole)}")
             for panel in sorted({panel for panel, _, _ in whole}):
                 own = {(y, x): cell for (p, y, x), cell in whole.items() if p == panel}
-                parts = [
-                    f"{self.y.label} {y:g}: {_where([x for at, x in sorted(own) if at == y], own, y)}"
-                    for y in sorted({y for y, _ in own})
-                ]
                 place = f"{self.panel.label} {panel:g}, " if self.panel else ""
-                found.append(f"By {self.x.label}, {place}{label}, it pays at {'; '.join(parts)}.")
+                found.append(f"By {self.x.label}, {place}{label}, it pays {self._by_y(own)}.")
         return found
+
+    def _by_y(self, own: Mapping[tuple[float, float], Cell]) -> str:
+        """Return at which x it pays for each y, those that are alike together.
+
+        Example: at dim 8: none; dim 16, 32: from 8 on.
+        """
+        ys_by_text: dict[str, list[float]] = {}
+        for y in sorted({y for y, _ in own}):
+            ys_by_text.setdefault(_where([x for at, x in sorted(own) if at == y], own, y), []).append(y)
+        if list(ys_by_text) == [_EVERYWHERE]:
+            return f"at {_EVERYWHERE}"
+        parts = [f"{self.y.label} {', '.join(f'{y:g}' for y in ys)}: {text}" for text, ys in ys_by_text.items()]
+        return f"at {'; '.join(parts)}"
 
 
 def _cell(rows: Iterable[Row], time: str) -> Cell:
@@ -149,7 +159,7 @@ def _where(xs: Sequence[float], own: Mapping[tuple[float, float], Cell], y: floa
     """Return at which of the ascending `xs` it pays. Example: of 1, 8, 32, from 8 on."""
     pays = [own[y, x].speedup >= PAYS for x in xs]
     if all(pays):
-        return "every one measured"
+        return _EVERYWHERE
     if not any(pays):
         return "none"
     first, last = pays.index(True), len(pays) - 1 - pays[::-1].index(True)

@@ -19,7 +19,7 @@ from dlrm_overlap.bench.report.measured import (
 from dlrm_overlap.bench.report.style import EDGE, LIMIT, Picture, looks
 
 _CHUNKED = "nccl_chunked"
-_BASELINES = ("baseline", "torchrec", _CHUNKED, "nccl_copy_engines")
+_BASELINES = ("baseline", "torchrec", _CHUNKED, "nccl_registered", "nccl_copy_engines")
 _CUT = 1.6  # of the baseline's time, where bars of the backward end
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import ablation, step
 from dlrm_overlap.bench.harness import training_runs
-from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, StepContender
+from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.ranks import Ranks

@@ -12,7 +12,7 @@ from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline
 from dlrm_overlap.bench.harness.workload import Ids, Workload, make_workload, read_ids
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.parsing import parse_config

@@ -19,7 +19,7 @@ from dlrm_overlap.bench.harness.backward_contenders import (
 )
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
-from dlrm_overlap.bench.request import BackwardRequest
+from dlrm_overlap.bench.stage_request import BackwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.protocol.step import Step

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ from dlrm_overlap.bench.report.page import Section, headline, html_page, markdow
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
-from tests.conftest import dump_page, find_browser
+from tests.conftest import dump_page, need_browser
 
 RESULTS = Path("docs/results")
 
@@ -154,8 +155,8 @@ def test_the_page_is_whole_html_with_every_row_and_picture() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium: install one, or name it by CHROMIUM")
 def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
+    need_browser(tmp_path / "profile")
     shutil.copy(RESULTS / "step.csv", tmp_path / "step.csv")
     write_report(tmp_path, tmp_path)
     shown = dump_page((tmp_path / "index.html").as_uri(), tmp_path / "profile")
@@ -164,3 +165,16 @@ def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
     for row in read_measured(tmp_path / "step.csv").rows:
         assert f"<td>{row['contender']}</td>" in shown
     assert "4.66x" in shown
+
+
+def test_json_has_the_rows_with_numbers_as_numbers(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "slice.csv", tmp_path / "slice.csv")
+    (tmp_path / "notes.csv").write_text("remark,size,cuda\nnan,1e3,13.0\n,7,\n")
+    assert main(["bench", "report", str(tmp_path), "--json"]) == 0
+    found = json.loads((tmp_path / "report" / "rows.json").read_text())
+    first, second = found["notes"]["rows"]
+    assert first == {"remark": "nan", "size": 1000.0, "cuda": "13.0"}
+    assert second == {"remark": None, "size": 7, "cuda": None}
+    rows = read_measured(RESULTS / "slice.csv").rows
+    assert [row["median_ms"] for row in found["slice"]["rows"]] == [float(row["median_ms"]) for row in rows]
+    assert found["slice"]["rows"][0]["contender"] == rows[0]["contender"]

@@ -3,8 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.bench.report.measured import read_measured
+from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import append_row
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.doctor import environment
 
 
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -47,3 +50,25 @@ def test_rows_are_appended_and_an_empty_file_is_as_good_as_none(tmp_path: Path) 
         rows = list(csv.DictReader(file))
     assert [(row["steps"], row["median_ms"]) for row in rows] == [("4", "0.1235"), ("5", "0.1235")]
     assert all(row["python"] for row in rows)
+
+
+def test_a_row_begins_with_what_was_measured_and_ends_with_command_and_environment(tmp_path: Path) -> None:
+    output = tmp_path / "rows.csv"
+    append_row(output, {"kind": "stage", "contender": "pgas", "median_ms": 1.0, "limit_ms": None})
+    header, line = output.read_text().splitlines()
+    names = header.split(",")
+    assert names[:4] == ["kind", "contender", "median_ms", "limit_ms"]
+    assert names[4:] == ["command", *environment()]
+    assert {"python", "torch", "fbgemm", "torchrec", "triton", "cpu"} <= {*names}
+    assert line.startswith("stage,pgas,1,,"), "what a figure has no number for is empty"
+
+
+@pytest.mark.parametrize("path", sorted(Path("docs/results").glob("*.csv")), ids=lambda path: path.stem)
+def test_published_rows_name_their_hardware_and_versions(path: Path) -> None:
+    measured = read_measured(path)
+    if measured.kind not in PLOTS:
+        assert path.stem.startswith("simulated"), "a figure without a plot"
+        return
+    assert all(row[name] for row in measured.rows for name in ("gpu", "torch", "nccl", "triton"))
+    ranks = {f"{row['world_size']} x" for row in measured.rows if "world_size" in row}
+    assert measured.kind in ("weak", "strong") or all(row["gpu"].startswith(tuple(ranks)) for row in measured.rows)

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown, draw_breakdown, exposed_ms, read_breakdown
+from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.run_log import write_breakdown
 from dlrm_overlap.observe.tensorboard import TensorBoard
+from dlrm_overlap.observe.timeline import draw_timeline
+from dlrm_overlap.observe.trace_summary import read_steps
 
 KERNELS = [  # name, stream, begin and end in us
     ("_store_pooled", 7, 0, 300),
@@ -34,16 +36,16 @@ def _trace(folder: Path, kernels: list[tuple[str, int, int, int]], steps: int = 
 
 
 def test_each_instant_counts_for_the_first_part_that_ran_then(tmp_path: Path) -> None:
-    parts = read_breakdown(_trace(tmp_path, KERNELS))
+    parts = mean_step(*read_steps(_trace(tmp_path, KERNELS)))
     expected = [0.8, 0.2, 0.15, 0.0, 0.3, 0.15, 0.05, 0.1]
     assert parts == pytest.approx(dict(zip(PARTS, expected, strict=True)))
     assert sum(expected) == pytest.approx(1.75)
-    halves = read_breakdown(_trace(tmp_path, KERNELS, steps=2))
+    halves = mean_step(*read_steps(_trace(tmp_path, KERNELS, steps=2)))
     assert halves == pytest.approx({part: ms / 2 for part, ms in zip(PARTS, expected, strict=True)})
 
 
 def test_a_trace_of_a_cpu_has_none(tmp_path: Path) -> None:
-    assert read_breakdown(_trace(tmp_path, [])) is None
+    assert mean_step(*read_steps(_trace(tmp_path, []))) is None
 
 
 def test_a_runs_breakdown_is_a_text_a_picture_and_curves(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_a_runs_breakdown_is_a_text_a_picture_and_curves(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path)).Reload()
     (exposed,) = events.Scalars("speed/exposed_ms")
     assert (exposed.step, exposed.value) == (22, pytest.approx(0.45)) == (22, pytest.approx(exposed_ms(parts)))
-    assert "breakdown" in events.Tags()["images"]
+    assert events.Tags()["images"] == ["breakdown", "timeline"]
     text = events.Tensors("breakdown/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.splitlines()[-1] == "| this run | 0.8 | 0.2 | 0.15 | 0 | 0.3 | 0.15 | 0.05 | 0.1 | 1.75 |"
 
@@ -65,9 +67,16 @@ def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> Non
 
 
 def test_the_picture_changes_with_the_numbers(tmp_path: Path) -> None:
-    parts = read_breakdown(_trace(tmp_path, KERNELS))
+    parts = mean_step(*read_steps(_trace(tmp_path, KERNELS)))
     assert parts is not None
     first, second = (draw_breakdown({"pgas": {**parts, "idle": idle}}) for idle in (0.1, 5.0))
     assert first.shape == second.shape
     assert (first != second).any()
     assert breakdown_markdown({"a": parts, "b": parts}).count("\n") == 3
+
+
+def test_the_timeline_shows_when_a_kernel_ran(tmp_path: Path) -> None:
+    early, late = [*KERNELS, ("_await_flags", 11, 100, 200)], [*KERNELS, ("_await_flags", 11, 1000, 1100)]
+    first, second = (draw_timeline(read_steps(_trace(tmp_path, kernels))[0], "steps") for kernels in (early, late))
+    assert first.shape == second.shape
+    assert (first != second).any()

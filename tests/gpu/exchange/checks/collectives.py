@@ -1,9 +1,7 @@
 """All-to-all and all-gather into the peers' memory: against the group's own, under any delays, captured, lost peers."""
 
-import random
 import re
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,7 @@ from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from tests.agreement import assert_same
-from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Check, Place
 
 TIMEOUT_S = 3.0
@@ -146,14 +144,6 @@ class _Steps:
             self.bad += (output != numbers + (self.gathered if gathers else self.arriving)).sum()
             current.wait_stream(self.beside)
 
-    def capture(self) -> Callable[[], None]:
-        """Capture a step, and return what takes it."""
-        graph = torch.cuda.CUDAGraph()
-        self.place.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            self.take()
-        return graph.replay
-
     def check(self, what: str) -> None:
         """Check that all numbers of all steps were right."""
         self.place.synchronize()
@@ -163,15 +153,9 @@ class _Steps:
 
 def _check_any_delays(place: Place, mode: str) -> None:
     """Whatever rank is late; in mode mixed each rank takes each step eagerly or by its graph, as it likes."""
-    steps, chance = _Steps(place), random.Random(place.rank)
+    steps = _Steps(place)
     steps.take()
-    replay = None if mode == "eager" else steps.capture()
-    for _ in range(_STEPS):
-        dawdle(place, chance)
-        if replay is None or (mode == "mixed" and chance.random() < 0.5):
-            steps.take()
-        else:
-            replay()
+    take_late(place, steps.take, mode, _STEPS)
     steps.check(mode)
     place.meet()
     steps.collectives.close()
@@ -243,7 +227,7 @@ def _check_lost_peer(place: Place, how: str) -> None:
     for _ in range(2):
         steps.take()
     if how == "captured":
-        replay = steps.capture()
+        replay = capture(place, steps.take)
         replay()
     seen = 4 * (3 if replay else 2)
     place.meet()
