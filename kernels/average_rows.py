@@ -38,8 +38,7 @@ def _average_rows(
     Order: every program awaits the flags, up to `clock` [1], and acquires them at system scope before it reads: a
     peer's row is seen that was written before its flag. Who is ordered behind the kernel reads the mean.
 
-    Example: rank 1 of 2, 3 words of 1 element: rows 1 2 3 - - -, own 5 6 7, scale 0.5: 3 4 5 once rank 0's flag is
-    there.
+    Example: rank 1 of 2, 3 words of 1 element, rows 1 2 3 - - -, own 5 6 7, scale 0.5: 3 4 5, once the flag is there.
     """
     primitives.await_flags(ready, counts, 1, 0, rank, WORLD_SIZE, tl.load(clock), timeout, status, PEERS, INTERPRETED)
     elements = words * VECTOR

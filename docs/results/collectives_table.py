@@ -19,7 +19,10 @@ CONTENDERS = {
     "dma": "`dma`",
     "stores": "`stores`",
 }
-TABLES = [("all_to_all", beside, captured) for beside in ("nothing", "compute") for captured in ("True", "False")]
+TABLES, ALL_GATHER_TABLES = (
+    [(operation, beside, captured) for beside in ("nothing", "compute") for captured in ("True", "False")]
+    for operation in ("all_to_all", "all_gather")
+)
 """operation, what runs beside, whether captured"""
 
 
@@ -60,7 +63,8 @@ def main(path: str | Path = FOLDER / "collectives.csv") -> None:
     """Print all tables of the file `path`."""
     with Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    for table in TABLES:
+    operations = {row["operation"] for row in rows}
+    for table in (each for each in (*TABLES, *ALL_GATHER_TABLES) if each[0] in operations):
         print(*table, *collectives_table(rows, *table), "", sep="\n")
 
 

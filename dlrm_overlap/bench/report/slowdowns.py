@@ -224,7 +224,7 @@ def _worthwhile(cases: Cases) -> list[str]:
     Those that add fewer than `_ADDS` of the cases are left out: few cases cannot say when they are right.
     """
     losses = _losses(cases)
-    right = [{label for label, lost in case.items() if lost <= RIGHT} for case in losses.values()]
+    right = [[label for label, lost in case.items() if lost <= RIGHT] for case in losses.values()]
     kept: list[str] = []
     while right:
         counts = Counter(label for labels in right for label in labels)
