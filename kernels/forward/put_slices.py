@@ -99,7 +99,9 @@ def _put_slices(
     slices = tl.cdiv(blocks, SLICE_TASKS)
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     group = 0
-    last = position
+    # A program's last task. Not set to `position`: the compiler takes a variable that begins as another of the loop's for
+    # one that never changes.
+    last = tasks
     start_ns = clock(0, INTERPRETED)
     while position < tasks:
         # One loop over the groups of all tasks: nested, it compiles to a slower one.
@@ -157,7 +159,7 @@ def _put_slices(
                 end_ns = clock(0, INTERPRETED)
                 _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED)
                 start_ns = end_ns
-            last = position
+                last = position
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
     if tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
