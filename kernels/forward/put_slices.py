@@ -99,8 +99,8 @@ def _put_slices(
     slices = tl.cdiv(blocks, SLICE_TASKS)
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     group = 0
-    # A program's last task. Not set to `position`: the compiler takes a variable that begins as another of the loop's for
-    # one that never changes.
+    # This program's last task. Not set to `position`: Triton 3.6 and 3.7 would take a variable that begins as another
+    # one of the loop for one that never changes.
     last = tasks
     start_ns = clock(0, INTERPRETED)
     while position < tasks:
