@@ -2,6 +2,7 @@
 #
 #   docker build -t dlrm-overlap .
 #   docker run --rm --gpus all dlrm-overlap doctor
+#   mkdir -p runs  # else docker makes it, and it is root's
 #   docker run --rm --gpus all --shm-size 8g --user "$(id -u):$(id -g)" -v "$PWD/runs:/app/runs" \
 #     dlrm-overlap train --config configs/quickstart.yaml --nproc auto
 #   docker run --rm --network host -v "$PWD/runs:/app/runs" --entrypoint sh \

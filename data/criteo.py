@@ -142,7 +142,10 @@ def _per_table(rows: int | Sequence[int]) -> list[int]:
 def _days(folder: Path, sparse: str) -> list[int]:
     """Return, in ascending order, the days of which `folder` holds dense.npy, labels.npy or `sparse`."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: not a folder; give the one that holds day_0_{sparse} and its like")
+        raise InputError(
+            f"{folder}: not a folder; set data.path, or data.eval_path, to the one that holds day_0_{sparse} and "
+            f"its like"
+        )
     name = re.compile(rf"day_(\d+)_(dense\.npy|labels\.npy|{re.escape(sparse)})")
     days = {int(match[1]) for file in folder.iterdir() if (match := name.fullmatch(file.name))}
     if not days:

@@ -112,10 +112,13 @@ def _resume(target: Path, found: Meta | None, wanted: Meta) -> Meta:
             raise InputError(f"{target}: holds day files of another making; choose another folder")
         return wanted
     if (found.hash_rows, found.min_count, found.dense) != (wanted.hash_rows, wanted.min_count, wanted.dense):
-        raise InputError(
-            f"{target}: was prepared with --rows {found.hash_rows}, --min_count {found.min_count}, not "
-            f"{wanted.hash_rows}, {wanted.min_count}; choose another folder or delete this one"
+        was, now = (
+            f"--rows {each.hash_rows}" if each.hash_rows else f"--min_count {each.min_count}"
+            for each in (found, wanted)
         )
+        if was == now:
+            was, now = found.dense, wanted.dense
+        raise InputError(f"{target}: was prepared with {was}, not {now}; choose another folder or delete this one")
     if len(found.days) > len(wanted.days):
         raise InputError(
             f"{target}: holds {len(found.days)} days, but there are {len(wanted.days)} text files; choose another "

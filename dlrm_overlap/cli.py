@@ -262,7 +262,7 @@ def checkpoint(argv: list[str]) -> int:
         from dlrm_overlap.inference.export import export_for_inference
 
         signature = export_for_inference(path, Path(values.output), values.quantize)
-        print(f"{values.output}: {signature['bytes'] / 1e9:.3g} GB; its inputs: {Path(values.output).stem}.json")
+        print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
         return 0
     from dlrm_overlap.storage.tools import export, show, verify
 

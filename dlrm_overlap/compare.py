@@ -97,6 +97,7 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
 
 def _collect() -> None:
     """Free the memory of trainers that nothing uses any more, and begin to count the peak anew."""
+    gc.unfreeze()  # saves beside training have left what was loaded out of collections
     gc.collect()  # the parts of a trainer refer to each other
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

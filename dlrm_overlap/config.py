@@ -212,7 +212,7 @@ class EmbeddingConfig:
     stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. dma: rows are
     staged, and copy engines take them, some megabytes at a time. auto is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
-    """fused: bags of a table in a slice, which has one ready flag; a power of two from 4 on"""
+    """fused, put stores or dma: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
     backward: BackwardName = "auto"
@@ -226,6 +226,15 @@ class EmbeddingConfig:
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages, one a host and rank.
     A number is for tests: it emulates so many hosts of consecutive ranks, whatever they reach. 1 has all ranks store to
     each other, as in an NVLink domain of several machines"""
+    between_hosts: Literal["auto", "puts", "messages"] = "auto"
+    """pgas, fused, GPUs of several hosts: puts has kernels send each part of a message when it is ready, by NVSHMEM.
+    messages sends all of a step in one call of NCCL. auto takes puts where every rank has NVSHMEM, else messages"""
+    aggregate_bytes: NonNegativeInt = 65536
+    """pgas, fused, between hosts: what is for one host leaves in groups of parts that have at least so many
+    bytes, as they are finished; 0 has each part leave by itself"""
+    aggregate_us: NonNegativeFloat | None = 200.0
+    """between hosts, puts from kernels: a finished part that has waited for so long does not wait for its group; 0
+    lets none wait, null lets all"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank ends the run, and tells for
     which one; so does a wait for a loader process"""
@@ -257,6 +266,9 @@ class EmbeddingConfig:
             )
         if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
             raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
+        for key, value in (("aggregate_bytes", self.aggregate_bytes), ("aggregate_us", self.aggregate_us)):
+            if value is not None and value < 0:
+                raise InputError(f"embedding.{key}: {value} must be 0 or more; 0 gathers nothing")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(
@@ -412,9 +424,9 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     asynchronous: bool = False
-    """save on the way while training goes on: steps wait for a copy of the state alone, which takes as much memory
-    again as the tables and their optimizer's state, on the GPU if half of what is free there suffices, else on the
-    host"""
+    """save on the way while training goes on: what is written is a copy of the state, made beside the steps, which
+    takes as much memory again as the tables and their optimizer's state, on the GPU if half of what is free there
+    suffices, else on the host"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False

@@ -193,7 +193,8 @@ def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
     Raises:
         InputError: with every difference.
     """
-    from dlrm_overlap.checkpoint import checkpoint_shape, differences
+    from dlrm_overlap.checkpoint import checkpoint_shape
+    from dlrm_overlap.storage.fits import differences
 
     shape = checkpoint_shape(config, list(rows))
     parted = differences(_manifest(path), {key: shape[key] for key in ("model", "rows", "weight_dtype")})

@@ -16,7 +16,10 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.model import DLRM
 
-_BY_KERNELS, _BY_COPIES = ("stores",), ("dma", "dma_aside")  # strategies of `bench concurrent`
+_BY_KERNELS, _BY_COPIES = (
+    ("stores", "stores_apart"),
+    ("dma", "dma_aside", "dma_apart"),
+)  # strategies of `bench concurrent`
 _LEAST_COPY_BYTES = 1 << 20  # of a table's gradient: below, a copy's fixed cost of 4 to 7 us is more than its bytes'
 
 

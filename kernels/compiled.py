@@ -1,7 +1,7 @@
 """Launching jitted kernels in a few microseconds."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -49,6 +49,8 @@ class CompiledKernel:
         num_stages: int | None = None,
         fuse_sums: bool = True,
         registers: int | None = None,
+        libraries: tuple[tuple[str, str], ...] = (),
+        prepare: Callable[[int], None] | None = None,
     ) -> None:
         """Fix the constants, and check all names against the kernel's own.
 
@@ -61,6 +63,8 @@ class CompiledKernel:
             fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
                 bits that a CPU computes.
             registers: the most that a thread may have; what does not fit is kept in memory. None: as many as it likes.
+            libraries: of device functions, name and file of each, that the kernel is linked with.
+            prepare: what is called with the module's handle before the first launch; None calls nothing.
         """
         parameters = inspect.signature(kernel.fn).parameters
         own_constants = [name for name in parameters if parameters[name].annotation is tl.constexpr]
@@ -73,6 +77,9 @@ class CompiledKernel:
         self._options |= {} if num_stages is None else {"num_stages": num_stages}
         if registers is not None:
             self._options["maxnreg"] = registers
+        if libraries:
+            self._options["extern_libs"] = dict(libraries)
+        self._prepare = prepare
         self._arguments, self._values = tuple(arguments), tuple(constants.values())
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
@@ -88,11 +95,15 @@ class CompiledKernel:
         device = arguments[0].device.index
         compiled = self._compiled.get((device, dtypes))
         if compiled is None:
-            self.check(*arguments)
-            compiled = self._kernel[(programs,)](*arguments, **self.constants, **self._options)
-            if compiled is not None:  # the interpreter compiles nothing
-                self._compiled[device, dtypes] = compiled
-            return
+            if self._prepare is not None:
+                self._compiled[device, dtypes] = compiled = self.compile(*arguments)
+                self._prepare(compiled.module)
+            else:
+                self.check(*arguments)
+                compiled = self._kernel[(programs,)](*arguments, **self.constants, **self._options)
+                if compiled is not None:  # the interpreter compiles nothing
+                    self._compiled[device, dtypes] = compiled
+                return
         stream = torch._C._cuda_getCurrentRawStream(device)
         metadata, values = compiled.packed_metadata, self._values
         compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments, *values)

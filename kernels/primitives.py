@@ -57,10 +57,11 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
     leave the others alone: a wait that expires is recorded also after a bad id that did not stop the run.
 
     Order: words 1 .. 5 are stored; an atomic on the lock, acquire and release at system scope, comes before the store
-    of word 0, so the host that sees word 0 sees the rest.
+    of word 0, so the host that sees word 0 sees the rest. Another one follows: word 0 has arrived in the host's memory
+    when the thread goes on. A kernel that is stopped loses what is on its way, and any of its warps may stop it.
 
     Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
-    2 and writes word 8. Another BAD_ID takes it to 3 and writes nothing.
+    2, writes word 8 and takes it to 3. Another BAD_ID takes it to 4 and writes nothing.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -72,6 +73,7 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
         tl.store(words + 5, e)
         tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # the host must not see word 0 before the rest
         tl.store(words, KIND)
+        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # word 0 must be there before a warp stops the kernel
 
 
 @triton.jit
@@ -135,7 +137,19 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 
 
 @triton.jit
-def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
+def of_first_thread(value, THREADS: tl.constexpr):
+    """Return the first thread's `value`, at least 0, to all THREADS of the program.
+
+    A time is another in every warp. Warps that decide by their own leave a loop at different turns: some record nothing
+    then, since what the first thread has to say to them comes too late, and stop the kernel before the first one does.
+    """
+    if THREADS == 32:
+        return value
+    return tl.max(tl.where(tl.arange(0, THREADS) == 0, value, 0), 0)
+
+
+@triton.jit
+def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr, THREADS: tl.constexpr = 32):
     """Return the least epoch at `flags` [N] where `mask`, or `epoch` once all have reached it.
 
     Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. Order: none, the flags
@@ -148,7 +162,7 @@ def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
     while (oldest < epoch) & (waited <= timeout):
         oldest = oldest_epoch(flags, mask, epoch, "relaxed")
         turn += 1
-        waited = clock(turn, INTERPRETED) - began
+        waited = of_first_thread(clock(turn, INTERPRETED) - began, THREADS)
     return oldest
 
 
@@ -165,12 +179,15 @@ def await_flags(
     status,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    THREADS: tl.constexpr = 32,
 ):
     """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
 
     Of the flags that rank w raises, row w, only the first counts[w] are in use and awaited. When `timeout` ns have
     passed (turns, under the interpreter), the program records which flag is missing and stops the kernel: to go on
     would be to train on what was in the window before.
+
+    THREADS are those of the program, where there are more than one warp.
 
     Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope; a barrier
     follows, so that no thread of the program reads a window earlier.
@@ -182,12 +199,13 @@ def await_flags(
     mask = source < world_size
     mask = mask & (index % slots < tl.load(counts + source, mask=mask, other=0))
     flags = ready + index
-    oldest = poll(flags, mask, epoch, timeout, INTERPRETED)
+    oldest = poll(flags, mask, epoch, timeout, INTERPRETED, THREADS)
     if oldest < epoch:
         seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
         missing = first + tl.argmin(tl.where(mask, seen, epoch), 0)
         record(status, EXPIRED, rank, missing // slots, missing % slots, epoch, tl.load(ready + missing))
         if not INTERPRETED:
+            tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
             stop(rank)
     # Acquired once, at the end: each acquire empties the multiprocessor's L1, where other programs still pool.
     oldest_epoch(flags, mask, epoch, "acquire")

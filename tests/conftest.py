@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
+PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes of tests
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
+    torch.set_num_threads(1)  # of small tensors: more threads wait for each other longer than they compute
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,11 +30,15 @@ class Strategy:
     urgent: bool = False
     """whether the communication's stream has a high priority, the computation's a low one"""
     share: int | None = None
-    """multiprocessors that are left to the communication, by two green contexts, or thread blocks that it is given"""
+    """multiprocessors that are left to the communication, or thread blocks that it is given"""
     partitioned: bool = False
-    """whether these multiprocessors are the communication's own"""
+    """whether these multiprocessors are the communication's own, by two green contexts"""
+    carved: bool = False
+    """whether cuBLAS cuts products for the other multiprocessors, which binds neither side"""
     aside: bool = False
     """whether a communication that has streams of its own meets its peers on yet another, not the computation's"""
+    apart: bool = False
+    """whether it also awaits their data there, so that the computation's stream only joins it in the end"""
 
     @property
     def label(self) -> str:
@@ -51,9 +55,19 @@ def all_strategies() -> list[Strategy]:
         Strategy("priority", "collective", urgent=True),
         *(Strategy("limited", f"collective_{share}", urgent=True, share=share) for share in SHARES),
         *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
+        *(Strategy("carved", f"collective_{share}", urgent=True, share=share, carved=True) for share in SHARES),
         Strategy("stores", "stores", urgent=True),
+        Strategy("stores_apart", "stores", urgent=True, aside=True, apart=True),
         Strategy("dma", "dma", urgent=True),
         Strategy("dma_aside", "dma", urgent=True, aside=True),
+        Strategy("dma_apart", "dma", urgent=True, aside=True, apart=True),
+        Strategy("dma_averaged", "dma_averaged", urgent=True, aside=True, apart=True),
+        Strategy("dma_gathered", "dma_gathered", urgent=True, aside=True, apart=True),
+        *(
+            Strategy(f"{name}_carved", name, urgent=True, aside=True, apart=True, share=share, carved=True)
+            for name, shares in (("stores", SHARES[1:2]), ("dma", COPY_SHARES), ("dma_averaged", COPY_SHARES))
+            for share in shares
+        ),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
     ]
 

@@ -91,6 +91,11 @@ class InputRequest(Request):
     output_help: ClassVar[str] = "CSV file to append the row to"
 
 
+COLLECTIVE_SIZES_MB = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512)
+"""to each peer, as the figure's default; on CPUs COLLECTIVE_TOYS_MB, since each contender keeps room for the largest"""
+
+COLLECTIVE_TOYS_MB = (1, 4)
+
 COLLECTIVE_CONTENDERS = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto")
 
 
@@ -104,10 +109,12 @@ class CollectivesRequest(Request):
         ("nothing", "compute"), "nothing, compute (a product of two bf16 matrices of 8192 x 8192), or both", nargs="+"
     )
     sizes_mb: tuple[int, ...] = option(
-        (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "to each peer, of 2^20 bytes", nargs="+", type=PositiveInt
+        (), "to each peer, of 2^20 bytes; none takes 1 to 512, or toys on CPUs", nargs="+", type=PositiveInt
     )
     iterations: int = option(20, "timed calls of each contender at each size", type=PositiveInt)
     store_programs: int = option(64, "programs of the kernel of stores", type=PositiveInt)
+
+    needs_peers = True
 
     def __post_init__(self) -> None:
         check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))
@@ -118,14 +125,9 @@ class CollectivesRequest(Request):
             if unknown := [name for name in names if name not in known]:
                 raise InputError(f"--{option} {unknown[0]}: not known; take some of {', '.join(known)}")
 
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that there are peers.
-
-        Raises:
-            InputError: if there are none.
-        """
-        if world_size == 1:
-            raise InputError(f"bench {self.kind}: 1 rank has nobody to send to; start two or more (--nproc 2)")
+    def sizes_on(self, device_type: str) -> tuple[int, ...]:
+        """Return the sizes to measure on such a device, of 2^20 bytes to each peer."""
+        return self.sizes_mb or (COLLECTIVE_SIZES_MB if device_type == "cuda" else COLLECTIVE_TOYS_MB)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,9 @@ class ConcurrentRequest(Request):
     repetitions: int = option(15, "timed runs of each strategy in each case", type=PositiveInt)
     write_table: str | None = option(None, "JSON file for the table that comm/choose.py chooses by")
     without: tuple[str, ...] = option((), "strategies that are left out", nargs="*")
+    captured: bool = option(
+        False, "time pieces of work that are captured in CUDA graphs, as a step is (GPU)", action="store_true"
+    )
 
     needs_peers = True
 

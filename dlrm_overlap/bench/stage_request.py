@@ -142,16 +142,7 @@ class VolumeRequest(StageRequest):
     bins: int = option(100, "stretches of time that the longest stage is cut into", type=PositiveInt)
 
     lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that there is somebody to send to.
-
-        Raises:
-            InputError: naming the key, for one rank, or because the ranks are on a CPU.
-        """
-        super().check_ranks(config, world_size, device_type)
-        if world_size == 1:
-            raise InputError(f"bench {self.kind}: 1 rank has nobody to send to; start two or more (--nproc 2)")
+    needs_peers = True
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ STEP_CONTENDERS = {
     "pgas_graph_collective": _pgas_graph(train__dense_reduce="collective"),
     "pgas_graph_tensor": _pgas_graph(model__top_parallel="tensor"),
     "pgas_graph_data_parallel": _pgas_graph(embedding__data_parallel_rows=7812),  # as in HugeCTR's record
-    "pgas_graph_2_emulated_hosts": _pgas_graph(embedding__hosts=2),
+    "pgas_graph_2_emulated_hosts": _pgas_graph(embedding__hosts=2, embedding__between_hosts="messages"),
+    "pgas_graph_2_emulated_hosts_puts": _pgas_graph(embedding__hosts=2, embedding__between_hosts="puts"),
 }
 
 # Those that `bench step` times where none are named.

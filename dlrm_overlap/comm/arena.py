@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,13 @@ class Arena(ABC):
     def loan(self, name: str) -> "Loan":
         """Return region `name` as something to lend."""
         region = self.local(name)
-        memory = _CudaMemory(region) if self.device.type == "cuda" else region.flatten().view(torch.uint8).numpy()
+        region_bytes = region.numel() * region.dtype.itemsize
+        on_gpu = self.device.type == "cuda"
+        memory = (
+            CudaMemory(region.data_ptr(), region_bytes, region)
+            if on_gpu
+            else region.flatten().view(torch.uint8).numpy()
+        )
         return Loan(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
@@ -140,15 +146,16 @@ class Loan:
         return self._count_users(self._address) > self._idle
 
 
-class _CudaMemory:
+class CudaMemory:
     """GPU memory as `torch.as_tensor` takes it: without a copy, into a tensor with a storage of its own."""
 
-    def __init__(self, region: torch.Tensor) -> None:
-        self._region = region
+    def __init__(self, address: int, size_bytes: int, holds: object = None) -> None:
+        """Take bytes at an address, and what keeps them alive."""
+        self._holds = holds
         self.__cuda_array_interface__ = {
-            "shape": (region.numel() * region.dtype.itemsize,),
+            "shape": (size_bytes,),
             "typestr": "|u1",
-            "data": (region.data_ptr(), False),
+            "data": (address, False),
             "version": 2,
         }
 
@@ -174,13 +181,17 @@ class CudaArena(Arena):
             return memory
 
         local = on_every_rank(allocate, group)
-        try:
-            handle = symmetric_memory.rendezvous(local, self.reach.group or group)
-        except RuntimeError as error:
-            raise InputError(
-                f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
-                f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
-            ) from error
+
+        def meet() -> Any:
+            try:
+                return symmetric_memory.rendezvous(local, self.reach.group or group)
+            except RuntimeError as error:
+                raise InputError(
+                    f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
+                    f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
+                ) from error
+
+        handle = on_every_rank(meet, group)
         peers = [handle.get_buffer(i, (self.size_bytes,), torch.uint8) for i in range(len(self.reached))]
         peers[self.reached.index(self.rank)] = local
         return peers

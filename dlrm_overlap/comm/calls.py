@@ -6,13 +6,15 @@ import torch
 
 Way = Literal["auto", "dma", "stores"]
 Beside = Literal["nothing", "compute"]
+AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
+"""what an all-reduce adds up, in float32"""
 
 
 class Call(NamedTuple):
     """A call of `PeerCollectives`: the first one of its kind is compared between the ranks, others are known by it."""
 
     name: str
-    """all_to_all | all_gather"""
+    """all_to_all | all_gather | all_reduce"""
     offset: int
     """bytes: where the output begins in the memory of outputs"""
     output: tuple[int, ...]
@@ -58,13 +60,15 @@ class Call(NamedTuple):
             return "a tensor is not contiguous; pass input.contiguous(), and an output that is"
         if self.output_dtype != self.input_dtype:
             return f"output {self.output_dtype}, input {self.input_dtype}: must be alike; cast the input"
-        rows = self.input if self.name == "all_to_all" else (world_size, *self.input)
+        if self.name == "all_reduce" and self.output_dtype not in AVERAGED:
+            return f"{self.output_dtype}: cannot be averaged; take one of {', '.join(map(str, AVERAGED))}"
+        rows = (world_size, *self.input) if self.name == "all_gather" else self.input
         if self.output != rows or self.output[:1] != (world_size,):
-            needed = "both [W, n..]" if self.name == "all_to_all" else "[W, n..] and [n..]"
+            needed = "[W, n..] and [n..]" if self.name == "all_gather" else "both [W, n..]"
             return f"output {self.output}, input {self.input}: must be {needed}, W = {world_size}; reshape them"
         size = torch.Size(self.output).numel() * self.output_dtype.itemsize
         if not 0 <= self.offset <= self.offset + size <= used_bytes:
             return "the output is not in memory that the peers write to; take it from `empty`"
-        if self.placed == "across" or (self.placed == "in place" and self.name == "all_to_all"):
+        if self.placed == "across" or (self.placed == "in place" and self.name != "all_gather"):
             return "input and output overlap; give the input memory of its own"
         return ""

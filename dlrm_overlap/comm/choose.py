@@ -18,10 +18,17 @@ strategy, kind of computation (where a product is bound by memory, that is a kin
 
 Example: c = 2 ms, m = 1 ms, a = 1.1, b = 1.5. The communication ends after 1.5 ms, when the computation has done
 1.5 / 1.1 = 1.36 ms of its work; 0.64 ms are left: 2.14 ms in all, against 3 ms one after the other.
+
+**The choice** trusts such a prediction as much as the measured cases that are alike. Four numbers cannot say how a
+product's tiles fall into waves, so the table also keeps what each strategy lost in each case against the fastest. The
+weight of a case is exp(-d): d grows with the squares of the differences in log(c / m), log(m) and log(calls), and where
+the kinds differ. The strategy is taken of which the loss by prediction and the mean loss of the cases are least
+together. A loss counts up to 10%: how bad a bad strategy is does not matter.
 """
 
 import json
-from collections.abc import Container
+import math
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +36,15 @@ from dlrm_overlap.config import InputError
 
 Table = dict[str, Any]
 
+GATHERED = "dma_gathered"
+"""an implementation of all-reduce that gathers all buffers and averages them everywhere"""
+
 _OWN_TABLE = Path(__file__).with_name("slowdowns.json")
+
+# Cases that differ in the logarithm by so much, or in a kind, have 1 / e of the weight, or 1 / e to the number.
+_ALIKE_RATIO, _ALIKE_SIZE, _ALIKE_CALLS = 0.8, 1.6, 0.7
+_OTHER_COMPUTATION, _OTHER_COMMUNICATION = 4.0, 9.0
+_MOST_LOST = 0.1
 
 
 class Computation(NamedTuple):
@@ -122,14 +137,78 @@ def choose(
     ):
         if kind not in known:
             raise InputError(f"{kind}: not in the table of slowdowns; known: {', '.join(known)}")
-    found = [
-        Choice(entry["strategy"], entry["share"], predict_ms(computation, communication, world_size, table, label))
+    key = f"{bound(computation, table)}, {communication.kind}"
+    labels = [
+        label
         for label, entry in table["strategies"].items()
-        if available is None or entry["strategy"] in available
+        if (available is None or entry["strategy"] in available) and key in entry.get("slowdowns", {key: None})
     ]
-    if not found:
+    if not labels:
         raise InputError(f"strategies: none is available; the table has {', '.join(table['strategies'])}")
-    return min(found, key=lambda choice: choice.together_ms)
+    times = {label: predict_ms(computation, communication, world_size, table, label) for label in labels}
+    predicted = _relative(times, labels)
+    known = _mean_losses(Case.of(computation, communication, world_size, table), table.get("cases", ()), labels)
+    best = min(labels, key=lambda label: (predicted[label] + known.get(label, predicted[label]), times[label]))
+    entry = table["strategies"][best]
+    return Choice(entry["strategy"], entry["share"], times[best])
+
+
+class Case(NamedTuple):
+    """By what cases are told apart: kinds, and times alone that are predicted from sizes."""
+
+    computation: str
+    """as `bound` names it"""
+    communication: str
+    computation_ms: float
+    communication_ms: float
+    """of the implementation that is fastest alone"""
+    calls: int
+
+    @staticmethod
+    def of(computation: Computation, communication: Communication, world_size: int, table: Table) -> "Case":
+        """Return the case of these two."""
+        implementations = table["communications"][communication.kind]
+        return Case(
+            bound(computation, table),
+            communication.kind,
+            computation_ms(computation, table),
+            min(communication_ms(communication, world_size, table, name) for name in implementations),
+            computation.calls,
+        )
+
+    def likeness(self, other: "Case") -> float:
+        """Return a weight of up to 1; see the module."""
+        size = math.log(self.communication_ms / other.communication_ms)
+        ratio = math.log(self.computation_ms / other.computation_ms) - size
+        calls = math.log(self.calls / other.calls)
+        distance = (ratio / _ALIKE_RATIO) ** 2 + (size / _ALIKE_SIZE) ** 2 + (calls / _ALIKE_CALLS) ** 2
+        distance += _OTHER_COMPUTATION * (self.computation != other.computation)
+        distance += _OTHER_COMMUNICATION * (self.communication != other.communication)
+        return math.exp(-distance)
+
+
+def _mean_losses(case: Case, known: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, float]:
+    """Return what the strategies of `labels` lost in the `known` cases on average, by how alike these are to `case`.
+
+    Args:
+        case: in which to choose.
+        known: the table's: each has the fields of a `Case`, and `together_ms`, by label.
+        labels: strategies, of which a case need not have all.
+    """
+    losses, weights = dict.fromkeys(labels, 0.0), dict.fromkeys(labels, 0.0)
+    for each in known:
+        weight = case.likeness(Case(*each["case"]))
+        for label, lost in _relative(each["together_ms"], labels).items():
+            losses[label] += weight * lost
+            weights[label] += weight
+    return {label: losses[label] / weights[label] for label in labels if weights[label] > 0.0}
+
+
+def _relative(times: dict[str, float], labels: Sequence[str]) -> dict[str, float]:
+    """Return by how much each of `labels` that `times` has is longer than the least of them, up to a bound."""
+    own = {label: times[label] for label in labels if label in times}
+    least = min(own.values(), default=1.0)
+    return {label: min(time / least - 1.0, _MOST_LOST) for label, time in own.items()}
 
 
 def predict_ms(
@@ -165,12 +244,14 @@ def computation_ms(computation: Computation, table: Table) -> float:
 def communication_ms(communication: Communication, world_size: int, table: Table, implementation: str) -> float:
     """Return how long a communication takes alone by an implementation."""
     rates = table["communications"][communication.kind][implementation]
-    sent = sent_bytes(communication, world_size)
+    sent = sent_bytes(communication, world_size, implementation)
     return rates["latency_us"] / 1e3 + sent / rates["gb_per_s"] / 1e6
 
 
-def sent_bytes(communication: Communication, world_size: int) -> float:
-    """Return the bytes that leave a rank: an all-reduce sends shares, then their sums."""
+def sent_bytes(communication: Communication, world_size: int, implementation: str = "") -> float:
+    """Return the bytes that leave a rank: an all-reduce sends shares, then their sums, or the whole buffer to all."""
+    if implementation == GATHERED:
+        return communication.bytes * (world_size - 1)
     sent = communication.bytes * (world_size - 1) / world_size
     return 2 * sent if communication.kind == "all_reduce" else sent
 

@@ -7,6 +7,8 @@ Each rank writes its rows where they belong at the peers. Between two flags of e
 
 `dma`: copy engines write the rows and, behind each, its flag; so no multiprocessor works, but for the two ends.
 `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
+An all-reduce is copies of rows, one kernel that awaits and averages those of one rank, and copies of its means, all on
+one side stream; the means have flags of their own, so one hand-shake suffices.
 
 **Epochs.** e lies in one word of the device's memory. The hand-shake advances it, and all else reads it: the copies of
 flags take it as their source, and the wait compares with it. The host counts nothing, so eager calls, captured ones and
@@ -26,6 +28,8 @@ that take turns would save the hand-shake.
 collectives of others, all that awaits a peer is to be in one order on all ranks, see `comm.order`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import gcd
 
 import torch
@@ -33,7 +37,9 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import on_every_rank, open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Way
-from dlrm_overlap.comm.flows import Flow, HostFlow, Transfer, regions
+from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
+from dlrm_overlap.comm.reach import check_whole
+from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
@@ -62,8 +68,8 @@ def choose(row_bytes: int, beside: str, captured: bool) -> str:
 class Work:
     """A collective under way."""
 
-    def __init__(self, collectives: "PeerCollectives", transfer: Transfer) -> None:
-        self._collectives, self._transfer = collectives, transfer
+    def __init__(self, collectives: "PeerCollectives", wait: Callable[[], None]) -> None:
+        self._collectives, self._wait = collectives, wait
 
     def wait(self) -> None:
         """Make the current stream wait until all rows of the output are here and the input has been read.
@@ -108,6 +114,10 @@ class PeerCollectives:
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
         try:
+            check_whole(group, device)
+        except InputError as error:
+            raise InputError(f"PeerCollectives: {error}") from None
+        try:
             self._arena = open_arena(regions(self._world_size, capacity_bytes), group, device)
         except InputError as error:
             raise InputError(f"PeerCollectives: {capacity_bytes} bytes of outputs, but {error}") from None
@@ -116,6 +126,7 @@ class PeerCollectives:
         self._flow = self._open_flow(wait_timeout_s)
         self._known: set[Call] = set()
         self._under_way: Work | None = None
+        self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
         if self.device.type == "cuda":
@@ -132,6 +143,7 @@ class PeerCollectives:
         Raises:
             InputError: on every rank, if the outputs need more than the capacity, or ranks ask for unlike tensors.
         """
+        self._check_open("empty")
         size = torch.Size(shape)
         begin = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + size.numel() * dtype.itemsize
@@ -185,36 +197,96 @@ class PeerCollectives:
         """
         return self._begin("all_gather", output, input, way, beside)
 
-    def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
+    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, shares: torch.Tensor) -> Work:
+        """Begin to average `input` over the ranks, by copy engines and one kernel. All else is as for `all_to_all`.
+
+        Row w of `input` goes to rank w, which awaits and averages it by a kernel, in float32 in the order of the ranks;
+        then its mean goes to all. So all ranks have the same bits.
+
+        Args:
+            output: [W, n..] float32, float16 or bfloat16, contiguous, from `empty`.
+            input: [W, n..], contiguous; may overlap neither of the others.
+            shares: [W, n..], contiguous, from `empty`: where rows arrive that this rank averages. Its contents are
+                lost; calls may share it.
+
+        Raises:
+            InputError: as `all_to_all`, and if `shares` is not such a tensor.
+        """
+        self._check_free("all_reduce")
+        row_bytes = input.numel() * input.dtype.itemsize // self._world_size
+        call, into_shares = (self._call("all_reduce", each, input, row_bytes, "dma") for each in (output, shares))
+        for each in (call, into_shares):
+            if each not in self._known:
+                self._agree(each)
+                self._known.add(each)
+        if abs(call.offset - into_shares.offset) < self._world_size * row_bytes:
+            raise InputError("PeerCollectives.all_reduce: output and shares overlap; take each from `empty`")
+        rows, mean = self._bytes(input), self._bytes(output[self._rank])
+        own = self._rank * row_bytes
+        averaging = Averaging(
+            Transfer(rows, row_bytes, row_bytes, into_shares.offset + own, in_place=True, way="dma"),
+            Transfer(mean, 0, row_bytes, call.offset + own, in_place=True, way="dma"),
+            into_shares.offset,
+            input.dtype,
+        )
+        self._under_way = Work(self, partial(self._flow.wait_average, averaging))
+        self._flow.begin_average(averaging)
+        return self._under_way
+
+    def _check_free(self, name: str) -> None:
+        self._check_open(name)
         if self._under_way is not None:
             raise InputError(
                 f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
             )
-        row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
+
+    @staticmethod
+    def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().view(-1).view(torch.uint8)
+
+    def _call(
+        self,
+        name: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        row_bytes: int,
+        way: str,
+        beside: str = "nothing",
+    ) -> Call:
+        """Return what is compared between the ranks."""
         offset = output.data_ptr() - self._base if output.numel() else 0  # a tensor of nothing has no address
-        row_offset = offset + self._rank * row_bytes
-        call = Call(
+        placed = self._placed(output, input, offset + self._rank * row_bytes)
+        return Call(
             name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside,
-            gcd(16, offset, input.data_ptr(), row_bytes), self._placed(output, input, row_offset),
+            gcd(16, offset, input.data_ptr(), row_bytes), placed,
             output.is_contiguous() and input.is_contiguous(), output.device == input.device == self.device,
         )  # fmt: skip
+
+    def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
+        self._check_free(name)
+        row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
+        call = self._call(name, output, input, row_bytes, way, beside)
         new = call not in self._known
         if new:
             self._agree(call)
         transfer = Transfer(
-            source=input.detach().view(-1).view(torch.uint8),
+            source=self._bytes(input),
             stride=row_bytes if name == "all_to_all" else 0,
             row_bytes=row_bytes,
-            offset=row_offset,
+            offset=call.offset + self._rank * row_bytes,
             in_place=call.placed == "in place",
             way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
         )
         if new:
             self._flow.prepare(transfer)
             self._known.add(call)
-        self._under_way = Work(self, transfer)
+        self._under_way = Work(self, partial(self._flow.wait, transfer))
         self._flow.begin(transfer)
         return self._under_way
+
+    def _check_open(self, name: str) -> None:
+        if self._closed:
+            raise InputError(f"PeerCollectives.{name}: after close, which gave the memory back; make another one")
 
     @property
     def _captured(self) -> bool:
@@ -222,7 +294,7 @@ class PeerCollectives:
 
     def _finish(self, work: Work) -> None:
         if work is self._under_way:
-            self._flow.wait(work._transfer)
+            work._wait()
             self._under_way = None
 
     def _placed(self, output: torch.Tensor, input: torch.Tensor, row_offset: int) -> str:
@@ -277,13 +349,7 @@ class PeerCollectives:
         Raises:
             ExchangeTimeoutError: if a wait on the GPU had expired.
         """
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            self.check()
-            raise
-        self._under_way = None
-        dist.barrier(self._group)  # a peer may still write to this rank's flags
+        settle(self._group, self.device, self.check)
+        self._under_way, self._closed = None, True
         self._memory = torch.empty(0)
         self._arena.close()

@@ -6,6 +6,7 @@ graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one,
 """
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +94,11 @@ class CopyEngine:
         Raises:
             InputError: if they are not: a kernel would copy them.
         """
-        self.copy_each([(destination, source)])
+        _check_bytes(destination, source)
+        self._copy(destination, source)
 
     def copy_each(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each source to its destination, one after the other; less host time than to call `copy` for each.
+        """Copy each source to its destination, one after the other.
 
         Args:
             pairs: destination and source, as for `copy`.
@@ -104,10 +106,17 @@ class CopyEngine:
         Raises:
             InputError: as `copy`, when the copies before the faulty one have been issued.
         """
-        with torch.cuda.stream(self.stream):
-            for destination, source in pairs:
-                _check_bytes(destination, source)
-                destination.copy_(source, non_blocking=True)
+        for destination, source in pairs:
+            self.copy(destination, source)
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy bytes, in a quarter of the host's time that `copy_` takes on a stream that has to be entered first."""
+        if source.device.type == "cpu":  # where kernels are interpreted, nothing runs beside
+            destination.copy_(source)
+            return
+        runtime, size = _runtime(), source.numel() * source.itemsize
+        kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, self.stream.cuda_stream
+        _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
     def copy_2d(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy rows that need not follow each other to rows that need not, in this GPU's memory or a peer's.
@@ -127,8 +136,7 @@ class CopyEngine:
         """Copy rows as `copy_2d` does, whose tensors have been checked before and are still there."""
         if copy.rows == 0 or copy.width_bytes == 0:
             return
-        from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
-
+        runtime = _runtime()
         kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         _check(runtime.cudaMemcpy2DAsync, *copy, kind, self.stream.cuda_stream)
 
@@ -152,7 +160,7 @@ class CopyEngine:
                     f"CopyEngine.write_flag: the {name} is {tuple(tensor.shape)} {tensor.dtype}: must be one int64; "
                     f"pass such a view"
                 )
-        self.copy(flag.view(1), word.view(1))
+        self._copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
         """Let what is issued from now on wait until `word` has reached `count`.
@@ -181,6 +189,14 @@ class CopyEngine:
         stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
         reached = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
         _check(driver.cuStreamWaitValue64, stream, address, count, reached)
+
+
+@lru_cache
+def _runtime() -> Any:
+    """Return CUDA's runtime API."""
+    from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
+
+    return runtime
 
 
 def _check_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -6,8 +6,9 @@ import torch
 
 from dlrm_overlap.comm.arena import Arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.comm.flows import AWAITED, Flow, Transfer
+from dlrm_overlap.comm.flows import AWAITED, Averaging, Flow, Transfer
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.kernels.average_rows import average_rows
 from dlrm_overlap.kernels.flags import Flags, meet, wait_flags
 from dlrm_overlap.kernels.peer_copy import PROGRAMS, RowFlags, Rows, load_store_rows, store_rows
 
@@ -26,11 +27,13 @@ class DeviceFlow(Flow):
         self._record = Record(device)
         self._free = self._flags("free", [1] * ranks)
         # A rank's own row has no flag: its stream is joined.
-        self._arrived = self._flags("arrived", [int(rank != self._rank) for rank in range(ranks)])
+        peers = [int(rank != self._rank) for rank in range(ranks)]
+        self._arrived, self._gathered = self._flags("arrived", peers), self._flags("gathered", peers)
         self._targets = arena.addresses("memory")
         counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
         self._flag_at = [arena.view("arrived", rank)[self._rank] for rank in range(ranks)]
+        self._gathered_at = [arena.view("gathered", rank)[self._rank] for rank in range(ranks)]
         self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
         self._last: torch.cuda.Stream | None = None
 
@@ -63,13 +66,16 @@ class DeviceFlow(Flow):
                 store_rows(self._rows(transfer), self._row_flags, self._rank, self.programs)
             return
         self._engine.follow()
-        rows_and_flags = (
-            ((self._target(transfer, peer), transfer.row(peer)), (self._flag_at[peer], self._word))
-            for peer in self._peers
-        )
-        self._engine.copy_each(itertools.chain.from_iterable(rows_and_flags))
+        self._copy(self._engine, transfer, self._flag_at)
         if not transfer.in_place:
             self._beside.copy(self._target(transfer, self._rank), transfer.row(self._rank))
+
+    def _copy(self, engine: CopyEngine, transfer: Transfer, flags: list[torch.Tensor]) -> None:
+        """Let `engine` copy the rows to the peers, and behind each the epoch to `flags` of the peer."""
+        rows_and_flags = (
+            ((self._target(transfer, peer), transfer.row(peer)), (flags[peer], self._word)) for peer in self._peers
+        )
+        engine.copy_each(itertools.chain.from_iterable(rows_and_flags))
 
     def wait(self, transfer: Transfer) -> None:
         """Join the streams of this rank's rows, and await the flags behind those of the peers."""
@@ -77,6 +83,28 @@ class DeviceFlow(Flow):
         if transfer.way == "dma":
             self._engine.join()
         wait_flags(self._arrived, self._rank, 0)
+        self._last = torch.cuda.current_stream(self._arena.device)
+
+    def begin_average(self, averaging: Averaging) -> None:
+        """Meet the peers on the current stream; beside it, copies, a kernel that awaits and averages, and copies.
+
+        All of it is on one stream of high priority, so the kernel comes behind this rank's own copies, when those of
+        the peers are about through: it awaits them, and multiprocessors wait with it.
+        """
+        self._join_last()
+        meet(self._free, self._rank)
+        engine, scatter = self._beside, averaging.scatter
+        engine.follow()
+        self._copy(engine, scatter, self._flag_at)
+        own, mean = (each.view(averaging.dtype) for each in (scatter.row(self._rank), averaging.gather.source))
+        with torch.cuda.stream(engine.stream):
+            average_rows(self._rows_of(averaging), own, mean, self._arrived, self._rank)
+        self._copy(engine, averaging.gather, self._gathered_at)
+
+    def wait_average(self, averaging: Averaging) -> None:
+        """Join that stream, and await the flags behind the means of the peers."""
+        self._beside.join()
+        wait_flags(self._gathered, self._rank, 0)
         self._last = torch.cuda.current_stream(self._arena.device)
 
     def _join_last(self) -> None:

@@ -33,12 +33,25 @@ class Transfer(NamedTuple):
         return self.source[peer * self.stride : peer * self.stride + self.row_bytes]
 
 
-def regions(world_size: int, capacity_bytes: int) -> dict[str, Region]:
-    """Return the regions of a flow's arena: two flags of every rank, [W, 1] int64, and the memory of outputs.
+class Averaging(NamedTuple):
+    """The mean over the ranks of rows, of which each rank averages one."""
 
-    `free`: its outputs may be overwritten. `arrived`: its rows are there.
+    scatter: Transfer
+    """of the rows to the ranks that average them; a rank's own stays where it is"""
+    gather: Transfer
+    """of this rank's mean to all, from where it belongs here"""
+    shares: int
+    """bytes: where in this rank's memory the ranks' rows begin, in the order of the ranks"""
+    dtype: torch.dtype
+    """of the elements"""
+
+
+def regions(world_size: int, capacity_bytes: int) -> dict[str, Region]:
+    """Return the regions of a flow's arena: three flags of every rank, [W, 1] int64, and the memory of outputs.
+
+    `free`: its outputs may be overwritten. `arrived`: its rows are there. `gathered`: its mean is there.
     """
-    flags = {name: Region((world_size, 1), torch.int64) for name in ("free", "arrived")}
+    flags = {name: Region((world_size, 1), torch.int64) for name in ("free", "arrived", "gathered")}
     return flags | {"memory": Region((capacity_bytes,), torch.uint8)}
 
 
@@ -56,6 +69,12 @@ class Flow(ABC):
         """Return [row_bytes] uint8: where this rank's row belongs at `peer`."""
         return self._memory[peer][transfer.offset : transfer.offset + transfer.row_bytes]
 
+    def _rows_of(self, averaging: Averaging) -> torch.Tensor:
+        """Return [W, n] of the averaging's type: where the rows arrive that this rank averages."""
+        row_bytes = averaging.scatter.row_bytes
+        memory = self._memory[self._rank][averaging.shares : averaging.shares + self._world_size * row_bytes]
+        return memory.view(averaging.dtype).view(self._world_size, -1)
+
     @abstractmethod
     def prepare(self, transfer: Transfer) -> None:
         """Load what a transfer of this kind needs, before the first of them begins."""
@@ -67,6 +86,14 @@ class Flow(ABC):
     @abstractmethod
     def wait(self, transfer: Transfer) -> None:
         """Make the current stream wait until the rows of all ranks are here, and those of this rank have been read."""
+
+    @abstractmethod
+    def begin_average(self, averaging: Averaging) -> None:
+        """As `begin`, for the rows that are averaged and then for their means."""
+
+    @abstractmethod
+    def wait_average(self, averaging: Averaging) -> None:
+        """Make the current stream wait until the means of all ranks are here, and the rows of this rank are read."""
 
     @abstractmethod
     def check(self) -> None:
@@ -91,18 +118,42 @@ class HostFlow(Flow):
 
     def begin(self, transfer: Transfer) -> None:
         """Send the rows; they are there when this returns, those of the peers may not be."""
+        self._meet()
+        self._send(transfer, "arrived")
+
+    def _meet(self) -> None:
         self._epoch += 1
         for peer in range(self._world_size):
             self._host.raise_flag("free", peer, 0, self._epoch)
-        self._host.wait("free", self._counts, self._epoch, self._timeout_s, AWAITED)
+        self._await("free")
+
+    def _send(self, transfer: Transfer, flag: str) -> None:
         for peer in [*self._peers, self._rank]:
             if peer != self._rank or not transfer.in_place:
                 self._target(transfer, peer).copy_(transfer.row(peer))
-            self._host.raise_flag("arrived", peer, 0, self._epoch)
+            self._host.raise_flag(flag, peer, 0, self._epoch)
+
+    def _await(self, flag: str) -> None:
+        self._host.wait(flag, self._counts, self._epoch, self._timeout_s, AWAITED)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for the rows of all ranks."""
-        self._host.wait("arrived", self._counts, self._epoch, self._timeout_s, AWAITED)
+        self._await("arrived")
+
+    def begin_average(self, averaging: Averaging) -> None:
+        """Send the rows, wait for those of the peers, average them, and send the mean."""
+        self._meet()
+        self._send(averaging.scatter, "arrived")
+        self._await("arrived")
+        rows = self._rows_of(averaging)
+        rows[self._rank].copy_(averaging.scatter.row(self._rank).view(averaging.dtype))
+        mean = rows.float().sum(0).mul_(1 / self._world_size)  # in the type and by the factor of the kernel
+        averaging.gather.source.view(averaging.dtype).copy_(mean)
+        self._send(averaging.gather, "gathered")
+
+    def wait_average(self, averaging: Averaging) -> None:
+        """Wait for the means of all ranks."""
+        self._await("gathered")
 
     def check(self) -> None:
         """Do nothing: a wait raises its own error."""

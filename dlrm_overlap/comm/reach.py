@@ -113,11 +113,30 @@ def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str 
         found = tuple(range(first, first + each) for first in range(0, world_size, each))
         why = f"emulated, embedding.hosts is {hosts}"
     else:
-        places = [place_of(device)] * world_size
-        if world_size > 1:
-            dist.all_gather_object(places, places[rank], group)
-        found, why = hosts_of(places)
+        found, why = look(group, device)
     return Reach(rank, found, why if len(found) > 1 else "", _group_of(group, rank, found, device))
+
+
+def look(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[range, ...], str]:
+    """Return the hosts of `group`, and why there are several: by machines and access between GPUs; a collective."""
+    places = [place_of(device)] * group.size()
+    if len(places) > 1:
+        dist.all_gather_object(places, places[group.rank()], group)
+    return hosts_of(places)
+
+
+def check_whole(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that all ranks of `group` reach each other by stores; a collective.
+
+    Raises:
+        InputError: on every rank, if they do not, naming the ranks that do.
+    """
+    hosts, why = look(group, device)
+    if len(hosts) > 1:
+        raise InputError(
+            f"{group.size()} ranks do not all reach each other's memory, but {', '.join(map(_named, hosts))} each "
+            f"({why}); give a group of such ranks, or take torch.distributed's collectives"
+        )
 
 
 def place_of(device: torch.device) -> Place:

@@ -1,8 +1,9 @@
 """What kernels have to report to the host: records in page-locked memory that the host polls without waiting."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 _KINDS, _RECORD_WORDS = 4, 8
 _EXPIRED, _BAD_ID, _OVERFLOW, _BAD_ARRIVAL = 1, 2, 3, 4  # the kinds of `primitives.record`
@@ -59,3 +60,23 @@ class Record:
     def _read(self, kind: int, count: int) -> list[int] | None:
         words = self._words[kind - 1]
         return words[1 : 1 + count].tolist() if words[0] else None
+
+
+def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], None]) -> None:
+    """Wait until no rank of `group`, which all call this, has anything under way: memory may be given back then.
+
+    Args:
+        group: ranks that write to each other's memory.
+        device: of this rank.
+        check: raises what kernels have recorded.
+
+    Raises:
+        ExchangeTimeoutError: by `check`, in place of the CUDA error that a wait which has expired leaves behind.
+    """
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        check()
+        raise
+    dist.barrier(group)  # a peer may still write to this rank's flags

@@ -27,7 +27,7 @@ from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.gemm.linear import Activation
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
+from dlrm_overlap.gemm.products import ParallelProducts
 
 
 class Shard(NamedTuple):
@@ -39,7 +39,10 @@ class Shard(NamedTuple):
 
 
 class LayerRanks:
-    """The ranks over which layers are divided. A copy of a layer shares it, and so does what sets `order`."""
+    """The ranks over which a model's layers are divided. A copy of a layer shares it, and so does what sets `order`.
+
+    It owns what runs the layers' products, so another model's windows outlive this one's.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
@@ -47,6 +50,15 @@ class LayerRanks:
         """entered around all that goes between the ranks, to order it among what else a captured step exchanges"""
         self.way = "auto"
         """how products and their communication run, see `gemm.operators`; to be set before the first step"""
+        self._products: dict[torch.device, ParallelProducts] = {}
+
+    def products_on(self, device: torch.device) -> ParallelProducts:
+        """Return what runs these layers' products on a device, made at the first call."""
+        if device not in self._products:
+            group = self.group or dist.group.WORLD
+            assert group is not None
+            self._products[device] = ParallelProducts(group, device)
+        return self._products[device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRanks":
         return self
@@ -80,9 +92,9 @@ class DividedLayer(nn.Module):
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> torch.Tensor:
         """Map this rank's samples [b, K] to its neurons [B, N / W] of all ranks' samples, rank r's from row r b on."""
-        ranks = self.ranks
+        ranks, products = self.ranks, self.ranks.products_on(input.device)
         input = _scale_gradient(input, ranks.world_size)
-        return all_gather_matmul(input, weight, bias, activation, group=ranks.group, way=ranks.way, order=ranks.order)
+        return all_gather_matmul(input, weight, bias, activation, products=products, way=ranks.way, order=ranks.order)
 
     def scattered(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: Activation
@@ -91,11 +103,11 @@ class DividedLayer(nn.Module):
 
         The gradient of what is returned has to be divided by the number of ranks, by `_scale_gradient`.
         """
-        ranks = self.ranks
+        ranks, products = self.ranks, self.ranks.products_on(input.device)
         # Its gradient is over this rank's samples alone, so it is reduced as that of any whole parameter.
         bias = _scale_gradient(bias, ranks.world_size)
         return matmul_reduce_scatter(
-            input, weight, bias, activation, group=ranks.group, way=ranks.way, order=ranks.order
+            input, weight, bias, activation, products=products, way=ranks.way, order=ranks.order
         )
 
 
@@ -185,8 +197,8 @@ def divided_layers(model: nn.Module) -> list[DividedLayer]:
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:
     """Return what runs the divided layers' products, to be checked and closed with the model; mostly one, or none."""
-    devices = {(layer.ranks.group, next(layer.parameters()).device) for layer in divided_layers(model)}
-    return [parallel_products(group, device) for group, device in devices]
+    places = dict.fromkeys((layer.ranks, next(layer.parameters()).device) for layer in divided_layers(model))
+    return [ranks.products_on(device) for ranks, device in places]
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
+from dlrm_overlap.comm.network import choose_puts
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
@@ -29,6 +30,9 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
+
+if TYPE_CHECKING:
+    from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -91,6 +95,7 @@ class Exchange:
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
         self._reach: Reach | None = None
+        self._puts: bool | None = None
         self._capacity = 0
         self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
@@ -113,23 +118,44 @@ class Exchange:
 
     @property
     def reach(self) -> Reach:
-        """Which ranks this one reaches by stores; a collective when it is asked for first.
-
-        Where there are several hosts, rank 0's log says so, and how they are reached.
-        """
+        """Which ranks this one reaches by stores; a collective when it is asked for first."""
         if self._reach is None:
             # A collective reaches all alike, and needs no look.
             reach = Reach.of_one_host(self._group)
             if BACKENDS[self.options.backend].stores_to_peers:
                 reach = find_reach(self._group, self.device, self.options.hosts)
             self._reach = reach
-            if not reach.whole and reach.rank == 0:
-                log.warning(
-                    "backend %s: %s: stores within a host; between hosts one message a host and rank each way, by %s, "
-                    "since there are no puts to another host (NVSHMEM is not used)",
-                    self.options.backend, reach.summary(), "NCCL" if self.device.type == "cuda" else "gloo",
-                )  # fmt: skip
         return self._reach
+
+    @property
+    def puts(self) -> bool:
+        """Whether kernels put messages to other hosts; a collective when it is asked for first.
+
+        Where there are several hosts, rank 0's log says so, and how they are reached.
+        """
+        if self._puts is None:
+            reach, device = self.reach, self.device
+            self._puts, why = choose_puts(self.options.between_hosts, reach, self._group, device)
+            if not reach.whole and reach.rank == 0:
+                carrier = "NCCL" if device.type == "cuda" else "gloo"
+                by = "put part by part by kernels (NVSHMEM)" if self._puts else f"by {carrier}, since {why}"
+                log.warning(
+                    "backend %s: %s: stores within a host; between hosts one message a host and rank each way, %s",
+                    self.options.backend, reach.summary(), by,
+                )  # fmt: skip
+        return self._puts
+
+    def keep_rows(self) -> "KeptRows | None":
+        """Return what puts this rank's rows by while steps go on; the same each time.
+
+        None where the update is not by our kernels, or where a step was taken, and maybe captured, without it.
+        """
+        is_first = self._tables.kept is None and self._halves is None and self._tables.lookups
+        if is_first and self.device.type == "cuda" and self.options.resolved_backward in ("push", "dma"):
+            from dlrm_overlap.embedding.device.kept_rows import KeptRows  # which loads Triton
+
+            self._tables.kept = KeptRows(self.device)
+        return self._tables.kept
 
     @uncompiled
     def start(
@@ -192,7 +218,7 @@ class Exchange:
             self.close()
             self._capacity = max(1, samples)
             known = self.layout, self._tables, self.options, self._group, self.device
-            rest = self.order, self._ids, self._replicated, self.reach
+            rest = self.order, self._ids, self._replicated, self.reach, self.puts
             context = ExchangeContext(*known, self._capacity, self.counters, *rest)
             self._halves = open_halves(context)
         return self._halves

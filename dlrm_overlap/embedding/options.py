@@ -53,6 +53,12 @@ class ExchangeOptions:
     hosts: int | Literal["auto"] = "auto"
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""
+    between_hosts: str = "auto"
+    """backends that store to peers, on GPUs: puts | messages, or auto, see `choose_puts`"""
+    aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
+    """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
+    aggregate_us: float | None = EmbeddingConfig.aggregate_us
+    """puts between hosts: the longest wait of a finished part; None lets it wait for its group"""
     leading_columns: int = 0
     """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
     what its user joins with them. No rank stores there, and nothing reads them"""
@@ -111,3 +117,5 @@ class ExchangeContext:
     """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""
     reach: Reach | None = None
     """which ranks are reached by stores; None has `open_halves` find out"""
+    puts: bool | None = None
+    """whether kernels put messages to other hosts, on GPUs; None has `open_halves` find out"""

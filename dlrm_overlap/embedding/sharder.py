@@ -49,6 +49,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         backward: str = "auto",
         gradient_parts: int | None = None,
         hosts: int | Literal["auto"] = "auto",
+        between_hosts: str = "auto",
+        aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
+        aggregate_us: float | None = EmbeddingConfig.aggregate_us,
         copy_output: bool = True,
         output_order: str = "plan",
         output_dtype: str = "fp32",
@@ -77,6 +80,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ("put", put, ("auto", *PUTS)),
             ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
+            ("between_hosts", between_hosts, ("auto", "puts", "messages")),
             ("output_order", output_order, ("plan", "model")),
         ):
             if value not in known:
@@ -85,7 +89,12 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
         # The configuration's own checks of the other keys.
         EmbeddingConfig(
-            slice_bags=slice_bags, programs_per_sm=programs_per_sm, wait_timeout_s=wait_timeout_s, hosts=hosts
+            slice_bags=slice_bags,
+            programs_per_sm=programs_per_sm,
+            wait_timeout_s=wait_timeout_s,
+            hosts=hosts,
+            aggregate_bytes=aggregate_bytes,
+            aggregate_us=aggregate_us,
         )
         self.output_order = output_order
         self.options = ExchangeOptions(
@@ -101,6 +110,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             copy_output=copy_output,
             output_dtype=WIRE_DTYPES[output_dtype],
             hosts=hosts,
+            between_hosts=between_hosts,
+            aggregate_bytes=aggregate_bytes,
+            aggregate_us=aggregate_us,
             leading_columns=leading_columns,
         )
 
@@ -163,6 +175,9 @@ def build_sharder(
             backward=config.backward,
             gradient_parts=config.gradient_parts,
             hosts=config.hosts,
+            between_hosts=config.between_hosts,
+            aggregate_bytes=config.aggregate_bytes,
+            aggregate_us=config.aggregate_us,
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm.plan import WHOLE, Part, cut, gathered_parts, halve, head, scattered_parts, turns
+from dlrm_overlap.gemm.plan import WHOLE, Part, gathered_parts, halve, head, scattered_parts, turns
 from dlrm_overlap.gemm.ways import Problem
 
 # Four H200s over NVLink, bfloat16. Products: 128 x 256 tiles, 32768 x 1024 x 4096 in 354 us. Links: what copy engines
@@ -134,7 +134,7 @@ def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: i
     else:
         *early, last = turns(0, world_size)
         parts = [Part(range(peer, peer + 1), 0, rows) for peer in early]
-        parts += [Part(range(last, last + 1), *piece) for piece in cut(rows, choice.parts)]
+        parts += [Part(range(last, last + 1), *piece) for piece in halve(rows, choice.parts)]
     done = published + product_us(rows, problem.columns, problem.inner)
     for part in parts:
         count = len(part.ranks) * (part.end - part.begin)

@@ -6,7 +6,7 @@ want, so it pays less than its picture promises; see `copies`.
 
 import torch
 
-from dlrm_overlap.gemm.linear import Activation, activate, linear_into
+from dlrm_overlap.gemm.linear import Layer, activate, linear_into
 from dlrm_overlap.gemm.plan import cut
 from dlrm_overlap.gemm.ways import Finish, Problem, Products, all_gather, reduce_scatter
 
@@ -22,17 +22,11 @@ class Chunks(Products):
         return "" if self.device.type == "cuda" and self.world_size > 1 else "chunks run between GPUs; take serial"
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather part after part; multiply this rank's rows, then each part of all peers' rows when it is there."""
         (rows, inner), ranks = x_shard.shape, self.world_size
-        out = x_shard.new_empty(ranks * rows, weight.shape[0])
+        out = x_shard.new_empty(ranks * rows, layer.columns)
         x = x_shard.new_empty(ranks, rows, inner) if keep else None
         under_way = []
         for begin, end in cut(rows, parts):
@@ -40,32 +34,30 @@ class Chunks(Products):
             work = all_gather(gathered, x_shard[begin:end], group=self.group, async_op=True)
             under_way.append((begin, end, gathered.view(ranks, end - begin, inner), work))
         own = self.rank * rows
-        linear_into(out[own : own + rows], x_shard, weight, bias, activation)
+        linear_into(out[own : own + rows], x_shard, layer)
         for begin, end, gathered, work in under_way:
             work.wait()
             for peer in range(ranks):
                 if peer != self.rank:
                     there = slice(peer * rows + begin, peer * rows + end)
-                    linear_into(out[there], gathered[peer], weight, bias, activation)
+                    linear_into(out[there], gathered[peer], layer)
             if x is not None:
                 x[:, begin:end].copy_(gathered)
         return out, None if x is None else x.view(-1, inner)
 
-    def begin_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
-    ) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply part after part, each of all ranks' rows, and begin to reduce it."""
-        rows, columns, ranks = x.shape[0] // self.world_size, weight.shape[0], self.world_size
+        rows, columns, ranks = x.shape[0] // self.world_size, layer.columns, self.world_size
         out, under_way = x.new_empty(rows, columns), []
         for begin, end in cut(rows, parts):
             partial = x.new_empty(ranks, end - begin, columns)
             for owner in range(ranks):
-                linear_into(partial[owner], x[owner * rows + begin : owner * rows + end], weight)
+                linear_into(partial[owner], x[owner * rows + begin : owner * rows + end], Layer(layer.weight))
             under_way.append(reduce_scatter(out[begin:end], partial.flatten(0, 1), group=self.group, async_op=True))
 
         def finish() -> torch.Tensor:
             for work in under_way:
                 work.wait()
-            return activate(out, bias, activation)
+            return activate(out, layer)
 
         return finish

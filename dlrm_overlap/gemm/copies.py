@@ -27,18 +27,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm.linear import Activation, linear_into
-from dlrm_overlap.gemm.plan import WHOLE, gathered_parts, halve, head, scattered_parts, turns
+from dlrm_overlap.gemm.gathering import Gathering
+from dlrm_overlap.gemm.linear import Layer, linear_into
+from dlrm_overlap.gemm.plan import WHOLE, gathered_parts, halve, scattered_parts, turns
+from dlrm_overlap.gemm.scattering import Scattering, lines_of
 from dlrm_overlap.gemm.ways import Finish, Problem, Products
 from dlrm_overlap.gemm.window import SLOTS, Window
 from dlrm_overlap.kernels.dense.arguments import LINE
-from dlrm_overlap.kernels.flags import wait_flags
-from dlrm_overlap.kernels.gemm.publish import begin_call, publish_rows
-from dlrm_overlap.kernels.gemm.sum_parts import Parts, sum_parts
 
 _GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
-_SMALL_BYTES = 4 << 20  # a shard up to so large is published at once
 
 
 class Copies(Products):
@@ -79,19 +78,22 @@ class Copies(Products):
         x = torch.zeros(problem.rows, problem.inner, dtype=problem.dtype, device=self.device)
         weight = lay(x.new_zeros(problem.columns, problem.inner))
         bias = weight.new_zeros(problem.columns) if problem.bias else None
-        activation: Activation = "relu" if problem.activation == "relu" else "none"
+        layer = Layer(weight, bias, "relu" if problem.activation == "relu" else "none")
         if problem.operator == "reduce_scatter":
-            self.begin_reduce_scatter(x, weight, bias, activation, parts)()
+            self.begin_reduce_scatter(x, layer, parts)()
             return
         for keep in (False, True):
-            self.all_gather_matmul(x[:rows], weight, bias, activation, parts, keep)
+            self.all_gather_matmul(x[:rows], layer, parts, keep)
 
     def _needed_bytes(self, problem: Problem) -> int:
         """Return how much of the window a call takes."""
-        rows = problem.rows // self.world_size
         if problem.operator == "all_gather":
-            return rows * problem.inner * problem.dtype.itemsize
-        return self.world_size * lines_of(rows, problem.columns) * LINE * problem.dtype.itemsize
+            return problem.rows // self.world_size * problem.inner * problem.dtype.itemsize
+        return self._summed_bytes(problem.rows, problem.columns, problem.dtype)
+
+    def _summed_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Return how much of the window all ranks' partial products of a rank's rows take."""
+        return self.world_size * lines_of(rows // self.world_size, columns) * LINE * dtype.itemsize
 
     def _window(self, needed_bytes: int) -> Window:
         """Return the first window that is large enough, which is the same one on all ranks."""
@@ -107,76 +109,35 @@ class Copies(Products):
         self._last = current
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply this rank's rows, then the peers' as they come."""
         self._join_last()
-        if x_shard.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
-            x_shard = x_shard.clone()
-        (rows, inner), ranks = x_shard.shape, self.world_size
         window = self._window(x_shard.numel() * x_shard.dtype.itemsize)
-        shards = [window.at(rank, x_shard.dtype)[: rows * inner].view(rows, inner) for rank in range(ranks)]
-        x, out = x_shard.new_empty(ranks * rows, inner), x_shard.new_empty(ranks * rows, weight.shape[0])
-        own, engine = slice(self.rank * rows, (self.rank + 1) * rows), window.engine
-        first = self._publish(window, x_shard, shards[self.rank], x[own] if keep else None, parts)
-        linear_into(out[own], x_shard, weight, bias, activation)
-        awaits = first < rows
-        for part, event in zip(gathered_parts(self.rank, ranks, rows, parts), window.events, strict=False):
-            if awaits and part.end > first:
-                engine.stream.wait_event(window.events[-1])
-                awaits = False
+        gathering = Gathering(window, x_shard, layer.columns, parts, keep)
+        rows, engine, x, out = gathering.rows, window.engine, gathering.x, gathering.out
+        linear_into(out[gathering.own], gathering.x_shard, layer)
+        for part, event in zip(gathered_parts(self.rank, self.world_size, rows, parts), window.events, strict=False):
             for peer in sorted(part.ranks, key=self._turns.index):
-                rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
-                engine.copy(x[rows_of_peer], shards[peer][part.begin : part.end])
+                gathering.read(peer, part.begin, part.end)
             event.record(engine.stream)
             torch.cuda.current_stream(self.device).wait_event(event)
-            linear_into(out[part.rows(rows)], x[part.rows(rows)], weight, bias, activation)
+            linear_into(out[part.rows(rows)], x[part.rows(rows)], layer)
         engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
         engine.join()
         return out, x if keep else None
 
-    def _publish(
-        self, window: Window, x_shard: torch.Tensor, shard: torch.Tensor, kept: torch.Tensor | None, parts: int
-    ) -> int:
-        """Copy this rank's rows to its window; let the engine follow when the first of all ranks' are there.
-
-        Returns:
-            How many rows of each rank these are. The window's last event is behind the others.
-        """
-        rows = x_shard.shape[0]
-        first = head(rows, parts) if x_shard.numel() * x_shard.dtype.itemsize > _SMALL_BYTES else rows
-        for slot, (begin, end) in enumerate([(0, first), (first, rows)] if first < rows else [(0, rows)]):
-            some = slice(begin, end)
-            publish_rows(
-                x_shard[some], shard[some], None if kept is None else kept[some], window.flags, self.rank, slot
-            )
-            if slot == 0:
-                window.engine.follow()
-        window.events[-1].record(torch.cuda.current_stream(self.device))
-        return first
-
-    def begin_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
-    ) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply the peers' rows and send them, then this rank's."""
         self._join_last()
-        rows, columns, ranks = x.shape[0] // self.world_size, weight.shape[0], self.world_size
-        lines = lines_of(rows, columns)
-        window = self._window(ranks * lines * LINE * x.dtype.itemsize)
-        begin_call(window.flags, self.rank)
-        partial, engine = x.new_empty(ranks * rows, columns), window.engine
-        slots = [window.at(rank, x.dtype)[self.rank * lines * LINE :][: rows * columns] for rank in range(ranks)]
-        targets = [slot.view(rows, columns) for slot in slots]
+        scattering = Scattering(self._window(self._summed_bytes(x.shape[0], layer.columns, x.dtype)), x, layer)
+        window, rows, partial = scattering.window, scattering.rows, x.new_empty(x.shape[0], layer.columns)
+        engine, product = window.engine, Layer(layer.weight)
+        targets = [scattering.target(owner) for owner in range(self.world_size)]
         pieces = [(0, rows)] if parts == WHOLE else halve(rows, parts)
         sent = window.events[-len(pieces) :]
-        for part, event in zip(scattered_parts(self.rank, ranks, rows, parts), window.events, strict=False):
-            linear_into(partial[part.rows(rows)], x[part.rows(rows)], weight)
+        for part, event in zip(scattered_parts(self.rank, self.world_size, rows, parts), window.events, strict=False):
+            linear_into(partial[part.rows(rows)], x[part.rows(rows)], product)
             event.record(torch.cuda.current_stream(self.device))
             engine.stream.wait_event(event)
             for peer in sorted(part.ranks, key=self._turns.index):
@@ -191,33 +152,27 @@ class Copies(Products):
                 engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
                 sent[slot].record(engine.stream)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
-        linear_into(targets[self.rank], x[own], weight)
+        linear_into(targets[self.rank], x[own], product)
         self._under_way = True
-        out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
-        parts_of_all = window.at(self.rank, x.dtype)[: ranks * lines * LINE]
-        summed = Parts(parts_of_all, lines, out, columns, bias, activation == "relu")
-        return functools.partial(self._finish, window, summed, pieces, sent, partial)
+        return functools.partial(self._finish, scattering, pieces, sent, partial)
 
     def _finish(
         self,
-        window: Window,
-        summed: Parts,
+        scattering: Scattering,
         pieces: list[tuple[int, int]],
         sent: list[torch.cuda.Event],
         partial: torch.Tensor,
     ) -> torch.Tensor:
         """Add up the parts as they arrive; `partial` must live until the engine has been joined, which reads it."""
         self._under_way = False
-        for number, rows in enumerate(pieces):
+        window = scattering.window
+        for event, arrived, rows in zip(sent, window.arrived, pieces, strict=False):
             # Behind what this rank sends of it: a graph that runs its branches one by one must not wait first.
-            torch.cuda.current_stream(self.device).wait_event(sent[number])
-            wait_flags(window.arrived[number], self.rank, 0)
-            last = number == len(pieces) - 1
-            sum_parts(summed, window.flags.done, window.flags.counted, self.rank, rows, last)
+            torch.cuda.current_stream(self.device).wait_event(event)
+            scattering.add_up(arrived, *rows)
         window.engine.join()
         del partial
-        # No view, which autograd would let nobody change in place.
-        return summed.out.resize_(pieces[-1][1], summed.columns)
+        return scattering.sums()
 
     def check(self) -> None:
         """Raise what a wait has recorded."""
@@ -228,18 +183,7 @@ class Copies(Products):
         """Give the windows back, once all that was issued is done."""
         if not self._windows:
             return  # the others need not have made this object
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            self.check()
-            raise
-        dist.barrier(self.group)  # a peer may still write to this rank's flags
+        settle(self.group, self.device, self.check)
         for window in self._windows:
             window.close()
         self._windows, self._last = [], None
-
-
-def lines_of(rows: int, columns: int) -> int:
-    """Return how many lines of LINE elements hold so many rows."""
-    return -(-rows * columns // LINE)

@@ -19,13 +19,12 @@ Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.gemm.linear import Activation
+from dlrm_overlap.gemm.linear import Activation, Layer
 from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
 
 
@@ -35,7 +34,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     activation: Activation = "none",
     *,
-    group: dist.ProcessGroup | None = None,
+    products: ParallelProducts | None = None,
     way: str = "auto",
     order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
@@ -50,8 +49,9 @@ def all_gather_matmul(
         weight: [N, K], this rank's own.
         bias: [N], this rank's own, or None.
         activation: none | relu.
-        group: of W ranks; all ranks if None.
-        way: auto | serial | chunks | copies | pushes | tiles, see `products`.
+        products: what runs it between the W ranks of its group, and whose memory it takes. None takes that of all
+            ranks, `parallel_products(None, device)`, which is the caller's to close.
+        way: auto | serial | chunks | copies | pushes | tiles | triggered, see `products`.
         order: entered around what goes between the ranks, forward and back, to order it among what else a captured
             step exchanges, as a `comm.order.CommunicationOrder` does.
 
@@ -65,8 +65,8 @@ def all_gather_matmul(
         W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
         [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
-    products = parallel_products(group, x_shard.device)
-    return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way, order or nullcontext())
+    run = _Run(products or parallel_products(None, x_shard.device), way, order or nullcontext())
+    return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, run)
 
 
 def matmul_reduce_scatter(
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     activation: Activation = "none",
     *,
-    group: dist.ProcessGroup | None = None,
+    products: ParallelProducts | None = None,
     way: str = "auto",
     order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
@@ -90,7 +90,7 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's own.
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
-        group: of W ranks; all ranks if None.
+        products: as for `all_gather_matmul`.
         way: as for `all_gather_matmul`.
         order: as for `all_gather_matmul`.
 
@@ -103,8 +103,16 @@ def matmul_reduce_scatter(
     Example:
         W = 2, x [[1], [2]] and weight [[10]] on both ranks, bias [1]: 10 + 10 + 1 = [[21]] on rank 0, [[41]] on rank 1.
     """
-    products = parallel_products(group, x.device)
-    return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, products, way, order or nullcontext())
+    run = _Run(products or parallel_products(None, x.device), way, order or nullcontext())
+    return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, run)
+
+
+class _Run(NamedTuple):
+    """How an operator runs, forward and back."""
+
+    products: ParallelProducts
+    way: str
+    order: AbstractContextManager[object]
 
 
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -128,14 +136,13 @@ class _AllGatherMatmul(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: Activation,
-        products: ParallelProducts,
-        way: str,
-        order: AbstractContextManager[object],
+        run: _Run,
     ) -> torch.Tensor:
-        with order:
-            out, x = products.all_gather_matmul(x_shard, weight, bias, activation, way, keep=ctx.needs_input_grad[1])
+        layer, keep = Layer(weight, bias, activation), ctx.needs_input_grad[1]
+        with run.order:
+            out, x = run.products.all_gather_matmul(x_shard, layer, run.way, keep)
         ctx.save_for_backward(x, weight, out if activation == "relu" else None)
-        ctx.products, ctx.way, ctx.order = products, way, order
+        ctx.run = run
         return out
 
     @staticmethod
@@ -144,16 +151,17 @@ class _AllGatherMatmul(torch.autograd.Function):
         x, weight, out = ctx.saved_tensors
         dz = _through(gradients[0].contiguous(), out)
         finish, dx, dw, db = None, None, None, None
-        with ctx.order:
+        run: _Run = ctx.run
+        with run.order:
             if ctx.needs_input_grad[0]:
-                finish = ctx.products.begin_reduce_scatter(dz, weight.t(), None, "none", ctx.way)
+                finish = run.products.begin_reduce_scatter(dz, Layer(weight.t()), run.way)
             if ctx.needs_input_grad[1]:  # beside what travels
                 dw = dz.t() @ x
             if ctx.needs_input_grad[2]:
                 db = dz.sum(0)
             if finish is not None:
                 dx = finish()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
@@ -164,14 +172,12 @@ class _MatmulReduceScatter(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: Activation,
-        products: ParallelProducts,
-        way: str,
-        order: AbstractContextManager[object],
+        run: _Run,
     ) -> torch.Tensor:
-        with order:
-            out = products.begin_reduce_scatter(x, weight, bias, activation, way)()
+        with run.order:
+            out = run.products.begin_reduce_scatter(x, Layer(weight, bias, activation), run.way)()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, out if activation == "relu" else None)
-        ctx.products, ctx.way, ctx.order = products, way, order
+        ctx.run = run
         return out
 
     @staticmethod
@@ -181,11 +187,11 @@ class _MatmulReduceScatter(torch.autograd.Function):
         dz = _through(gradients[0].contiguous(), out)
         dx, dw, db = None, None, None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            keep = ctx.needs_input_grad[1]
-            with ctx.order:
-                dx, gathered = ctx.products.all_gather_matmul(dz, weight.t(), None, "none", ctx.way, keep)
+            keep, run = ctx.needs_input_grad[1], ctx.run
+            with run.order:
+                dx, gathered = run.products.all_gather_matmul(dz, Layer(weight.t()), run.way, keep)
             if gathered is not None:
                 dw = gathered.t() @ x
         if ctx.needs_input_grad[2]:
             db = dz.sum(0)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None

@@ -127,7 +127,7 @@ def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Pa
         return _whole_blocks(rank, world_size, rows)
     first = head(rows, parts)
     begin = [(0, first), (first, rows)] if first < rows else [(0, rows)]
-    return _fine_at_ends(turns(rank, world_size), rows, begin, cut(rows, parts))
+    return _fine_at_ends(turns(rank, world_size), rows, begin, halve(rows, parts))
 
 
 def scattered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:

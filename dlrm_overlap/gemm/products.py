@@ -1,10 +1,11 @@
-"""The ways to run a product with its communication inside, behind one object a group and device.
+"""The ways to run a product with its communication inside, behind one object of an owner.
 
     serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     chunks   the same part by part, NCCL's on a stream beside cuBLAS's
     copies   part by part, rows by copy engines, see `copies`
     pushes   an all-gather whose rows are sent into the peers' windows, see `pushes`
     tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
+    triggered  by the same kernel; what it has counted as complete leaves by copy engines, see `triggered`
 
 `auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
 nothing is asked of other ranks, so a problem that has not been run before is refused there.
@@ -22,12 +23,13 @@ from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.choose import Choice, choose, read_tuned, tuned_file
 from dlrm_overlap.gemm.chunks import Chunks
-from dlrm_overlap.gemm.linear import Activation
+from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
-WAYS = ("serial", "chunks", "copies", "pushes", "tiles")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # sums are float32, which would cut float64
+WAYS = ("serial", "chunks", "copies", "pushes", "tiles", "triggered")
 
 
 class ParallelProducts:
@@ -35,7 +37,7 @@ class ParallelProducts:
 
     Example:
         products = parallel_products(None, device)
-        out, _ = products.all_gather_matmul(x_shard, weight, None, "none", "auto", keep=False)
+        out, _ = products.all_gather_matmul(x_shard, Layer(weight), "auto", keep=False)
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -48,40 +50,22 @@ class ParallelProducts:
         self._known: dict[tuple[Problem, str], Choice] = {}
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        way: str,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, way: str, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `operators.all_gather_matmul` does and, if `keep`, the gathered rows [M, K]."""
         rows = x_shard.shape[0] * self.group.size()
-        choice = self._choose("all_gather", rows, x_shard, weight, bias, activation, way)
-        x_shard = x_shard.contiguous()
-        return self.way(choice.way).all_gather_matmul(x_shard, weight, bias, activation, choice.parts, keep)
+        choice = self._choose("all_gather", rows, x_shard, layer, way)
+        return self.way(choice.way).all_gather_matmul(x_shard.contiguous(), layer, choice.parts, keep)
 
-    def begin_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, way: str
-    ) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, way: str) -> Finish:
         """Begin what `operators.matmul_reduce_scatter` does; what is returned, called once, returns its output."""
-        choice = self._choose("reduce_scatter", x.shape[0], x, weight, bias, activation, way)
-        return self.way(choice.way).begin_reduce_scatter(x.contiguous(), weight, bias, activation, choice.parts)
+        choice = self._choose("reduce_scatter", x.shape[0], x, layer, way)
+        return self.way(choice.way).begin_reduce_scatter(x.contiguous(), layer, choice.parts)
 
-    def _choose(
-        self,
-        operator: str,
-        rows: int,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str,
-        way: str,
-    ) -> Choice:
-        fault = _fault(x, weight, bias, activation, self.device)
-        columns, inner = (0, 0) if fault else weight.shape
-        problem = Problem(operator, rows, columns, inner, x.dtype, bias is not None, activation)
+    def _choose(self, operator: str, rows: int, x: torch.Tensor, layer: Layer, way: str) -> Choice:
+        fault = _fault(x, layer, self.device)
+        columns, inner = (0, 0) if fault else layer.weight.shape
+        problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation)
         choice = self._known.get((problem, way)) if not fault else None
         return choice or self._agree(problem, way, fault)
 
@@ -101,7 +85,7 @@ class ParallelProducts:
         def check() -> None:
             nonlocal choice
             if fault:
-                raise InputError(f"{problem}: {fault}")
+                raise InputError(f"{problem.call}: {fault}")
             if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
                 raise InputError(
                     f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
@@ -188,8 +172,9 @@ class ParallelProducts:
         from dlrm_overlap.gemm.copies import Copies  # these need Triton, which a CPU does not
         from dlrm_overlap.gemm.pushes import Pushes
         from dlrm_overlap.gemm.tiles import Tiles
+        from dlrm_overlap.gemm.triggered import Triggered
 
-        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles}[name]
+        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles, "triggered": Triggered}[name]
         return made(self.group, self.device, self.wait_timeout_s)
 
     def check(self) -> None:
@@ -208,17 +193,17 @@ class ParallelProducts:
         self._ways, self._known = {}, {}
 
 
-def _fault(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, device: torch.device
-) -> str:
+def _fault(x: torch.Tensor, layer: Layer, device: torch.device) -> str:
     """Return what is wrong with an operator's arguments on this rank, or an empty text."""
+    weight, bias, activation = layer
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         return f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: must be [rows, K] and [N, K]; reshape them"
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"bias {tuple(bias.shape)}: must be [{weight.shape[0]}], as weight has rows; cut it as the weight"
     tensors = [x, weight] + ([] if bias is None else [bias])
-    if any(tensor.dtype != x.dtype for tensor in tensors) or not x.dtype.is_floating_point:
-        return f"{', '.join(str(tensor.dtype) for tensor in tensors)}: must be one floating type; cast them"
+    if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in _DTYPES:
+        types = ", ".join(str(tensor.dtype) for tensor in tensors)
+        return f"{types}: must be all float16, all bfloat16 or all float32; cast them"
     if any(tensor.device != device for tensor in tensors):
         return f"a tensor is not on {device}; move it there"
     if activation not in ("none", "relu"):

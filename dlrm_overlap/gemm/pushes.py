@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.gemm.copies import Copies
-from dlrm_overlap.gemm.linear import Activation, linear_into
-from dlrm_overlap.gemm.plan import cut, senders
+from dlrm_overlap.gemm.linear import Layer, linear_into
+from dlrm_overlap.gemm.plan import halve, senders
 from dlrm_overlap.gemm.ways import Problem
 from dlrm_overlap.gemm.window import SLOTS, Window
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
@@ -46,13 +46,7 @@ class Pushes(Copies):
         return super()._needed_bytes(problem)
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send this rank's rows and multiply them, then the peers' as they come."""
         self._join_last()
@@ -61,25 +55,25 @@ class Pushes(Copies):
         size = ranks * rows * inner
         gathered = [window.at(rank, x_shard.dtype)[:size].view(-1, inner) for rank in range(ranks)]
         own, received = self.rank * rows, gathered[self.rank]
-        out = x_shard.new_empty(ranks * rows, weight.shape[0])
+        out = x_shard.new_empty(ranks * rows, layer.columns)
         kept = x_shard.new_empty(ranks * rows, inner) if keep else None
         begin_call(window.flags, self.rank)
         window.engine.follow()
-        pieces = cut(rows, parts)
+        pieces = halve(rows, parts)
         sent = window.events[: ranks - 2 + len(pieces)]
         self._send(window, [each[own : own + rows] for each in gathered], x_shard, pieces, sent)
-        linear_into(out[own : own + rows], x_shard, weight, bias, activation)
+        linear_into(out[own : own + rows], x_shard, layer)
         self._keep(window, kept, x_shard, own)
         for (begin, end, flags), event in zip(self._arrivals(window, rows, pieces), sent, strict=True):
             # Behind what this rank sends at that turn: a graph that runs its branches one by one must not wait first.
             torch.cuda.current_stream(self.device).wait_event(event)
             wait_flags(flags, self.rank, 0)
             self._keep(window, kept, received[begin:end], begin)
-            linear_into(out[begin:end], received[begin:end], weight, bias, activation)
-        window.engine.join()
+            linear_into(out[begin:end], received[begin:end], layer)
         if keep:
             window.beside.join()
-        raise_flags(window.flags.done, self.rank, 0, 0)
+        raise_flags(window.flags.done, self.rank, 0, 0)  # this rank has read; what it has sent, its peers wait for
+        window.engine.join()
         return out, kept
 
     def _send(

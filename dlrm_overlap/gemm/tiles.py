@@ -23,16 +23,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.gemm.copies import Copies, lines_of
-from dlrm_overlap.gemm.linear import Activation
+from dlrm_overlap.gemm.copies import Copies
+from dlrm_overlap.gemm.gathering import Gathering
+from dlrm_overlap.gemm.linear import Layer
+from dlrm_overlap.gemm.scattering import Scattering
 from dlrm_overlap.gemm.ways import Finish, Problem
 from dlrm_overlap.gemm.window import SLOTS, Window
-from dlrm_overlap.kernels.dense.arguments import LINE
-from dlrm_overlap.kernels.flags import wait_flags
 from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals
 from dlrm_overlap.kernels.gemm.product import ALIGNED, TILING, gathered_product, scattered_product
-from dlrm_overlap.kernels.gemm.publish import begin_call
-from dlrm_overlap.kernels.gemm.sum_parts import Parts, sum_parts
 
 
 class Tiles(Copies):
@@ -71,66 +69,43 @@ class Tiles(Copies):
         return -(-rows // (parts * self.tiling.block_m)) * self.tiling.block_m
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply all rows, this rank's first, the peers' as they come."""
         self._join_last()
-        if x_shard.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
-            x_shard = x_shard.clone()
-        (rows, inner), ranks = x_shard.shape, self.world_size
         window = self._window(x_shard.numel() * x_shard.dtype.itemsize)
-        shards = [window.at(rank, x_shard.dtype)[: rows * inner].view(rows, inner) for rank in range(ranks)]
-        x, out = x_shard.new_empty(ranks * rows, inner), x_shard.new_empty(ranks * rows, weight.shape[0])
-        own, engine = slice(self.rank * rows, (self.rank + 1) * rows), window.engine
-        slot_rows = self._slot_rows(rows, parts)
+        gathering = Gathering(window, x_shard, layer.columns, parts, keep=True)
+        rows, slot_rows = gathering.rows, self._slot_rows(gathering.rows, parts)
         arrived = self._arrived.setdefault(window, torch.zeros_like(window.flags.ready[0].local))
-        first = self._publish(window, x_shard, shards[self.rank], x[own], parts)
-        awaits = first < rows
         for peer in self._turns:
             for slot, begin in enumerate(range(0, rows, slot_rows)):
-                end = min(begin + slot_rows, rows)
-                if awaits and end > first:
-                    engine.stream.wait_event(window.events[-1])
-                    awaits = False
-                engine.copy(x[peer * rows + begin : peer * rows + end], shards[peer][begin:end])
+                gathering.read(peer, begin, min(begin + slot_rows, rows))
                 # Read at the peer, where this rank has raised it: a copy within this GPU would be a kernel.
-                engine.write_flag(arrived[peer, slot : slot + 1], window.ready_at[peer][:1])
+                window.engine.write_flag(arrived[peer, slot : slot + 1], window.ready_at[peer][:1])
         signals = Signals(replace(window.flags.ready[0], local=arrived), slot_rows)
-        gathered_product(x, _laid_out(weight), bias, activation, out, self.rank, self._own_first, signals, self.tiling)
-        engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
-        engine.join()
+        x, out, weight = gathering.x, gathering.out, laid_out(layer.weight)
+        order = self._own_first
+        gathered_product(x, weight, layer.bias, layer.activation, out, self.rank, order, signals, self.tiling)
+        window.engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
+        window.engine.join()
         return out, x if keep else None
 
-    def begin_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
-    ) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply all rows and store them at their owners."""
         self._join_last()
-        rows, columns, ranks = x.shape[0] // self.world_size, weight.shape[0], self.world_size
-        lines, slot_rows = lines_of(rows, columns), self._slot_rows(rows, parts)
-        window = self._window(ranks * lines * LINE * x.dtype.itemsize)
-        begin_call(window.flags, self.rank)
+        scattering = Scattering(self._window(self._summed_bytes(x.shape[0], layer.columns, x.dtype)), x, layer)
+        window, rows, slot_rows = scattering.window, scattering.rows, self._slot_rows(scattering.rows, parts)
         signals = Signals(window.flags.ready[0], slot_rows)
-        destinations = Destinations(window.addresses + self.rank * lines * LINE * x.dtype.itemsize, self._done)
-        scattered_product(x, _laid_out(weight), self.rank, self._own_last, signals, destinations, self.tiling)
+        destinations = Destinations(window.addresses + scattering.offset_bytes, self._done)
+        order = self._own_last
+        scattered_product(x, laid_out(layer.weight), self.rank, order, signals, destinations, self.tiling)
         self._under_way = True
 
         def finish() -> torch.Tensor:
             self._under_way = False
-            received = window.at(self.rank, x.dtype)[: ranks * lines * LINE]
-            out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
-            summed = Parts(received, lines, out, columns, bias, activation == "relu")
-            for slot, begin in enumerate(range(0, rows, slot_rows)):
-                end = min(begin + slot_rows, rows)
-                wait_flags(window.flags.ready[slot], self.rank, 0)
-                sum_parts(summed, window.flags.done, window.flags.counted, self.rank, (begin, end), end == rows)
-            return out.resize_(rows, columns)  # no view, which autograd would let nobody change in place
+            for arrived, begin in zip(window.flags.ready, range(0, rows, slot_rows), strict=False):
+                scattering.add_up(arrived, begin, min(begin + slot_rows, rows))
+            return scattering.sums()
 
         return finish
 
@@ -140,7 +115,7 @@ class Tiles(Copies):
         self._arrived.clear()
 
 
-def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight that TMA can read: it or its transpose contiguous, at a multiple of 16 bytes."""
     if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
         return weight

@@ -20,6 +20,7 @@ from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import replacing
 from dlrm_overlap.gemm.choose import Choice, key, read_tuned
+from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.gemm.ways import Problem
 
@@ -82,6 +83,15 @@ def measure(products: ParallelProducts, problem: Problem, rounds: int = _ROUNDS)
 
     The operands are random numbers, since a GPU multiplies zeros faster.
     """
+    stream = torch.cuda.Stream(products.device)  # the default one cannot be captured
+    stream.wait_stream(torch.cuda.current_stream(products.device))
+    with torch.cuda.stream(stream):
+        times = _measured(products, problem, rounds)
+    torch.cuda.current_stream(products.device).wait_stream(stream)
+    return times
+
+
+def _measured(products: ParallelProducts, problem: Problem, rounds: int) -> dict[str, float]:
     device, ranks = products.device, products.group.size()
     generator = torch.Generator(device).manual_seed(products.group.rank())
 
@@ -115,8 +125,8 @@ def _call(
 ) -> Callable[[], None]:
     way = str(choice)
     if problem.operator == "all_gather":
-        return lambda: (products.all_gather_matmul(x, weight, None, "none", way, keep=True), None)[1]
-    return lambda: (products.begin_reduce_scatter(x, weight, None, "none", way)(), None)[1]
+        return lambda: (products.all_gather_matmul(x, Layer(weight), way, keep=True), None)[1]
+    return lambda: (products.begin_reduce_scatter(x, Layer(weight), way)(), None)[1]
 
 
 def _captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:

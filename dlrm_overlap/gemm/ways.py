@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dlrm_overlap.gemm.linear import Activation, activate
+from dlrm_overlap.gemm.linear import Layer, activate
 
 # Names since torch 2.13, and before.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,11 +33,15 @@ class Problem(NamedTuple):
     bias: bool
     activation: str
 
+    @property
+    def call(self) -> str:
+        """The function of `operators` that asks for it."""
+        return "all_gather_matmul" if self.operator == "all_gather" else "matmul_reduce_scatter"
+
     def __str__(self) -> str:
         """Return the problem as one of its ranks would write it."""
-        name = "all_gather_matmul" if self.operator == "all_gather" else "matmul_reduce_scatter"
         bias = ", bias" if self.bias else ""
-        return f"{name}(M {self.rows}, N {self.columns}, K {self.inner}, {self.dtype}{bias}, {self.activation})"
+        return f"{self.call}(M {self.rows}, N {self.columns}, K {self.inner}, {self.dtype}{bias}, {self.activation})"
 
 
 class Products(ABC):
@@ -72,20 +76,12 @@ class Products(ABC):
 
     @abstractmethod
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return activation(x @ weight^T + bias) [M, N], and x [M, K] if `keep`; see `operators.all_gather_matmul`."""
+        """Return what `layer` makes of all rows, [M, N], and these [M, K] if `keep`; see `operators`."""
 
     @abstractmethod
-    def begin_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
-    ) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Begin `operators.matmul_reduce_scatter`; what returns [M / W, N] is to be called once, on the same stream.
 
         Whatever is issued in between runs beside the communication.
@@ -112,37 +108,29 @@ class Serial(Products):
     name = "serial"
 
     def all_gather_matmul(
-        self,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-        parts: int,
-        keep: bool,
+        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather, then multiply."""
         x = x_shard.new_empty(self.world_size * x_shard.shape[0], x_shard.shape[1])
         all_gather(x, x_shard.contiguous(), group=self.group)
-        out = functional.linear(x, weight, bias)
-        return activate(out, None, activation), x if keep else None
+        out = functional.linear(x, layer.weight, layer.bias)
+        return activate(out, layer._replace(bias=None)), x if keep else None
 
-    def begin_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, parts: int
-    ) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply and begin to reduce."""
-        partial = functional.linear(x, weight)
+        partial = functional.linear(x, layer.weight)
         if self.device.type == "cpu":
-            return self._begin_on_host(partial, bias, activation)
+            return self._begin_on_host(partial, layer)
         out = partial.new_empty(partial.shape[0] // self.world_size, partial.shape[1])
         work = reduce_scatter(out, partial, group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
             work.wait()
-            return activate(out, bias, activation)
+            return activate(out, layer)
 
         return finish
 
-    def _begin_on_host(self, partial: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> Finish:
+    def _begin_on_host(self, partial: torch.Tensor, layer: Layer) -> Finish:
         """Exchange the partial products, which gloo cannot add up in an order that is told."""
         received = torch.empty_like(partial)
         work = dist.all_to_all_single(received, partial, group=self.group, async_op=True)
@@ -150,9 +138,9 @@ class Serial(Products):
 
         def finish() -> torch.Tensor:
             work.wait()
-            total = received.view(self.world_size, -1, received.shape[1]).float().sum(0)
-            if bias is not None:
-                total += bias.float()
-            return activate(total, None, activation).to(partial.dtype)
+            total = received.unflatten(0, (self.world_size, len(received) // self.world_size)).float().sum(0)
+            if layer.bias is not None:
+                total += layer.bias.float()
+            return activate(total, layer._replace(bias=None)).to(partial.dtype)
 
         return finish

@@ -61,8 +61,10 @@ class Window:
         self.addresses = self._arena.addresses("memory")
         """[W] int64: of each rank's memory"""
         self.engine = CopyEngine(device)
-        self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS + 1)]
+        self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
         """a call's own, of parts that follow each other"""
+        self.published = torch.cuda.Event()
+        """a call's own, behind the flags that say that all rows of all ranks are in their windows"""
         self.beside = CopyEngine(device)
         """for copies within this GPU, which run beside the products"""
 

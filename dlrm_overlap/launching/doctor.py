@@ -274,16 +274,17 @@ def _symmetric_memory() -> Finding:
 def _reach() -> Finding:
     """Tell which ranks `pgas` and `fused` reach by stores, and how they reach the others."""
     import torch
-    from torch.distributed import _symmetric_memory
 
+    from dlrm_overlap.comm.network import missing_puts
     from dlrm_overlap.comm.reach import hosts_of, place_of
 
     if not torch.cuda.is_available():
         return Finding("ok", "reach", "CPU ranks of one machine by stores, of other machines by messages of gloo")
     hosts, _ = hosts_of([place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())])
     together = " | ".join(f"{host[0]}-{host[-1]}" if len(host) > 1 else str(host[0]) for host in hosts)
-    nvshmem = "there, but not used" if _symmetric_memory.is_nvshmem_available() else "not there"
-    detail = f"GPUs {together} by stores, all others and other machines by messages of NCCL; NVSHMEM is {nvshmem}"
+    missing = missing_puts()
+    others = f"messages of NCCL, since {missing}" if missing else "puts from kernels (NVSHMEM)"
+    detail = f"GPUs {together} by stores, all others and other machines by {others}"
     return Finding("ok" if len(hosts) == 1 else "wrong", "reach", detail, needed=False)
 
 

@@ -23,16 +23,18 @@ from dlrm_overlap.observe.text_table import format_table
 # matches counts; what none matches is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
-    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP",
+    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP"
+    r"|_begin_call|_publish_rows",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
     "all-reduce": r"AllReduce|_average_share",
     "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_find_ranges|_cut_runs",
     "samples": r"_draw_\w+",
-    "copies": r"^[Mm]emcpy|^[Mm]emset",  # in CUDA graphs they are kernels, named memcpy128 and the like
+    # In CUDA graphs the first two are kernels, named memcpy128 and the like.
+    "copies": r"^[Mm]emcpy|^[Mm]emset|_keep_rows|_copy_rows",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
-    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|product_(?:on_hopper|in_triton)",
 }
 KINDS = (*_KINDS, "dense")
 _PUTS = r"_store_pooled|_put_slices"

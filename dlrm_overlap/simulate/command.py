@@ -42,9 +42,10 @@ def run(argv: Sequence[str], description: str) -> int:
             f"--trace {trace}: it takes one simulation, and --vary asks for {len(combinations)}; leave one of both out"
         )
     configs = [first]
-    if len(combinations) > 1 or combinations[0] != list(argv):
+    if combinations[0]:
         # All are read before the first is simulated, so that a mistake in the last value costs no time.
-        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in combinations]
+        options = [[*_without_vary(argv), *_options(each)] for each in combinations]
+        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in options]
     rows, last = [], None
     with _progress() as progress:
         for number, config in enumerate(configs):
@@ -62,7 +63,11 @@ def run(argv: Sequence[str], description: str) -> int:
     with reader_may_leave():
         print("simulated, not measured")
         shown = _SHOWN_OF_PRODUCTS if first.what == "product" else _SHOWN
-        print(format_table([shown, *([str(row[name]) for name in shown] for row in rows)]))
+        varied = {key.rpartition(".")[2]: key for key in combinations[0]}
+        more = {name: key for name, key in varied.items() if name not in shown}
+        lines = ([str(row[name]) for name in shown] for row in rows)
+        values_varied = ([each[key] for key in more.values()] for each in combinations)
+        print(format_table([[*more, *shown], *([*a, *b] for a, b in zip(values_varied, lines, strict=True))]))
         if last is not None and len(rows) == 1:
             print(f"\nrank 0, us\n{format_table(phases(last))}")
     if trace and last is not None:
@@ -113,8 +118,8 @@ def _without_vary(argv: Sequence[str]) -> list[str]:
     return [option for i, option in enumerate(argv) if i not in taken]
 
 
-def _combinations(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the options of each simulation."""
+def _combinations(argv: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield for each simulation the value of each key that varies."""
     varied = []
     for _, _, text in _vary_at(argv):
         key, equals, values = text.partition("=")
@@ -122,16 +127,21 @@ def _combinations(argv: Sequence[str]) -> Iterator[list[str]]:
             raise InputError(f"--vary {text}: it takes a key and its values; write --vary network.hosts=1,2,4")
         varied.append([_together(key.split("/"), value.split("/"), text) for value in values.split(",")])
     for chosen in itertools.product(*varied):
-        yield [*_without_vary(argv), *itertools.chain(*chosen)]
+        yield {key: value for each in chosen for key, value in each.items()}
 
 
-def _together(keys: Sequence[str], values: Sequence[str], text: str) -> list[str]:
-    """Return the options that give each key its value."""
+def _together(keys: Sequence[str], values: Sequence[str], text: str) -> dict[str, str]:
+    """Return the value of each key of those that change together."""
     if len(keys) != len(values) or not all(values):
         raise InputError(
             f"--vary {text}: {'/'.join(values)} for the keys {'/'.join(keys)}; give as many values as keys"
         )
-    return [part for key, value in zip(keys, values, strict=True) for part in (f"--{key}", value)]
+    return dict(zip(keys, values, strict=True))
+
+
+def _options(values: dict[str, str]) -> list[str]:
+    """Return the options that give each key its value."""
+    return [part for key, value in values.items() for part in (f"--{key}", value)]
 
 
 def _progress() -> Progress:
@@ -155,7 +165,7 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "slice_bags": exchange.slice_bags,
         "put": exchange.put,
         "aggregate_bytes": exchange.aggregate_bytes,
-        "aggregate_wait_us": exchange.aggregate_wait_us,
+        "aggregate_us": exchange.aggregate_us,
         "network": network.kind,
         "hosts": network.hosts,
         "gpus_per_host": network.gpus_per_host,

@@ -191,7 +191,7 @@ class ExchangeConfig:
     """fused, to peers in the host: rows are stored at once, or slices are staged and copied"""
     aggregate_bytes: int = 0
     """puts to one host are gathered until they have so many bytes; 0 gathers none"""
-    aggregate_wait_us: NonNegativeFloat = 20.0
+    aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
     waves: PositiveInt = 16
     """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""

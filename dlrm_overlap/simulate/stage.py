@@ -9,11 +9,14 @@ waited for. Waves of equal destinations, all within the host, count as one.
 **torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
 from dlrm_overlap.simulate.cluster import Cluster
 from dlrm_overlap.simulate.collectives import arrivals
@@ -153,11 +156,20 @@ def _collective_forward(
     ]
 
 
-def message_bytes(config: SimulateConfig, work: Workload, host_bytes_per_s: float) -> float:
-    """Return the bytes of one put to another host.
+class Puts(NamedTuple):
+    """How what a rank has for another host leaves it."""
 
-    A put is a pooled embedding under pgas and a slice under fused, at most what there is for one rank. The aggregator
-    gathers puts until they have `aggregate_bytes`, or for `aggregate_wait_us`.
+    bytes: float
+    """of a put"""
+    wait_s: float
+    """how long the first part of a put has been finished when it leaves"""
+
+
+def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float) -> Puts:
+    """Return the puts of a rank to another host, by the exchange's own rule (`kernels.grouping`).
+
+    A put is a pooled embedding under pgas and a slice under fused, at most what there is for one rank. If they are
+    gathered, they are finished at a constant rate, and the first group stands for all.
 
     Args:
         config: the exchange's keys.
@@ -167,8 +179,15 @@ def message_bytes(config: SimulateConfig, work: Workload, host_bytes_per_s: floa
     exchange = config.exchange
     bags = exchange.slice_bags if exchange.backend == "fused" else 1
     each = min(work.pair_bytes, bags * config.model.dim * config.work.wire_bytes)
-    gathered = min(exchange.aggregate_bytes, host_bytes_per_s * exchange.aggregate_wait_us / 1e6)
-    return max(each, gathered)
+    if not exchange.aggregate_bytes:
+        return Puts(each, 0.0)
+    units = math.ceil(work.pair_bytes * config.network.gpus_per_host / each)
+    grouping = Grouping.of(units, math.ceil(each), exchange.aggregate_bytes)
+    part_s = grouping.part_units * each / host_bytes_per_s
+    aggregator, parts = Aggregator(grouping, exchange.aggregate_us / 1e6), grouping.parts_of(0)
+    puts = [(part, put) for part in parts for put in aggregator.finish(part, part * part_s)]
+    group_bytes = len(grouping.units_of(parts)) * each
+    return Puts(group_bytes / len(puts), max(part - put.start for part, put in puts) * part_s)
 
 
 def _fused_forward(
@@ -182,11 +201,8 @@ def _fused_forward(
     count = max(exchange.waves, 4 * W) if hosts == 1 else exchange.waves
     alone_s = pooling_s(lookup, work)
     to_host = work.pair_bytes * config.network.gpus_per_host
-    put_bytes = message_bytes(config, work, to_host / alone_s)
-    wait_s = (
-        exchange.aggregate_wait_us / 1e6 if put_bytes < exchange.aggregate_bytes else put_bytes / (to_host / alone_s)
-    )
-    wait_s = wait_s if exchange.aggregate_bytes else 0.0
+    # Unless destinations take turns, a rank pools for one host at a time.
+    put = puts_to_host(config, work, to_host / alone_s * (1 if schedule == "balanced" else hosts))
     arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for what one rank stores there
     ends = []
     for rank in range(W):
@@ -206,9 +222,9 @@ def _fused_forward(
             last = [engine.add("pool", demands, work.hbm_bytes * part.sum() / W, last, rank=rank, lane="memory")]
             away = np.where(near, 0.0, part) * work.pair_bytes * full
             if away.any():
-                issue_s = away.sum() / put_bytes * config.network.message_ns / 1e9
+                issue_s = away.sum() / put.bytes * config.network.message_ns / 1e9
                 demands = cluster.sent(rank, away, issue_s=issue_s)
-                ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=wait_s)
+                ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=put.wait_s)
                 puts = [engine.add("put", demands, float(away.sum()), [ready, *puts], rank=rank, lane="network")]
         ends.append(engine.add("sent", {}, after=[*last, *puts], rank=rank, lane="flags"))
     return arrivals(engine, cluster, ends, "embeddings") if W > 1 else ends

@@ -66,10 +66,14 @@ class Snapshot:
             self._begin.record()
         for part in parts:
             self._held[part.key].copy_(part.tensor, non_blocking=True)
-        if self._on_gpu:
-            self._end.record()
+        self.end_copies()
         self._taken_s = time.perf_counter() - begin
         return [replace(part, tensor=self._held[part.key]) for part in parts]
+
+    def end_copies(self) -> None:
+        """Have `await_copies` wait for all that was issued on the current stream by now."""
+        if self._on_gpu:
+            self._end.record()
 
     def await_copies(self) -> float:
         """Wait until the copies are made, and return the seconds that they took."""

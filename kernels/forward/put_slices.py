@@ -2,20 +2,22 @@
 (arXiv 2305.06942, section 3).
 
 A slice is some consecutive bags of one feature for one destination, and is pooled in one or more tasks. Programs take
-tasks in the order of the schedule. A program pools its task, stores the rows, and counts the task. The one whose count
-completes a slice raises the slice's flag at the destination. No program waits before the end, where each awaits its
+tasks in the order of the schedule. A program pools its task, stores the rows for a peer into staging memory, and counts
+the task. The one whose count completes a slice puts it into the destination's window (`Slices.put`) and raises the
+slice's flag there, while the others go on with their next tasks. No program waits before the end, where each awaits its
 share of the flags that the peers raise here.
 
-Rows are stored straight into the destination's window, the paper's zero-copy variant. Or a put is given (`Slices.put`):
-then rows for peers are stored into staging memory, and the program that completes a slice puts it into the
-destination's window before it raises the flag, while the others go on with their next tasks. Or the put is left to
-copy engines: then that program only counts the slice, in a counter of its region, and whoever awaits the counter copies
-the region (track and trigger, Pati et al., ASPLOS 2024).
+Or the put is left to copy engines: then the program that completes a slice only counts it, in a counter of its region,
+and whoever awaits the counter copies the region (track and trigger, Pati et al., ASPLOS 2024).
+
+Or rows are stored straight into the destination's window, the paper's zero-copy variant. It has no slices: a program
+that finds no task left adds its number of tasks to a count, and whoever completes the count raises one flag at every
+rank.
 
 A grid of any size makes progress, beside any kernel that leaves room for one program, since no program needs another to
 be resident. A program waits only after it has found no task left in the ticket. By then every task has been drawn by a
-program that is running and that does not wait before its task is done. A program that starts only when others have
-ended finds no task left, and awaits its share of the flags.
+program that is running, and that does not wait before its tasks are done and counted. A program that starts only when
+others have ended finds no task left, counts none, and awaits its share of the flags.
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, W
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
-from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, task_at
+from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, raise_flags, task_at
 
 # Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
 # that it completed, and, of a program's last task, how long the program waited for flags at the end.
@@ -60,8 +62,9 @@ def _put_slices(
     staging, done, ticket, trace, region_of, finished,
     rank, world_size, features_here, blocks, batch, regions,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
-    PUT: tl.constexpr, COPIED: tl.constexpr, PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr,
-    END_WAIT: tl.constexpr, FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
+    PUT: tl.constexpr, COPIED: tl.constexpr, IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
+    PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
+    FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
     WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
@@ -71,26 +74,34 @@ def _put_slices(
     A task is GROUPS * BAGS bags of one feature for one destination; a slice is SLICE_TASKS tasks.
 
     Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. Pooled embeddings
-    of this rank's samples it stores into this rank's window, others straight into the peer's window where PUT is None,
-    or else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one copy of rows
+    of this rank's samples it stores into this rank's window, others straight into the peer's window where IN_PLACE, or
+    else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one copy of rows
     takes several features, no flag is raised, and `finished` [W, regions] int64 counts the slices of each region, which
-    is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` holds the
-    next task and the number of programs that are through; the last of them sets both back to 0. Flags are raised to
-    `epoch` + `clock_word` [1].
+    is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` [3] holds
+    the next task, the number of programs that are through, the last of which sets both back to 0, and, IN_PLACE, the
+    number of tasks that are stored, which whoever completes it sets back to 0. Flags are raised to `epoch` +
+    `clock_word` [1].
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
     count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
     its threads see what all programs have staged for the slice, and puts the slice. It passes a barrier and raises the
     flag at the destination, or raises the region's count (release, system scope). Stores into this rank's own window
-    need no flag: the kernel's end orders them. With END_WAIT, program p of P at last awaits its share of this rank's
-    `ready` [W, slots], see `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
+    need no flag: the kernel's end orders them. IN_PLACE with RAISE, a program that has stored tasks and finds none left
+    passes a barrier and adds their number to those stored (release, GPU scope). The one whose sum is that of all tasks
+    sets it back to 0 (acquire, GPU scope), and passes a barrier and raises this rank's slot 0 at every rank (release,
+    system scope): that covers what all programs of this launch and of earlier ones on the stream have stored. Every
+    task is in exactly one sum, so exactly one program raises, and it waits for none; a program without a task adds
+    nothing, and may begin after the flags are raised. With END_WAIT, program p of P at last awaits its share of this
+    rank's `ready` [W, slots], see `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so
+    forth.
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, with a PUT.
     Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
     draws task 1 and stores samples 0 and 1 into this rank's window. It draws task 2 while A is at task 3, samples 2 and
     3: it pools and stages samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and
-    raises the flag there. Then A draws 4 and B draws 5: no such tasks, so both are through. Without a PUT, each task is
-    stored where the put would bring it, and program B, which counts 2 of 2, only raises the flag.
+    raises the flag there. Then A draws 4 and B draws 5: no such tasks, so both are through. IN_PLACE, each task is
+    stored where the put would bring it; A adds 2 to the tasks stored, B adds 2 more, which makes all 4, and raises the
+    flags.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -99,6 +110,7 @@ def _put_slices(
     slices = tl.cdiv(blocks, SLICE_TASKS)
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     group = 0
+    stored = 0
     # This program's last task. Not set to `position`: Triton 3.6 and 3.7 would take a variable that begins as another
     # one of the loop for one that never changes.
     last = tasks
@@ -119,7 +131,7 @@ def _put_slices(
             values, offsets, feature, first + sample, live, batch, status,
             BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
         )  # fmt: skip
-        if (PUT is None and not COPIED) or destination == rank:
+        if IN_PLACE or destination == rank:
             store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
         elif COPIED:
             staged = staging + destination.to(tl.int64) * (blocks * GROUPS * BAGS) * features_here * DIM
@@ -130,15 +142,14 @@ def _put_slices(
         if group == GROUPS:
             if TRACE:
                 put_ns = clock(0, INTERPRETED)
-            if destination != rank:
+            if not IN_PLACE and destination != rank:
                 index = block // SLICE_TASKS  # of the slice, among those of this feature for this destination
                 slice_tasks = tl.minimum(SLICE_TASKS, blocks - index * SLICE_TASKS)
                 counter = done + pair * slices + index
                 tl.debug_barrier()  # all threads have stored before one of them counts the task
-                # GPU scope suffices also where PUT is None and the stores are in the peer's memory. Whoever counts the
-                # slice's last task acquires at this scope; its release of the flag at system scope then covers the
-                # stores of all, see `primitives`. Nobody else acquires, since an acquire empties the multiprocessor's
-                # L1, where all programs keep their ids.
+                # Whoever counts the slice's last task acquires at GPU scope; its release of the flag at system scope
+                # then covers the stores of all, see `primitives`. Nobody else acquires, since an acquire empties the
+                # multiprocessor's L1, where all programs keep their ids.
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == slice_tasks - 1:
                     tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
                     if PUT is not None:
@@ -160,8 +171,14 @@ def _put_slices(
                 _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED)
                 start_ns = end_ns
                 last = position
+            stored += 1
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
+    if IN_PLACE and RAISE and stored > 0:
+        tl.debug_barrier()  # all threads have stored before one of them counts the tasks
+        if tl.atomic_add(ticket + 2, stored, sem="release", scope="gpu") == tasks - stored:
+            tl.atomic_xchg(ticket + 2, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
+            raise_flags(peers_ready, rank * slots, world_size, epoch, PEERS)
     if tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(ticket, 0)
         tl.store(ticket + 1, 0)
@@ -196,7 +213,8 @@ class SliceState:
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
-    """[2] int32: the next task, and the number of programs that have found none left"""
+    """[3] int32: the next task, the number of programs that have found none left, and the number of tasks that are
+    stored, where `Slices.put` is None"""
     trace: torch.Tensor | None = None
     """[tasks, 6] int64, see TRACE_COLUMNS; None compiles the kernel without tracing"""
     regions: Regions | None = None
@@ -212,9 +230,11 @@ class Slices:
     first_slot: int
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
     put: Any
-    """None: each task stores straight into the peer's window, and whoever completes a slice only raises its flag. A
-    @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged there. Or COPIED:
-    whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
+    """None: each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag
+    of its own. A @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged
+    there. Or COPIED: whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
+    raises: bool = True
+    """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
     end_wait: bool = True
     """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
 
@@ -229,12 +249,17 @@ _ARGUMENTS = (
 
 
 @lru_cache
-def _compiled(put: Any, slice_bags: int, end_wait: bool, traced: bool, fields: tuple[Any, ...]) -> CompiledKernel:
+def _compiled(
+    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, traced: bool, fields: tuple[Any, ...]
+) -> CompiledKernel:
     shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
         "PUT": None if put == COPIED else put,
         "COPIED": put == COPIED,
+        "IN_PLACE": put is None,
+        "RAISE": raises,
+        "PEERS": peers,
         "PUT_ROWS": min(slice_bags, max(1, 1024 * tuning.num_warps // power_of_2(shape.dim))),
         "SLICE_TASKS": slice_bags // tuning.task_bags,
         "GROUPS": tuning.groups,
@@ -264,6 +289,8 @@ class SlicedPut(NamedTuple):
     def launch_kernel(self, epoch: int, programs: int) -> None:
         """Pool every bag; put each slice as soon as it is complete, and raise its flag to `epoch` at the destination.
 
+        In place there are no slices, and one flag is raised at every rank when all is stored.
+
         Bags of this rank's samples are stored into its own window and have no flag: the end of the kernel orders them.
 
         Args:
@@ -286,7 +313,8 @@ class SlicedPut(NamedTuple):
     def _kernel(self) -> CompiledKernel:
         slices, traced = self.slices, self.state.trace is not None
         fields = PoolingShape.fields_of(self.features, self.windows, self.options)
-        return _compiled(slices.put, slices.bags, slices.end_wait, traced, fields)
+        peers = power_of_2(self.windows.addresses.numel())
+        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, traced, fields)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""

@@ -82,6 +82,23 @@ def _load(
 
 
 @gluon.jit
+def _count_tile(
+    peers_ready, done, owners, tile, rank, world_size, shard_rows, blocks, columns, slot_rows, slots, epoch,
+    ORDER: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Count a tile that this group of warps has stored; raise its region's flag at the owner if it is the last."""
+    owner, block, _ = tile_at(tile, blocks, columns, owners, world_size, GROUP, ORDER)
+    region = block * BLOCK_M // slot_rows
+    rows = gl.minimum(slot_rows, shard_rows - region * slot_rows)
+    counter = done + owner * gl.cdiv(shard_rows, slot_rows) + region
+    tl.debug_barrier()  # of the group: all its threads have stored before one of them counts
+    if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == GROUPS * gl.cdiv(rows, BLOCK_M) * columns - 1:
+        gl.store(counter, 0)  # as the next launch must find it
+        flags = gl.load(peers_ready + owner).to(gl.pointer_type(gl.int64))
+        gl.atomic_xchg(flags + rank * slots + region, epoch, sem="release", scope="sys")
+
+
+@gluon.jit
 def _multiply_and_store(
     out, bias, targets, owners, peers_ready, done, left, right, full, empty,
     rank, world_size, shard_rows, n, blocks, columns, turns, slot_rows, slots, epoch,
@@ -119,6 +136,12 @@ def _multiply_and_store(
                 phase ^= 1
         total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
+        if SCATTER:  # noqa: SIM102  decided when it is compiled
+            if tile >= gl.num_programs(0):  # the tile before, whose stores have had the time of this one's products
+                _count_tile(
+                    peers_ready, done, owners, tile - gl.num_programs(0), rank, world_size, shard_rows, blocks, columns,
+                    slot_rows, slots, epoch, ORDER, BLOCK_M, GROUP, GROUPS,
+                )  # fmt: skip
         first = block * BLOCK_M
         if SCATTER:
             target = gl.multiple_of(gl.load(targets + owner).to(gl.pointer_type(TYPE)), 16) + first.to(gl.int64) * n
@@ -140,15 +163,13 @@ def _multiply_and_store(
             across = begin + gl.arange(0, WIDTH, gl.SliceLayout(0, vectors))
             rounded = gl.convert_layout(some.to(TYPE), vectors)
             gl.store(target + down[:, None] * n + across[None, :], rounded, mask=inside & (across < n)[None, :])
-        if SCATTER:
-            region = first // slot_rows
-            rows = gl.minimum(slot_rows, shard_rows - region * slot_rows)
-            counter = done + owner * gl.cdiv(shard_rows, slot_rows) + region
-            tl.debug_barrier()  # of the group: all its threads have stored before one of them counts
-            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == GROUPS * gl.cdiv(rows, BLOCK_M) * columns - 1:
-                gl.store(counter, 0)  # as the next launch must find it
-                flags = gl.load(peers_ready + owner).to(gl.pointer_type(gl.int64))
-                gl.atomic_xchg(flags + rank * slots + region, epoch, sem="release", scope="sys")
+    if SCATTER:
+        tiles = blocks * world_size * columns
+        last = gl.program_id(0) + (tiles - 1 - gl.program_id(0)) // gl.num_programs(0) * gl.num_programs(0)
+        _count_tile(
+            peers_ready, done, owners, last, rank, world_size, shard_rows, blocks, columns, slot_rows, slots, epoch,
+            ORDER, BLOCK_M, GROUP, GROUPS,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -173,7 +194,8 @@ def product_on_hopper(
     Order: the warp that loads awaits a tile's flags, if GATHER, and acquires them; a fence lets TMA, which is another
     proxy, see what has been acquired. It awaits `empty` of a stage and has TMA fill it, which completes `full`. Both
     groups of warps await `full`, multiply, and arrive at `empty` when their product of the stage is complete. They
-    store and, if SCATTER, count their half of a tile each: the count that completes a region is that of both halves of
+    store and, if SCATTER, count their half of a tile each, when they have multiplied the next one: its stores, which
+    the count releases, have arrived at the peer by then. The count that completes a region is that of both halves of
     all its tiles.
 
     Example: STAGES 2, 3 blocks along K: the first two are loaded; the third is loaded into stage 0 once both groups

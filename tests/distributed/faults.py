@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import ROOT
+from tests.conftest import PYTHON_PATH, ROOT
 from tests.distributed.launchers import MPI_AS_ROOT, find_mpirun
 
 _FAULT, _MARK = "TEST_FAULT", "TEST_FAULT_RUN"
@@ -89,7 +89,7 @@ class Run:
         self._mark = uuid.uuid4().hex
         ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
         environ = {name: value for name, value in os.environ.items() if name not in ours}
-        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), _MARK: self._mark}
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(folder), _MARK: self._mark}
         heed = "; ".join(f"signal.signal(signal.SIG{name}, signal.SIG_DFL)" for name in ("INT", "QUIT", "HUP"))
         program = (
             f"import signal, sys; {heed}; sys.executable = {str(wrapper)!r}; from dlrm_overlap import cli; cli.run()"

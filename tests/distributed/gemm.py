@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm import operators
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -64,7 +63,8 @@ def check_mistakes() -> None:
     told = _told(lambda: all_gather_matmul(x, weight, torch.zeros(3 if wrong else 4)))
     assert "bias (3,): must be [4]" in told, told
     told = _told(lambda: all_gather_matmul(x, weight.bfloat16() if wrong else weight))
-    assert "must be one floating type" in told, told
+    assert "all_gather_matmul: torch.float32, torch.bfloat16: must be all float16" in told, told
+    assert "must be all float16" in _told(lambda: all_gather_matmul(x.double(), weight.double()))
     told = _told(lambda: matmul_reduce_scatter(x[: -1 if wrong else None], weight))
     assert "pad x to a multiple" in told, told
     told = _told(lambda: all_gather_matmul(x[: 1 if wrong else None], weight))
@@ -72,6 +72,7 @@ def check_mistakes() -> None:
     assert f"rank {CULPRIT} all_gather_matmul(M {ranks}," in told, told
     assert "way fast is not known" in _told(lambda: all_gather_matmul(x, weight, way="fast"))
     assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
+    assert matmul_reduce_scatter(x, weight[:0]).shape == (2, 0)
 
 
 HALVES = [
@@ -97,14 +98,12 @@ def check_copies() -> None:
         for way in (Copies, Pushes):
             products._ways[way.name] = way(world(), device, 60.0)
             products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "parallel_products", lambda *_: products)
-            for case in HALVES:
-                for way in (
-                    ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
-                ):
-                    time.sleep(late.choice([0, 2e-3]))
-                    check_operators(case, place, device, way=way)
+        for case in HALVES:
+            for way in (
+                ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
+            ):
+                time.sleep(late.choice([0, 2e-3]))
+                check_operators(case, place, device, products=products, way=way)
         products.close()
 
 
@@ -117,20 +116,25 @@ TILED = [
 
 def check_tiles() -> None:
     """As `check_copies`, by the kernels that hold the communication."""
+    from dlrm_overlap.comm.copy_engine import CopyEngine
     from dlrm_overlap.gemm.tiles import Tiles
+    from dlrm_overlap.gemm.triggered import Triggered
+
+    def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
+        assert int(word) >= count, "a part is sent that is not complete"
 
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
-    with without_streams():
-        tiles = Tiles(world(), device, 60.0)
-        tiles.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+    with without_streams(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyEngine, "wait_counter", counted)
         products = ParallelProducts(world(), device)
-        products._ways["tiles"] = tiles
-        tiles.fault = lambda problem: ""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "parallel_products", lambda *_: products)
-            for case in TILED:
-                check_operators(case, place, device, way="tiles/2")
-        tiles.close()
+        for way in (Tiles, Triggered):
+            products._ways[way.name] = made = way(world(), device, 60.0)
+            made.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+            made.fault = lambda _: ""  # type: ignore[method-assign]
+        for case in TILED:
+            for name in ("tiles/2", "triggered/2") if case is TILED[0] else ("tiles/2",):
+                check_operators(case, place, device, products=products, way=name)
+        products.close()
 
 
 QUICK: dict[str, Callable[[], None]] = {

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import Implementation
+from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.sliced import SlicedForward
 from dlrm_overlap.embedding.halves import Halves, open_halves
@@ -20,14 +21,26 @@ from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 
 
-def interpreted_halves(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Halves:
-    """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`."""
+def interpreted_halves(
+    stage: Stage,
+    group: dist.ProcessGroup,
+    options: ExchangeOptions,
+    samples: int,
+    puts: bool = False,
+    reach: Reach | None = None,
+) -> Halves:
+    """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
+
+    Args:
+        puts: send messages to other hosts by puts, into a heap that all ranks map.
+        reach: the hosts; None asks the options.
+    """
     for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
         lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
     load = Implementation.load
     with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = open_halves(ExchangeContext(*context))
+        halves = open_halves(ExchangeContext(*context, puts=puts, reach=reach))
     if isinstance(halves.forward, SlicedForward):
         halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return halves

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.agreement import LOSS_TOLERANCE
-from tests.conftest import ROOT
+from tests.conftest import PYTHON_PATH, ROOT
 
 STEPS = 50
 
@@ -21,7 +21,7 @@ def losses(backend: str) -> list[float]:
         done = subprocess.run(
             [sys.executable, *agent, "examples/own_model.py", "--backend", backend, "--steps", str(STEPS)],
             cwd=ROOT,
-            env=without_gpus | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=without_gpus | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
             capture_output=True,
             text=True,
             timeout=120,

@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ FOREVER = ["--train.steps", "1000000"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("backend", "rank"), [*product(("torchrec", "pgas", "fused"), (0, 1)), ("nccl", 1)])
 def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path, backend: str, rank: int) -> None:
     options = ["--embedding.backend", backend, "--embedding.wait_timeout_s", "10"]
     run = train(tmp_path, *FOREVER, *options, fault=fail_at(rank, 12, "stop"))

@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import free_port
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics
 from tests.distributed.interpreted import interpreted_halves, without_streams
 from tests.distributed.tiny_stage import Stage
 from tests.distributed.workers import cases_on_ranks, quickstart, run_ranks, train
@@ -37,8 +37,8 @@ HOSTS = {
     "1 and 3": (range(1), range(1, 4)),
 }
 WIRES: Sequence[dict[str, Any]] = [
-    {},
-    {"wire_dtype": torch.float16},
+    {"aggregate_bytes": 40},  # so that messages have groups
+    {"wire_dtype": torch.float16, "aggregate_bytes": 0},
     {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
 ]
 
@@ -120,15 +120,19 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
 
 def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
-    ways = [("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half), ("fused", "atomic", EmbOptimType.EXACT_SGD, {})]
-    for backend, backward, optimizer, more in ways:
+    ways = [
+        ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", False),
+        ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, "2 of 2", False),
+        ("fused", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", True),
+        ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "3 and 1", True),
+    ]
+    for backend, backward, optimizer, more, hosts, puts in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
         exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
-            options = ExchangeOptions(
-                backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, hosts=2, **more
-            )
-            halves = interpreted_halves(stage, _group(), options, samples=9)
+            options = ExchangeOptions(backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, **more)
+            reach = Reach(rank, HOSTS[hosts], "emulated")
+            halves = interpreted_halves(stage, _group(), options, 9, puts, reach)
             for number, sizes in enumerate(BATCH_SIZES[2:4]):
                 inputs, _ = stage.inputs(number, sizes)
                 expected, step = exchange.start(inputs, sizes).wait(), Step(inputs, BatchSizes.of(sizes))
@@ -144,6 +148,8 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
                 halves.backward.finish(step)
                 halves.backward.check()
                 del pooled, expected
+                halves.forward.skip()
+                halves.backward.skip()
             halves.close()
         exchange.close()
         assert_all_near(_rows(stage), _rows(known), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:")
@@ -195,7 +201,7 @@ def _start_agent(host: int, port: int, folder: Path) -> subprocess.Popen[str]:
     place = {"NNODES": "2", "NODE_RANK": str(host), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC": "1"}
     return subprocess.Popen(
         [*command, str(script), str(config), *options],
-        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | place | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,8 +3,9 @@
 It trains with the options of `dlrm-overlap train`, MLPerf's shape by default, and saves once, behind half of the steps,
 to a folder in memory where there is room. It prints, of rank 0, the times of the steps before the save, of those beside
 which the state was copied, and of those beside which the copy was written; and, of every rank, what held up its host
-longest. `--verify true` compares what is saved with a copy that is made at once. `--copies host` keeps the copy in
-page-locked memory of the host, as where the GPU has no room.
+longest. `--verify true` compares what is saved with a copy that is made at once, behind the last step, when the steps
+and the thread that writes have had all their time to spoil it. `--copies at_once` does not spread the copy over steps,
+`--copies host` keeps it in page-locked memory of the host, as where the GPU has no room.
 """
 
 import gc
@@ -22,6 +23,7 @@ import torch
 from dlrm_overlap import saving
 from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
@@ -42,7 +44,7 @@ class Moments:
         self.found: dict[str, float] = {}
         self.bytes = 0
         self.expected: dict[str, torch.Tensor] = {}
-        self.unlike: list[str] = []
+        self.saved: dict[str, torch.Tensor] = {}
         self.gaps: list[tuple[float, int]] = []
         """of each step the ms from its issue to that of the next, and its number"""
         self.collections: list[tuple[float, int, str]] = []
@@ -64,10 +66,7 @@ class Moments:
             at = time.perf_counter()
             self.found |= {"copied_in_step": ranks.progress.step}
             self.bytes = sum(part.tensor.nbytes for part in args[2])
-            if verify:
-                found = {part.key: part.tensor for part in args[2]}
-                assert found.keys() == self.expected.keys()
-                self.unlike = [key for key in found if not torch.equal(found[key], self.expected[key])]
+            self.saved = {part.key: part.tensor for part in args[2]}
             path = write(*args, **named)
             self.found |= {"done_in_step": ranks.progress.step, "written_s": time.perf_counter() - at}
             return path
@@ -96,6 +95,17 @@ class Moments:
         setattr(BackgroundSaves, "begin", noting_begin)  # noqa: B010
         setattr(Checkpointer, "write", noting_write)  # noqa: B010
 
+    def unlike(self) -> list[str]:
+        """Return the names of the tensors that were saved otherwise than they were behind the step."""
+        if not self.expected:
+            return []
+        assert self.saved.keys() == self.expected.keys()
+        return [
+            f"{key}: {int((tensor != self.expected[key]).sum())} of {tensor.numel()} elements"
+            for key, tensor in self.saved.items()
+            if not torch.equal(tensor, self.expected[key])
+        ]
+
 
 def _describe(times: list[float]) -> dict[str, float]:
     if not times:
@@ -108,12 +118,14 @@ def work(ranks: Ranks) -> int:
     """Train, and print what the save has cost."""
     if ranks.values.copies == "host":
         saving.place_of_copy = lambda *_: torch.device("cpu")
+    if ranks.values.copies == "at_once":
+        setattr(Exchange, "keep_rows", lambda _: None)  # noqa: B010
     moments = Moments()
     moments.note(ranks, ranks.values.verify)
     trainer = ranks.trainer()
     trainer.fit()
     slow = [gap for gap in moments.gaps if gap[1] > _WARMUP_STEPS]
-    held = (moments.bytes / 1e9, sorted(slow)[-4:], sorted(moments.collections)[-4:], moments.unlike)
+    held = (moments.bytes / 1e9, sorted(slow)[-4:], sorted(moments.collections)[-4:], moments.unlike())
     everywhere = gather(held)
     trainer.close()
     if ranks.world.rank:
@@ -140,7 +152,7 @@ def work(ranks: Ranks) -> int:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument("--verify", type=bool, default=False, help="compare the copy with one that is made at once")
-    parser.add_argument("--copies", choices=["auto", "host"], default="auto", help="where copies are kept")
+    parser.add_argument("--copies", choices=["auto", "at_once", "host"], default="auto", help="how copies are made")
 
 
 def main() -> int:

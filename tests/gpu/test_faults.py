@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-ON_GPUS = ["--train.device", "cuda", "--train.steps", "1000000", "--embedding.wait_timeout_s", "30"]
+ON_GPUS = ["--train.device", "cuda", "--train.steps", "1000000", "--embedding.wait_timeout_s", "20"]
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])
@@ -26,7 +26,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path, backend: str
     code, errors = run.end(90)
     assert time.monotonic() - begin < 60
     assert code, errors
-    assert re.search(r"rank 0 waited 30 s for .* of rank 1: expected epoch|rank 1: silent, last heard in step", errors)
+    assert re.search(r"rank 0 waited 20 s for .* of rank 1: expected epoch|rank 1: silent, last heard in step", errors)
 
 
 def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.kernels.flags import Flags
+from dlrm_overlap.kernels.flags import Flags, raise_flags
 from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.forward.puts import put_by_stores
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
@@ -208,6 +208,7 @@ class SlicedWorld(World):
         ]
         self.used = [grid.features * grid.slices for grid in self.grids]
         slots = first_slot + max(self.used) + spare
+        self.in_place = False
         self.ready = [torch.zeros(case.world_size, slots, dtype=torch.int64) for _ in case.batch_sizes]
         self.shared = [self._make_shared(grid) for grid in self.grids]
 
@@ -219,7 +220,7 @@ class SlicedWorld(World):
         staging[_GUARDS:-_GUARDS] = torch.nan
         done = torch.full((pairs * grid.slices + 2 * _GUARDS,), int(GUARD), dtype=torch.int32)
         done[_GUARDS:-_GUARDS] = 0
-        ticket = torch.zeros(2, dtype=torch.int32)
+        ticket = torch.zeros(3, dtype=torch.int32)
         trace = torch.full((len(grid), len(TRACE_COLUMNS)), -1)
         return SliceState(staging[_GUARDS:-_GUARDS], done[_GUARDS:-_GUARDS], ticket, trace), staging, done
 
@@ -242,10 +243,18 @@ class SlicedWorld(World):
         trace: bool = False,
         counts: Sequence[int] | None = None,
         put: Any = put_by_stores,
+        raises: bool = True,
     ) -> None:
-        """Run the persistent kernel of one rank; it waits at the end if `counts` say for what."""
+        """Run the persistent kernel of one rank; it waits at the end if `counts` say for what.
+
+        In place, a rank without features only raises its flag, as the exchange has it.
+        """
         state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
-        slices = Slices(self.slice_bags, self.first_slot, put, end_wait=counts is not None)
+        self.in_place = put is None
+        if self.in_place and not self.case.features[rank]:
+            raise_flags(self.flags(rank), rank, 0, epoch)
+            return
+        slices = Slices(self.slice_bags, self.first_slot, put, raises, end_wait=counts is not None)
         put = SlicedPut(
             self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
             self.options(rank), slices,
@@ -253,9 +262,16 @@ class SlicedWorld(World):
         put.launch_kernel(epoch, programs)
 
     def assert_flags(self, epoch: int) -> None:
-        """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched."""
+        """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched.
+
+        In place these are the first slots of all ranks, their own included.
+        """
         for rank, ready in enumerate(self.ready):
             expected = torch.zeros_like(ready)
+            if self.in_place:
+                expected[:, 0] = epoch
+                assert_same(ready, expected, f"flags at rank {rank} (source, slot)")
+                continue
             for source, used in enumerate(self.used):
                 if source != rank:
                     expected[source, self.first_slot : self.first_slot + used] = epoch

@@ -1,22 +1,25 @@
 """The command: `python -m tests.kernels.peer_copy_vectors`, without TRITON_INTERPRET; needs no GPU.
 
-Compiles the kernel that stores rows, and the meeting of the ranks, for an H200; checks that the former moves whole
-words of 16, 8, 4, 2 and 1 bytes a lane, and no lesser ones.
+Compiles the kernel that stores rows, that which averages them, and the meeting of the ranks, for an H200; checks that
+the first moves whole words of 16, 8, 4, 2 and 1 bytes a lane, and no lesser ones, and the second words of 16.
 """
 
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dlrm_overlap.kernels import flags, peer_copy
+from dlrm_overlap.kernels import average_rows, flags, peer_copy
 
 INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
 _TENSORS = {"counted": "*i32", "counts": "*i32"} | dict.fromkeys(
     ("targets", "peers_ready", "clock", "ready", "status"), "*i64"
 )
-_LONG = dict.fromkeys(("source", "stride", "words", "offset", "timeout"), "i64")
+_LONG = dict.fromkeys(("source", "stride", "words", "offset", "timeout", "rows", "own", "mean"), "i64") | {
+    "scale": "fp32"
+}
 
 
 def _compile(function: Any, constants: dict[str, Any], warps: int) -> str:
@@ -38,6 +41,11 @@ def main() -> None:
         turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
         assert text.count("st.global") == turns + 1, f"word {word}\n{text}"
+    for dtype in (torch.float32, torch.bfloat16):
+        constants = dict(average_rows._averaging(4, dtype, 16 // dtype.itemsize).constants) | {"INTERPRETED": False}
+        text = _compile(average_rows._average_rows, constants, average_rows._NUM_WARPS)
+        assert "ld.global.v4.b32" in text, f"{dtype}\n{text}"
+        assert "st.global.v4.b32" in text or "st.global.v2.b32" in text, f"{dtype}\n{text}"
     assert "atom" in _compile(flags._meet, dict(flags._meeting(4).constants) | {"INTERPRETED": False}, 1)
 
 

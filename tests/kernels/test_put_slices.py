@@ -132,6 +132,36 @@ def test_in_place_nothing_is_staged() -> None:
         assert state.staging.isnan().all()
 
 
+def test_in_place_only_the_last_launch_raises_flags() -> None:
+    world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
+    _run(world, put=None, raises=False)
+    world.assert_windows()
+    world.assert_flags(epoch=0)
+    world.assert_ready_for_another_launch()
+
+
+@pytest.mark.parametrize(("stored_elsewhere", "raised"), [(3, True), (2, False)])
+def test_in_place_flags_follow_the_last_task_not_the_last_program(stored_elsewhere: int, raised: bool) -> None:
+    """Of four programs, one that has drawn three tasks has counted all of them, or all but one that it still pools."""
+    world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
+    ticket = world.shared[0][0].ticket
+    ticket[0], ticket[2] = 3, stored_elsewhere
+    world.put_slices(0, epoch=1, programs=3, put=None)
+    assert [int(ready[0, 0]) for ready in world.ready] == [int(raised)] * 2
+    assert ticket.tolist() == [0, 0, 0 if raised else len(world.grids[0]) - 1]
+
+
+def test_in_place_the_end_wait_returns_where_one_program_runs_at_a_time() -> None:
+    """The first program takes all tasks and waits; the others, which begin when it has ended, have none."""
+    world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
+    world.ready[0][1, 0] = 5  # as rank 1 would have raised it
+    world.put_slices(0, epoch=5, programs=40, counts=[1, 1], put=None)
+    world.put_slices(1, epoch=5, programs=40, counts=[1, 1], put=None)
+    world.assert_windows()
+    world.assert_flags(epoch=5)
+    world.assert_no_record()
+
+
 @pytest.mark.parametrize("programs", [1, 2, 40])
 def test_the_end_wait_returns_when_the_peers_flags_are_there(programs: int) -> None:
     """Also where one program runs at a time, as here: it waits before the next one starts, which has but its share."""

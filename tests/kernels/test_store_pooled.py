@@ -44,6 +44,17 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dty
     world.assert_windows()  # of the ids as they are now
 
 
+def test_ids_far_down_a_long_bag_are_looked_at_too() -> None:
+    world = World(Case((2,), (1,), dim=4, longest=70))
+    values, end = world.ids[0].values, int(world.ids[0].offsets[2])  # of sample 1, whose bag is the longest
+    assert world.ids[0].lengths.tolist() == [0, 70]
+    values[end - 40], values[end - 1] = World.ROWS, -1
+    _run(world)
+    assert world.records[0].bad_id() == [0, 1, World.ROWS]
+    assert (values[end - 40], values[end - 1]) == (0, 0)
+    world.assert_windows()  # of the ids as they are now
+
+
 def test_the_first_of_several_bad_ids_is_recorded() -> None:
     world = World(Case((4,), (2,), dim=4))
     values, offsets = world.ids[0].values, world.ids[0].offsets

@@ -130,7 +130,8 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     ranks.connect()
     group, device = dist.group.WORLD, ranks.device
     assert isinstance(group, dist.ProcessGroup)
-    capacity_bytes = max(request.sizes_mb) * _MB * group.size()
+    sizes_mb = request.sizes_on(device.type)
+    capacity_bytes = max(sizes_mb) * _MB * group.size()
     contenders = make_contenders(request.contenders, group, device, capacity_bytes, request.store_programs)
     clock, multiply = _Clock(group, device), _make_product(device)
     rows, faults = list[dict[str, Any]](), list[str]()
@@ -138,7 +139,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
         for operation in request.operations:
             for beside in request.beside:
                 product = multiply if beside == "compute" else None
-                for size in counted(f"sizes of {operation}", request.sizes_mb):
+                for size in counted(f"sizes of {operation}", sizes_mb):
                     cases = [_Case(each, operation, size * _MB, product) for each in contenders]
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
                     columns["store_programs"] = request.store_programs

@@ -15,6 +15,7 @@ Contenders: the strategies of `bench.concurrent_strategies`. A row is a case und
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
+from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.communications import Implementations, make_groups, open_peer_memory
-from dlrm_overlap.bench.harness.computations import Computation, make_computations
+from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.payload import KINDS, Payload
 from dlrm_overlap.bench.harness.progress import counted
@@ -51,7 +53,10 @@ _SIZES: dict[str, dict[float, tuple[float, ...]]] = {
 _LONGEST = {"gemm_8192": 512.0}  # computations that take so long that nothing smaller is as long
 _FEWEST, _TRIALS = 3, 5
 _LONG = 1.15  # G-long and C-long, by P3's definition
-IMPLEMENTATIONS = ("collective", *(f"collective_{share}" for share in SHARES), "stores", "dma")
+IMPLEMENTATIONS = (
+    *("collective", *(f"collective_{share}" for share in SHARES)),
+    *("stores", "dma", "dma_averaged", "dma_gathered"),
+)
 
 
 class Case(NamedTuple):
@@ -94,11 +99,12 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     measured = _Measured(request, group, device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
-    for cases in counted("communications", list(measured.by_payload())):
-        found, wrong = measured.payload(cases)
-        rows += found
-        faults += wrong
-    measured.close()
+    with measured.stream():
+        for cases in counted("communications", list(measured.by_payload())):
+            found, wrong = measured.payload(cases)
+            rows += found
+            faults += wrong
+        measured.close()
     if ranks.world.rank == 0:
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
@@ -118,16 +124,23 @@ class _Measured:
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._request, self._group, self._device = request, group, device
+        strategies = [each for each in all_strategies() if each.name not in request.without]
+        self._issuer = Issuer(strategies, group, device, request.captured)
         self._computations = make_computations(device)
+        if request.captured:
+            with self.stream():
+                self._computations = keep_capturable(self._computations, group, device)
         self._groups = make_groups(group, device, SHARES)
         self._cases = make_cases(list(self._computations), device.type)
         most = max(case.megabytes for case in self._cases)
         self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
-        strategies = [each for each in all_strategies() if each.name not in request.without]
-        self._issuer = Issuer(strategies, group, device)
         self._turns = Turns(group, device)
-        self._call_ms = self._time_calls()
-        self._tried = False
+        with self.stream():
+            self._call_ms = self._time_calls()
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return a context in which the current stream is the one that is timed."""
+        return self._issuer.stream()
 
     def _time_calls(self) -> dict[str, float]:
         """Return about how long a call of each computation takes."""
@@ -144,7 +157,10 @@ class _Measured:
     def payload(self, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows of `cases`, which have one communication, and no fault, or faults."""
         payload = Payload(cases[0].kind, cases[0].megabytes, self._group, self._device)
-        implementations = Implementations(payload, self._groups, self._memory)
+        implementations = Implementations(payload, self._groups, self._memory, self._request.captured)
+        implementations.leave_out(
+            set(self._request.without) - {each.implementation for each in self._issuer.strategies}
+        )
         wrong, names = implementations.wrong(), list(implementations.by_name)
         anywhere = greatest([float(name in wrong) for name in names], self._device, self._group)
         faults = [
@@ -154,11 +170,9 @@ class _Measured:
         ]
         rows: list[dict[str, Any]] = []
         if not faults:
-            if not self._tried:
-                self._issuer.keep_possible(implementations.by_name, self._group)
-                self._tried = True
-            pieces = [partial(self._issuer.alone, each) for each in implementations.by_name.values()]
-            alone = self._turns.time(pieces, _TRIALS)
+            strategies = self._issuer.possible(implementations.by_name, self._group)
+            pieces = [each.run for each in implementations.by_name.values()]
+            alone = self._time(pieces, _TRIALS)
             fastest = min(zip(alone, names, strict=True))[1]
             least_ms = min(alone).median_ms
             measured: set[tuple[str, int]] = set()
@@ -166,29 +180,42 @@ class _Measured:
                 calls = max(1, round(case.ratio * least_ms / self._call_ms[case.computation]))
                 if (case.computation, calls) not in measured:
                     measured.add((case.computation, calls))
-                    rows += self._case(self._computations[case.computation], calls, implementations, fastest)
+                    computation = self._computations[case.computation]
+                    rows += self._case(computation, calls, implementations, strategies, fastest)
         dist.barrier(self._group)
         implementations.close()
         return rows, faults
 
+    @torch.no_grad()
+    def _time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timed]:
+        """Time pieces in turns, each captured where that is asked for."""
+        if self._request.captured:
+            pieces = [capture(piece, self._device) for piece in pieces]
+        return self._turns.time(pieces, repetitions)
+
     def _case(
-        self, computation: Computation, calls: int, implementations: Implementations, fastest: str
+        self,
+        computation: Computation,
+        calls: int,
+        implementations: Implementations,
+        strategies: Sequence[Strategy],
+        fastest: str,
     ) -> list[dict[str, Any]]:
         """Return a row for each strategy."""
         compute, by_name = _repeated(computation, calls), implementations.by_name
-        strategies = self._issuer.strategies
         used = [strategy.implementation or fastest for strategy in strategies]
         pieces: list[Callable[[], object]] = [compute]
-        pieces += [partial(self._issuer.alone, each) for each in by_name.values()]
+        pieces += [each.run for each in by_name.values()]
         pieces += [
             partial(self._issuer.issue, strategy, compute, by_name[name])
             for strategy, name in zip(strategies, used, strict=True)
         ]
-        timed = self._turns.time(pieces, self._request.repetitions)
+        timed = self._time(pieces, self._request.repetitions)
         alone = dict(zip(by_name, timed[1:], strict=False))
         best = min(alone, key=lambda name: alone[name].median_ms)
         shared = {
             **_describe(computation, calls, implementations.payload),
+            "captured": self._request.captured and self._device.type == "cuda",
             "class": classify(timed[0].median_ms, alone[best].median_ms),
             "computation_ms": timed[0].median_ms,
             "communication_ms": alone[best].median_ms,

@@ -4,8 +4,10 @@ A shape M x K x N is that of two layers whose N hidden units are cut over the ra
 `all_gather` is the product of [M, K], whose rows are gathered, and [N / W, K]; `reduce_scatter` that of [M, N / W] and
 [K, N / W], whose sums are scattered. Contenders: `serial`, the collective and the product one after the other; the
 other ways of `dlrm_overlap.gemm`, and `auto`, which picks one; and `torch`, the fused operators of torch's symmetric
-memory. The output of each is held against a product in float32 before anything is timed, and again afterwards. All
-contenders and their parts are timed in turns, the ranks beginning together, without the host's time.
+memory. Under `--tune` every way of each shape is first measured, captured, and the fastest is kept in a file of this
+machine, by which `auto` picks from then on, in training runs, too (`gemm.tuner`). The output of each contender is held
+against a product in float32 before it is timed, and again afterwards. All contenders and their parts are timed in
+turns, the ranks beginning together, without the host's time.
 
 Columns, times being medians of the slowest rank:
     gemm_ms, triton_gemm_ms   the product alone, of all rows: by cuBLAS, and by our kernel, which the way `tiles` uses
@@ -36,6 +38,7 @@ from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.gemm.products import parallel_products
+from dlrm_overlap.gemm.tuner import entry, tune
 from dlrm_overlap.ranks import Ranks
 
 _DTYPE = torch.bfloat16
@@ -63,11 +66,13 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     landing = own.empty((capacity_bytes,), torch.uint8)
     products, turns = parallel_products(group, device), Turns(group, device)
     products.wait_timeout_s = 60.0
-    rows, faults = list[dict[str, Any]](), list[str]()
+    rows, faults, tuned = list[dict[str, Any]](), list[str](), dict[str, dict[str, float]]()
     with torch.no_grad():
         for operator in request.operators:
             for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, _DTYPE, group, device)
+                if request.tune:
+                    tuned |= tune(products, [case.problem])
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)
@@ -86,8 +91,10 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     if ranks.world.rank == 0:
         headline = f"{group.size()} ranks on {device.type}, {_DTYPE}"
         report(rows, faults, request.output, headline, _SHOWN)
-        for line in crossovers(rows):
+        for line in [*crossovers(rows), *choices(tuned)]:
             print(line)
+        if tuned:
+            print(f"tuned: {products.tuned_file}")
     return 1 if faults else 0
 
 
@@ -150,6 +157,20 @@ def compare(
             }
         )
     return rows
+
+
+def choices(tuned: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a line for each problem that has been tuned: which way is kept, and how it compares with serial.
+
+    Example: {"all_gather M 64 N 8 K 8 torch.bfloat16": {"copies/1": 80, "serial/1": 100}} gives "all_gather M 64 N 8 K
+    8 torch.bfloat16: copies/1, 80.0 us, serial 100.0 us".
+    """
+    lines = []
+    for problem, times in tuned.items():
+        kept = entry(dict(times))
+        name = f"{kept['way']}/{kept['parts']}"
+        lines.append(f"{problem}: {name}, {times[name]:.1f} us, serial {times['serial/1']:.1f} us")
+    return lines
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ Contenders: the baseline; `pgas`, which has no slices, to compare with; and ever
 the sizes 4, 8, .., 128 bags. No extra column: `slice_bags` is a column of every figure of the forward.
 
 Slices are staged and copied (`stores`) unless `embedding.put` names another put: what one put sends is what the figure
-asks for, and in place a slice's size decides no more than how many flags are raised.
+asks for, and in place there are no slices.
 """
 
 from dataclasses import replace

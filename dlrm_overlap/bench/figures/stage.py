@@ -5,8 +5,9 @@ Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL 
 is ours; `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once more, which
 returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the baseline in
 4 chunks in memory that NCCL has registered, by its kernels and by its copy engines (zero-CTA policy). Under
-`--embedding.hosts N` also `pgas` and `fused` between N emulated hosts, whose messages go over the links of this one:
-that shows what messages cost beside stores, not what a network does. No extra column.
+`--embedding.hosts N` also `pgas` and `fused` between N emulated hosts, whose messages go over the links of this one, by
+NCCL and, where NVSHMEM is there, by puts: that shows what either costs beside stores, not what a network does. No extra
+column.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from dlrm_overlap.bench.harness.chunked import make_chunked, make_registered
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
 from dlrm_overlap.bench.stage_request import EveryoneRequest
+from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.ranks import Ranks
@@ -34,10 +36,13 @@ def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload:
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
-    between = [
-        exchange_options(config, backend) for backend in ("pgas", "fused") if isinstance(hosts, int) and hosts > 1
+    carriers = ("messages",) if missing_puts() or config.between_hosts == "messages" else ("messages", "puts")
+    emulated = [
+        replace(exchange_options(config, backend), hosts=hosts, between_hosts=carrier)
+        for backend in ("pgas", "fused")
+        for carrier in carriers
+        if isinstance(hosts, int) and hosts > 1
     ]
-    emulated = [replace(options, hosts=hosts) for options in between]
     baseline, *backends = every_backend(config, workload)
     chunked = make_chunked(workload, request.chunks)
     chunked += make_registered(workload) if request.copy_engines else []

@@ -24,7 +24,7 @@ from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.losses import LossAgreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floor
+from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floors
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes, read_batches, time_in_turns
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.columns import describe_tables
@@ -57,12 +57,12 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     """
     configs = contender_configs(ranks, request.contenders)
 
-    def look(trainer: Trainer, batches: Sequence[Batch]) -> StepFloor:
+    def look(trainer: Trainer, batches: Sequence[Batch]) -> dict[str, StepFloor]:
         assert isinstance(dist.group.WORLD, dist.ProcessGroup)
         ceilings = measure_ceilings(dist.group.WORLD, ranks.device)
-        return find_floor(trainer, batches, ceilings, request.dense_tflop_per_s)
+        return find_floors(trainer, batches, ceilings, request.dense_tflop_per_s, configs)
 
-    again, batches, floor = train_apart(ranks, configs, request.batches, look)
+    again, batches, floors = train_apart(ranks, configs, request.batches, look)
     runs = [
         TrainingRun(name, build(ranks, name, config), batches)
         for name, config in counted("trainers to build", list(configs.items()))
@@ -82,7 +82,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
             {"kind": request.kind, "contender": each.name, "pinned_host": pinned}
             | describe_run(each, request.batches)
             | {"own_plan": describe_plan(each.trainer.plan) != plan}
-            | _times(each, found, agreements, floor)
+            | _times(each, found, agreements, floors[each.name])
             for each in runs
         ]
     for each in runs:

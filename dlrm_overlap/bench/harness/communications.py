@@ -2,15 +2,17 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.comm.calls import Way
+from dlrm_overlap.comm.choose import GATHERED
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
@@ -37,6 +39,11 @@ class Communication(ABC):
 
     def finish(self) -> None:  # noqa: B027  what runs on the current stream ends there
         """Make the current stream wait for the result; the stream has waited for that of `begin`."""
+
+    def run(self) -> None:
+        """Issue the communication on the current stream, with nothing beside it."""
+        self.begin()
+        self.finish()
 
     @abstractmethod
     def result(self) -> torch.Tensor:
@@ -100,8 +107,10 @@ class Collective(Communication):
 class StoredReduction(Communication):
     """The all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: Payload, captured: bool = False) -> None:
+        """Take what is averaged, and whether calls are to be captured, too; then the device counts the epochs."""
         super().__init__("stores", payload)
+        self._captured = captured
         self._flat = FlatParameters({"weight": nn.Parameter(torch.empty(payload.input.numel(), device=payload.device))})
         self._reduction = self._open(payload)
         self._reduction.cut([(0, self._flat.gradients.tensor.numel())])
@@ -119,6 +128,9 @@ class StoredReduction(Communication):
         """Issue the kernels that average this rank's share."""
         if self.payload.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.payload.device)
+        if self._captured:  # host and device then count alike in every call, so what kernels are given stays the same
+            for counters in self._reduction.counters:
+                counters.advance()
         self._reduction.reduce(0)
 
     def finish(self) -> None:
@@ -187,6 +199,60 @@ class CopiedReduction(Communication):
         return self._output
 
 
+class AveragedReduction(Communication):
+    """The same with one kernel between the copies, which awaits the shares itself, and no second hand-shake."""
+
+    forks = True
+
+    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
+        super().__init__("dma_averaged", payload)
+        self._collectives, self._output, self._shares = (
+            memory.collectives,
+            memory.result(payload),
+            memory.shares(payload),
+        )
+
+    def begin(self) -> None:
+        """Issue everything but the last wait."""
+        self._work = self._collectives.all_reduce(
+            self._output, self.payload.input.view(self.payload.shape), self._shares
+        )
+
+    def finish(self) -> None:
+        """Await the peers' means."""
+        self._work.wait()
+
+    def result(self) -> torch.Tensor:
+        """Return the output."""
+        return self._output
+
+
+class GatheredReduction(Communication):
+    """The all-reduce by copy engines, of few bytes: every rank's buffer to all ranks, and there a kernel that averages.
+
+    Each rank sends W / 2 times what `CopiedReduction` does, but once: nothing but the average comes behind the copies,
+    and that needs no peer.
+    """
+
+    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
+        super().__init__(GATHERED, payload)
+        self._collectives, self._gathered = memory.collectives, memory.gathered(payload)
+        self._output = torch.empty_like(payload.input)
+
+    def begin(self) -> None:
+        """Issue the copies."""
+        self._work = self._collectives.all_gather(self._gathered, self.payload.input.view(-1), way="dma")
+
+    def finish(self) -> None:
+        """Await the peers' buffers, and average them."""
+        self._work.wait()
+        torch.mean(self._gathered, 0, out=self._output.view(-1))
+
+    def result(self) -> torch.Tensor:
+        """Return the output."""
+        return self._output
+
+
 class PeerMemory:
     """Memory that peers write, for all payloads one after the other: results, and shares of an all-reduce."""
 
@@ -207,6 +273,15 @@ class PeerMemory:
     def shares(self, payload: Payload) -> torch.Tensor:
         """Return [W, n] for the shares that the ranks send to this one."""
         return self._shares[: payload.world_size * payload.part].view(payload.shape)
+
+    def gathered(self, payload: Payload) -> torch.Tensor:
+        """Return [W, W n] for the buffers of all ranks."""
+        each = payload.world_size * payload.part
+        return self._shares[: payload.world_size * each].view(payload.world_size, each)
+
+    def holds_gathered(self, payload: Payload) -> bool:
+        """Return whether there is room for the buffers of all ranks."""
+        return payload.world_size**2 * payload.part <= self._shares.numel()
 
     def close(self) -> None:
         """Give it back."""
@@ -247,31 +322,51 @@ def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence
 class Implementations:
     """All implementations of one payload's communication that the machine has."""
 
-    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None) -> None:
-        """Make them; a collective. Without `memory` there are those alone that need no access to peers."""
-        self.payload = payload
+    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None, captured: bool = False) -> None:
+        """Make them; a collective.
+
+        Args:
+            payload: what they move.
+            groups: of the collectives.
+            memory: that peers write; without, there are those alone that need no access to peers.
+            captured: whether calls are to be captured in CUDA graphs, too.
+        """
+        self.payload, self._captured = payload, captured
         output = payload.input.new_empty(payload.shape)
         made: list[Communication] = [Collective("collective", payload, output, groups.whole)]
         made += [Collective(f"collective_{limit}", payload, output, group) for limit, group in groups.limited.items()]
         if memory is None:
             pass
         elif payload.kind == "all_reduce":
-            made += [StoredReduction(payload), CopiedReduction(payload, memory)]
+            made += [StoredReduction(payload, captured), CopiedReduction(payload, memory)]
+            made.append(AveragedReduction(payload, memory))
+            if memory.holds_gathered(payload):
+                made.append(GatheredReduction(payload, memory))
         else:
             made += [PeerCommunication(payload, "stores", memory), PeerCommunication(payload, "dma", memory)]
         self.by_name = {each.name: each for each in made}
 
+    def leave_out(self, names: Container[str]) -> None:
+        """Close the implementations of these names, and forget them; a collective."""
+        for name in [each for each in self.by_name if each in names]:
+            self.by_name.pop(name).close()
+
     def wrong(self) -> list[str]:
-        """Run each implementation once and return the names of those whose result is wrong on this rank."""
+        """Run each implementation and return the names of those whose result is wrong on this rank; a collective."""
         found = []
         for name, communication in self.by_name.items():
-            communication.reset()
-            dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
-            communication.begin()
-            communication.finish()
-            if not self.payload.is_right(communication.result()):
+            if not (self._is_right(communication, communication.run) and self._is_right_captured(communication)):
                 found.append(name)
         return found
+
+    def _is_right(self, communication: Communication, run: Callable[[], object]) -> bool:
+        communication.reset()
+        dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
+        run()
+        return self.payload.is_right(communication.result())
+
+    def _is_right_captured(self, communication: Communication) -> bool:
+        return not self._captured or self._is_right(communication, capture(communication.run, self.payload.device))
 
     def close(self) -> None:
         """Free them. Every rank must be through."""

@@ -89,14 +89,14 @@ class Overlap(Contender):
     """One of our exchanges, named for its backend.
 
     The name goes on with the put if one is asked for by name, with `copied` if the output is a copy of the window, and
-    with the number of hosts if some are emulated.
+    with the number of hosts if some are emulated, and `puts` if messages between them are put by kernels.
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         has_slices = BACKENDS[options.backend].has_slices
         put = f"_{options.put}" if has_slices and options.put != "auto" else ""
         emulated = isinstance(options.hosts, int) and options.hosts > 1
-        hosts = f"_{options.hosts}_emulated_hosts" if emulated else ""
+        hosts = f"_{options.hosts}_emulated_hosts" + "_puts" * (options.between_hosts == "puts") if emulated else ""
         super().__init__(options.backend + put + "_copied" * options.copy_output + hosts, workload)
         self.options = options
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses

@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.gemm.ways import Problem
 
 Call = Callable[[], torch.Tensor]
 
@@ -58,6 +60,12 @@ class Case:
         self.link_bytes = (ranks - 1) * (m // ranks) * k * dtype.itemsize
         """that leave each rank for its peers"""
 
+    @property
+    def problem(self) -> Problem:
+        """What the operator is asked."""
+        inner, columns = self.x.shape[1], self.weight.shape[0]
+        return Problem(self.operator, self.shape.m, columns, inner, self.x.dtype, bias=False, activation="none")
+
     def contender(self, name: str, products: ParallelProducts) -> Call | None:
         """Return the call of the contender `name`, or None where it cannot run; all ranks call this alike.
 
@@ -66,9 +74,9 @@ class Case:
         if name == "torch":
             return self._torch() if self.device.type == "cuda" else None
         if self.operator == "all_gather":
-            call: Call = lambda: products.all_gather_matmul(self.x, self.weight, None, "none", name, keep=False)[0]  # noqa: E731
+            call: Call = lambda: products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]  # noqa: E731
         else:
-            call = lambda: products.begin_reduce_scatter(self.x, self.weight, None, "none", name)()  # noqa: E731
+            call = lambda: products.begin_reduce_scatter(self.x, Layer(self.weight), name)()  # noqa: E731
         try:
             call()
         except InputError:  # on every rank alike

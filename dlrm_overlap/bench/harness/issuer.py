@@ -2,16 +2,19 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import COPY_SHARES, SHARES, Strategy
+from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.bench.harness.partition import Partition, make_partition
 from dlrm_overlap.comm.arena import on_every_rank
 from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.partition import products_on
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -19,14 +22,20 @@ log = logging.getLogger("dlrm_overlap")
 class Issuer:
     """Issues computations and communications by strategies, on streams of its own; on a CPU from one thread."""
 
-    def __init__(self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device, captured: bool = False
+    ) -> None:
         """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this.
 
         Args:
             strategies: those that are asked for; `strategies` then has those of them that are possible here.
+            group: of the communications.
+            device: of this rank.
+            captured: whether the strategies are to be captured in a CUDA graph, too, before they are found possible.
         """
-        self._cuda, self._device = device.type == "cuda", device
+        self._cuda, self._device, self._captured = device.type == "cuda", device, captured
         self._partitions: dict[int, Partition] = {}
+        self._tried: set[str] = set()
         self.strategies = list(strategies)
         if not self._cuda:
             log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are serial, plain, dma")
@@ -45,21 +54,34 @@ class Issuer:
             log.warning("bench concurrent: without partitions: %s", error)
             self.strategies = [each for each in self.strategies if not each.partitioned]
 
+    def stream(self) -> AbstractContextManager[object]:
+        """Return a context in which the current stream is one of the least priority.
+
+        What is timed belongs on it: a computation then stays on the stream that it has alone, but for partitions.
+        """
+        return torch.cuda.stream(self._computing) if self._cuda else nullcontext()
+
     @torch.no_grad()
-    def keep_possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> None:
-        """Leave out the strategies whose implementation is missing, or that raise an error here, and log why."""
+    def possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> list[Strategy]:
+        """Return the strategies whose implementation is in `by_name`, and that raise no error here.
+
+        Each is tried once; what the machine refuses is logged, and left out from then on. A collective.
+        """
         kept = []
-        for strategy in self.strategies:
+        for strategy in list(self.strategies):
             communication = by_name.get(strategy.implementation or "collective")
             if communication is None:
-                log.warning("bench concurrent: without %s: there is no %s", strategy.label, strategy.implementation)
                 continue
-            try:
-                on_every_rank(partial(self._try, strategy, communication), group)
-                kept.append(strategy)
-            except InputError as error:
-                log.warning("bench concurrent: without %s: %s", strategy.label, error)
-        self.strategies = kept
+            if strategy.label not in self._tried:
+                self._tried.add(strategy.label)
+                try:
+                    on_every_rank(partial(self._try, strategy, communication), group)
+                except InputError as error:
+                    log.warning("bench concurrent: without %s: %s", strategy.label, error)
+                    self.strategies.remove(strategy)
+                    continue
+            kept.append(strategy)
+        return kept
 
     def _try(self, strategy: Strategy, communication: Communication) -> None:
         """Run `strategy` with a small computation.
@@ -69,7 +91,8 @@ class Issuer:
         """
         try:
             square = torch.ones(256, 256, device=self._device)
-            self.issue(strategy, lambda: square @ square, communication)
+            piece = partial(self.issue, strategy, lambda: square @ square, communication)
+            (capture(piece, self._device) if self._captured else piece)()
             if self._cuda:
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
@@ -77,13 +100,16 @@ class Issuer:
 
     def sms(self, strategy: Strategy) -> int | None:
         """Return the multiprocessors that `strategy` leaves to the communication, or None."""
-        return self._partitions[strategy.share].sms if strategy.partitioned and strategy.share is not None else None
+        if strategy.partitioned and strategy.share is not None:
+            return self._partitions[strategy.share].sms
+        return strategy.share if strategy.carved else None
 
     def issue(self, strategy: Strategy, compute: Callable[[], object], communication: Communication) -> None:
         """Issue both; the current stream waits for both in the end.
 
-        A communication that has streams of its own begins and ends on the computation's stream, as in a training step,
-        so that no kernel that waits for a peer is in the computation's way. One that is issued `aside` only ends there.
+        The computation is issued on the current stream, but under a partition. A communication that has streams of its
+        own begins and ends there, too, as in a training step, so that no kernel that waits for a peer is in the
+        computation's way. One that is issued `aside` only ends there, one `apart` does neither.
         """
         if not self._cuda:
             compute_first = not (strategy.concurrent and strategy.communication_first)
@@ -91,39 +117,46 @@ class Issuer:
             for part in (*order, communication.finish):
                 part()
             return
-        computing, sending = self._streams(strategy, communication)
         main = torch.cuda.current_stream(self._device)
-        for stream in {computing, sending}:
+        computing, sending = self._streams(strategy, communication, main)
+        for stream in {computing, sending} - {main}:
             stream.wait_stream(main)
 
         def begin() -> None:
             with torch.cuda.stream(sending):
                 communication.begin()
+                if strategy.apart:
+                    communication.finish()
 
         if strategy.communication_first and strategy.concurrent:
             begin()
-        with torch.cuda.stream(computing):
+        with torch.cuda.stream(computing), products_on(self._left_to_products(strategy)):
             compute()
         if not (strategy.communication_first and strategy.concurrent):
             begin()
-        computing.wait_stream(sending)
-        with torch.cuda.stream(computing):
-            communication.finish()
-        main.wait_stream(computing)
+        if sending != computing:
+            computing.wait_stream(sending)
+        if not strategy.apart:
+            with torch.cuda.stream(computing):
+                communication.finish()
+        if computing != main:
+            main.wait_stream(computing)
 
-    def _streams(self, strategy: Strategy, communication: Communication) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    def _left_to_products(self, strategy: Strategy) -> int | None:
+        if not strategy.carved or strategy.share is None:
+            return None
+        return torch.cuda.get_device_properties(self._device).multi_processor_count - strategy.share
+
+    def _streams(
+        self, strategy: Strategy, communication: Communication, main: torch.cuda.Stream
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Return the streams of the computation and of the communication."""
         if not strategy.concurrent:
-            return self._computing, self._computing
+            return main, main
         if strategy.partitioned:
             assert strategy.share is not None
             partition = self._partitions[strategy.share]
             return partition.computation, partition.communication
         if communication.forks and not strategy.aside:
-            return self._computing, self._computing
-        return self._computing, self._urgent if strategy.urgent else self._sending
-
-    def alone(self, communication: Communication) -> None:
-        """Issue a communication with nothing beside it."""
-        communication.begin()
-        communication.finish()
+            return main, main
+        return main, self._urgent if strategy.urgent else self._sending

@@ -4,7 +4,7 @@ All are counted from the layers' sizes and the batches' ids, each thing once, as
 this model on these GPUs can be faster than the longest of the three.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.sharded_module import build_layout, model_order
-from dlrm_overlap.traffic import DenseCounts, count_dense
+from dlrm_overlap.traffic import DenseCounts, DividedCounts, count_dense, count_divided
 from dlrm_overlap.trainer import Trainer
 
 
@@ -62,18 +62,23 @@ class StepFloor:
         return {**vars(self), **parts, "floor_ms": max(parts.values()), "floor_sum_ms": sum(parts.values())}
 
 
-def find_floor(
-    trainer: Trainer, batches: Sequence[Batch], ceilings: tuple[float, float], dense_tflop_per_s: float
-) -> StepFloor:
-    """Return the floor of the trainer's step, its bytes the mean over `batches`. All ranks call this.
+def find_floors(
+    trainer: Trainer,
+    batches: Sequence[Batch],
+    ceilings: tuple[float, float],
+    dense_tflop_per_s: float,
+    configs: Mapping[str, Config],
+) -> dict[str, StepFloor]:
+    """Return the floor of each contender's step, its bytes the mean over `batches`. All ranks call this.
 
     It must come before the trainer's first step, in which TorchRec's pipeline takes the collective of the ids apart.
 
     Args:
-        trainer: a contender's; the floor is the same for all.
+        trainer: a contender's, whose tables are where all contenders have them.
         batches: this rank's, on the CPU.
         ceilings: from `limits.measure_ceilings`.
         dense_tflop_per_s: rate of the matrix products.
+        configs: by contender; they differ in which dense layers are divided over the ranks, and in types.
     """
     group, device, config = dist.group.WORLD, trainer.device, trainer.config
     assert isinstance(group, dist.ProcessGroup)
@@ -96,38 +101,58 @@ def find_floor(
     for batch in batches:
         sparse = batch.sparse.to(device)
         inputs = list(module.input_dist(module.create_context(), sparse).wait().wait())
-        sizes, divided = [samples] * group.size(), [inputs[i] for i in exchanged]
-        counted = _count_step(layout, group.rank(), sizes, sparse, divided, dense, config)
+        sizes, sent = [samples] * group.size(), [inputs[i] for i in exchanged]
+        counted = _count_tables(layout, group.rank(), sizes, sparse, sent, config)
         if replicated:  # one sharding, whose tables a rank looks up for its samples as if it were alone
             mine = _count_replicated(own, samples, inputs[replicated[0]], elements, group.size())
             counted = counted[0] + mine[0], counted[1] + mine[1], counted[2] + mine[2]
         counts.append(counted)
-    limit, (uncached_hbm_bytes,) = find_limit(counts, ceilings, group, device)
-    return StepFloor(
-        dense.flop,
-        limit.hbm_bytes,
-        uncached_hbm_bytes,
-        limit.link_bytes,
-        dense_tflop_per_s,
-        limit.hbm_gb_per_s,
-        limit.link_gb_per_s,
-    )
+    floors = {}
+    for name, each in configs.items():
+        divided = count_divided(each.model, tables, group.size())
+        hbm, link = _count_dense_bytes(dense, divided, group.size(), each, samples)
+        whole = [(tables_hbm + hbm, tables_link + link, again + hbm) for tables_hbm, tables_link, again in counts]
+        limit, (uncached,) = find_limit(whole, ceilings, group, device)
+        rates = dense_tflop_per_s, limit.hbm_gb_per_s, limit.link_gb_per_s
+        floors[name] = StepFloor(dense.flop, limit.hbm_bytes, uncached, limit.link_bytes, *rates)
+    return floors
 
 
-def _count_step(
+def _count_dense_bytes(
+    dense: DenseCounts, divided: DividedCounts, world_size: int, config: Config, samples: int
+) -> tuple[int, int]:
+    """Return the bytes of a step's dense part on a rank: of its memory, and out over its links.
+
+    From memory come the weights that it has, read once, and the layers' outputs, written once. Over the links go the
+    gradients of parameters that every rank has, summed by a ring in which each rank sends 2 (W - 1) / W of them, and
+    what layers ask for that are divided over the ranks.
+
+    Args:
+        dense: from `count_dense`, for the rank's samples.
+        divided: from `count_divided`.
+        world_size: W.
+        config: types of activations and gradients.
+        samples: of a rank.
+    """
+    number_bytes = 2 if config.train.precision == "bf16" else 4
+    gradient_bytes = 2 if config.train.gradient_dtype == "bf16" else 4
+    whole, others = dense.parameters - divided.parameters, world_size - 1
+    held = whole + divided.parameters // world_size
+    ring = 2 * others * gradient_bytes * whole // world_size
+    return 4 * held + number_bytes * dense.outputs, ring + others * samples * number_bytes * divided.travelling
+
+
+def _count_tables(
     layout: Layout,
     rank: int,
     batch_sizes: Sequence[int],
     sparse: KeyedJaggedTensor,
     inputs: Sequence[KeyedJaggedTensor],
-    dense: DenseCounts,
     config: Config,
 ) -> tuple[int, int, int]:
-    """Return the bytes of a step on `rank`: memory, links, and memory if nothing were read from a cache.
+    """Return the bytes of a step's tables on `rank`: memory, links, and memory if nothing were read from a cache.
 
-    To the embedding stage's own bytes, forward and back, come: from memory the dense weights, read once, and the
-    layers' outputs, written once; over the links the ids of other ranks' tables, and the sum of the dense gradients by
-    a ring, in which each rank sends 2 (W - 1) / W of them.
+    To the embedding stage's own bytes, forward and back, come over the links the ids of other ranks' tables.
 
     Args:
         layout: which rank owns what.
@@ -135,27 +160,23 @@ def _count_step(
         batch_sizes: samples of each rank.
         sparse: the ids of the rank's samples.
         inputs: the ids of the rank's tables, one for each source of the layout.
-        dense: from `count_dense`.
-        config: the wire's and the activations' types, and the rows' optimizer.
+        config: the wire's type, and the rows' optimizer.
     """
     ours = exchange_options(config.embedding, "pgas", config.train.precision)
     wire_dtype = ours.wire_dtype
     hbm_bytes, link_bytes = count_bytes(layout, rank, batch_sizes, inputs, wire_dtype)
     update = count_update(layout, rank, batch_sizes, inputs, wire_dtype, config.embedding.optimizer, ours.output_dtype)
-    dense_bytes = 4 * dense.parameters + (2 if config.train.precision == "bf16" else 4) * dense.outputs
-    world_size = len(batch_sizes)
-    ring_bytes = 2 * (world_size - 1) * 4 * dense.parameters // world_size
     return (
-        hbm_bytes - _repeated_row_bytes(layout, rank, sum(batch_sizes), inputs) + update.compulsory_bytes + dense_bytes,
-        link_bytes + update.link_bytes + _sent_id_bytes(layout, rank, sparse) + ring_bytes,
-        hbm_bytes + update.hbm_bytes + dense_bytes,
+        hbm_bytes - _repeated_row_bytes(layout, rank, sum(batch_sizes), inputs) + update.compulsory_bytes,
+        link_bytes + update.link_bytes + _sent_id_bytes(layout, rank, sparse),
+        hbm_bytes + update.hbm_bytes,
     )
 
 
 def _count_replicated(
     own: Layout, samples: int, ids: KeyedJaggedTensor, elements: int, world_size: int
 ) -> tuple[int, int, int]:
-    """Return the bytes that data-parallel tables add to those of `_count_step`, in its order.
+    """Return the bytes that data-parallel tables add to those of `_count_tables`, in its order.
 
     Forward, they are a rank's tables for its samples alone. Backward, the gradient of the pooled embeddings is read,
     and that of the touched rows written. The ring sums the gradient of all rows.

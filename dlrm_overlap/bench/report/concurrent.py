@@ -5,6 +5,9 @@ from statistics import mean
 from typing import Any
 
 CLASSES = ("G-long", "GC-equal", "C-long")
+_CASE = ("computation", "calls", "communication", "megabytes")
+_COPY_GB_PER_S = 4200.0  # read and written by a copy on an H200
+_BOUND = 0.8
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -14,7 +17,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     by_case: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        key = tuple(row[column] for column in ("computation", "calls", "communication", "megabytes"))
+        key = tuple(row[column] for column in _CASE)
         by_case.setdefault(key, []).append(row)
     best = [min(case, key=lambda row: row["together_ms"]) for case in by_case.values()]
     lines = []
@@ -23,6 +26,26 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         line = {"strategy": strategy, **_averages(own), "best": sum(row["strategy"] == strategy for row in best)}
         lines.append(line)
     return [*lines, {"strategy": "best_of_all", **_averages(best), "best": len(best)}]
+
+
+def limit_by_memory(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean fraction of the ideal that the bandwidth of the GPU's memory allows, over all cases.
+
+    A computation that moves more than `_BOUND` of what a copy does is taken to be bound by memory: beside it, the bytes
+    that the communication must read and write take time of their own. Any other hides as many as it leaves room for.
+
+    Example: c = 2 ms of a lookup and m = 1 ms of an all-gather that must move 0.84 GB: 2.2 ms at least at 4200 GB/s,
+    speedup 3 / 2.2 of an ideal 3 / 2: 0.73.
+    """
+    found = []
+    for row in {tuple(row[column] for column in _CASE): row for row in rows}.values():
+        c, m = float(row["computation_ms"]), float(row["communication_ms"])
+        sent_ms = 2 * float(row["link_bytes"]) / _COPY_GB_PER_S / 1e6  # read here, and as many written by the peers
+        computed_ms = float(row["hbm_bytes"]) / _COPY_GB_PER_S / 1e6
+        bound = computed_ms > _BOUND * c
+        least = max(c, m, (c if bound else computed_ms) + sent_ms)
+        found.append(((c + m) / least - 1) / ((c + m) / max(c, m) - 1))
+    return mean(found)
 
 
 def _averages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

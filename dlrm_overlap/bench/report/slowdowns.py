@@ -1,11 +1,12 @@
 """The table that `comm.choose` chooses by, fitted to the rows of `bench concurrent`, and how well it chooses.
 
 Every fit is one of least squares of logarithms, so that a case of 0.1 ms counts as much as one of 5. Of the strategies
-the table keeps those alone without which more of the choices would be wrong.
+the table keeps those alone that are right in cases in which no other is.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ _CASE = ("computation", "calls", "communication", "megabytes")
 _ENVIRONMENT = ("gpu", "torch", "cuda", "nccl", "commit")
 _SERIAL = "serial"
 _ALONE = "_alone_ms"
+_NONE = (None, "")  # in a row's column of what did not take part
 _STARTS = ((1.05, 1.05, 0.01, 0.05), (1.5, 1.05, 0.01, 0.05), (1.5, 1.5, 0.01, 0.05))
 _LEAST = (1.0, 0.5, 0.0, 0.0)
 _USUAL, _WEIGHT = 1.3, 0.002  # where few cases leave a and b undecided, they are about so much
 _PARTS = 5
+_ADDS = 0.01
 _FINEST = 1.002  # the last factor by which a fit changes a number
 _DIGITS = 4
 
@@ -53,7 +56,7 @@ def write_table(path: Path, rows: Sequence[Row]) -> str:
     table = fit_table(rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(table, indent=1) + "\n")
+        path.write_text(_as_text(table))
     except OSError as error:
         raise InputError(
             f"--write_table: {path} cannot be written ({error.strerror}); free it, or give another"
@@ -63,6 +66,12 @@ def write_table(path: Path, rows: Sequence[Row]) -> str:
         f"slowdowns in {path}: {_tell(known)}. Of cases that were left out when a table was fitted to the others: "
         f"{_tell(unknown)}"
     )
+
+
+def _as_text(table: Table) -> str:
+    """Return the table as JSON, with a line for each case."""
+    cases = ",\n".join(f"  {json.dumps(case)}" for case in table["cases"])
+    return json.dumps(table | {"cases": []}, indent=1).replace('"cases": []', f'"cases": [\n{cases}\n ]') + "\n"
 
 
 def _tell(found: Sequence[Replay]) -> str:
@@ -84,11 +93,18 @@ def fit_table(rows: Sequence[Row]) -> Table:
         "computations": _fit_computations(firsts),
         "communications": _fit_communications(firsts),
     }
-    every = {
-        label: _fit_strategy([row for row in rows if row["strategy"] == label], table)
-        for label in dict.fromkeys(row["strategy"] for row in rows)
-    }
-    return table | {"strategies": _worthwhile(every, cases, table)}
+    kept = _worthwhile(cases)
+    strategies = {label: _fit_strategy([row for row in rows if row["strategy"] == label], table) for label in kept}
+    known = [_known_case(case, kept, table) for case in cases.values()]
+    return table | {"strategies": strategies, "cases": known}
+
+
+def _known_case(by_label: Mapping[str, Row], labels: Sequence[str], table: Table) -> dict[str, Any]:
+    """Return what the table keeps of a case: by what it is told apart, and the times of the strategies `labels`."""
+    row = next(iter(by_label.values()))
+    case = choose.Case.of(computation_of(row), communication_of(row), int(row["world_size"]), table)
+    times = {label: _round(float(by_label[label]["together_ms"])) for label in labels if label in by_label}
+    return {"case": [_round(each) if isinstance(each, float) else each for each in case], "together_ms": times}
 
 
 def replay(rows: Sequence[Row], table: Table) -> list[Replay]:
@@ -154,13 +170,15 @@ def _fit_communications(cases: Sequence[Row]) -> dict[str, dict[str, dict[str, f
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind in dict.fromkeys(row["communication"] for row in cases):
         own = [row for row in cases if row["communication"] == kind]
-        columns = [each for each in own[0] if each.endswith(_ALONE) and own[0][each] not in (None, "")]
+        columns = [each for each in own[0] if each.endswith(_ALONE) and any(row[each] not in _NONE for row in own)]
         found[kind] = {column.removesuffix(_ALONE): _fit_line(own, column) for column in columns}
     return found
 
 
 def _fit_line(cases: Sequence[Row], column: str) -> dict[str, float]:
-    sent = [choose.sent_bytes(communication_of(row), int(row["world_size"])) for row in cases]
+    cases = [row for row in cases if row[column] not in _NONE]
+    name = column.removesuffix(_ALONE)
+    sent = [choose.sent_bytes(communication_of(row), int(row["world_size"]), name) for row in cases]
 
     def error(latency_us: float, gb_per_s: float) -> float:
         predicted = (latency_us / 1e3 + each / gb_per_s / 1e6 for each in sent)
@@ -200,37 +218,22 @@ def _fit_slowdown(rows: Sequence[Row], alone: str) -> Slowdown:
     return Slowdown(*min(found, key=lambda each: error(*each)))
 
 
-def _worthwhile(every: Mapping[str, Any], cases: Cases, table: Table) -> dict[str, Any]:
-    """Return the strategies that make choices right, the best one first, then each time the one that adds most."""
-    predicted, lost = _predict(every, cases, table), _losses(cases)
+def _worthwhile(cases: Cases) -> list[str]:
+    """Return the strategies to choose from: each time the one that is right in most cases in which none before is.
 
-    def quality(labels: Sequence[str]) -> tuple[int, float]:
-        losses = [
-            lost[case][min((label for label in labels if label in times), key=lambda label: times[label])]
-            for case, times in predicted.items()
-        ]
-        return sum(loss <= RIGHT for loss in losses), -sum(losses)
-
-    complete = [label for label in every if all(label in times for times in predicted.values())]
-    kept = [max(complete, key=lambda label: quality([label]))]
-    while len(kept) < len(every):
-        others = [label for label in every if label not in kept]
-        best = max(others, key=lambda label: quality([*kept, label]))
-        if quality([*kept, best])[0] <= quality(kept)[0]:
+    Those that add fewer than `_ADDS` of the cases are left out: few cases cannot say when they are right.
+    """
+    losses = _losses(cases)
+    right = [{label for label, lost in case.items() if lost <= RIGHT} for case in losses.values()]
+    kept: list[str] = []
+    while right:
+        counts = Counter(label for labels in right for label in labels)
+        best, adds = counts.most_common(1)[0]
+        if kept and adds < _ADDS * len(cases):
             break
         kept.append(best)
-    return {label: every[label] for label in kept}
-
-
-def _predict(every: Mapping[str, Any], cases: Cases, table: Table) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Return the predicted times of each case by strategy."""
-    whole = table | {"strategies": every}
-    found = {}
-    for case, rows in cases.items():
-        row = next(iter(rows.values()))
-        shapes = computation_of(row), communication_of(row), int(row["world_size"])
-        found[case] = {label: choose.predict_ms(*shapes, whole, label) for label in rows}
-    return found
+        right = [labels for labels in right if best not in labels]
+    return kept
 
 
 def _losses(cases: Cases) -> dict[tuple[Any, ...], dict[str, float]]:

@@ -4,8 +4,13 @@
     NCCL's stream                                | messages out and in ...... |
     passing stream                                                            | put into windows, raise for the sender |
 
-A rank pools what each other host needs into one message, by the kernel of `pgas`, and sends it to that host's rank that
-takes its messages (`Reach.relay`). Meanwhile it serves its own host's ranks as on one host. What has come is stored by
+    or by puts:
+    current stream    | pool and put part by part| pool for this host | raise |   bottom MLP ..   | await all | output
+    passing stream                               | await parts, put each into windows, raise for the sender |
+
+A rank pools what each other host needs into one message, which goes to that host's rank that takes its messages
+(`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
+(`carriers`, `puts`). Meanwhile it serves its own host's ranks as on one host. What has come is stored by
 a kernel into the windows of all ranks of the host, each at its place, so nothing is unpacked behind that. Then the flag
 of the sender is raised at each, in place of the sender: who awaits it cannot tell the difference. Gradients go the same
 way back.
@@ -19,22 +24,26 @@ from typing import Any
 import torch
 
 from dlrm_overlap.embedding.backends.atomic import AtomicPush
-from dlrm_overlap.embedding.backends.messages import MessageBuffers
+from dlrm_overlap.embedding.backends.carriers import (
+    GradientCarrier,
+    GradientsByCollective,
+    PooledByCollective,
+    PooledCarrier,
+)
 from dlrm_overlap.embedding.backends.push import Push
+from dlrm_overlap.embedding.backends.puts import GradientsByPuts, PooledByPuts
 from dlrm_overlap.embedding.backends.sliced import SlicedForward
 from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.crossing import Crossing
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
+from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.arguments import FeatureTable, Windows
+from dlrm_overlap.kernels.arguments import FeatureTable
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, push_gradients
 from dlrm_overlap.kernels.flags import raise_flags
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
+from dlrm_overlap.kernels.forward.put_columns import PutColumns
 from dlrm_overlap.kernels.forward.puts import put_by_stores
-
-_MOST_SIZES = 64  # batch sizes whose addresses stay in memory
 
 
 class ZeroCopyAcross(ZeroCopyForward):
@@ -46,8 +55,11 @@ class ZeroCopyAcross(ZeroCopyForward):
         self._crossing = Crossing(self.layout, windows.arena.reach, wire)
         self._sent_lookup = DeviceLookup(context, self._crossing.columns_of([self.rank]), self.bad_ids)
         self._sent_tables: list[FeatureTable] = []
-        self._sent_windows: dict[BatchSizes, list[tuple[range, Windows]]] = {}
-        self._buffers = MessageBuffers(self.group, wire, self.device)
+        self._carrier: PooledCarrier = (
+            PooledByPuts(context, windows, self._crossing, self._sent_lookup)
+            if context.puts
+            else PooledByCollective(context, self._crossing, self._sent_lookup)
+        )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # what peers wait for comes first
         self._places: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
@@ -62,15 +74,12 @@ class ZeroCopyAcross(ZeroCopyForward):
     def begin(self, step: Step) -> int:
         """Begin the step, then pool for the other hosts, and start to send and to pass on what they send."""
         epoch = super().begin(step)
-        messages = self._crossing.pooled(step.batch)
-        if self._buffers.make_room(messages):
-            self._sent_windows.clear()
-        for host, windows in self._windows_of(step.batch):
-            self._sent_lookup.store(windows, step, self._sent_tables, host)
+        self._carrier.send(step, self._sent_tables)
         first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
+        # Behind what this rank sends: what follows may wait for a rank that waits for it.
         self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._pass_stream), self.order:
-            self._buffers.exchange(messages).wait()
+            self._carrier.receive(step)
             self._pass_on(step, epoch, first_sample)
         return epoch
 
@@ -83,42 +92,30 @@ class ZeroCopyAcross(ZeroCopyForward):
         torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
         return pooled
 
-    def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
-        """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
-        if batch not in self._sent_windows:
-            if len(self._sent_windows) == _MOST_SIZES:
-                self._sent_windows.clear()
-            by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
-            found: list[tuple[range, Windows]] = []
-            for host in (host for host in self._crossing.reach.others if host in by_host):
-                message, begin = by_host[host], batch.first_sample[host.start]
-                rows = message.within(self._buffers.sent)
-                row_bytes = message.pitch * rows.element_size()
-                addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in host]
-                table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-                found.append((host, Windows(table, message.pitch, rows.dtype)))
-            self._sent_windows[batch] = found
-        return self._sent_windows[batch]
-
     def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
         """Store what has come into the windows of this host's ranks, and raise the senders' flags, when it is here."""
-        windows, flags = self.peers[epoch % 2].addresses, self.flags_of(step)
-        for message in self._crossing.pooled(step.batch).received:
-            put_columns(
-                message.within(self._buffers.received),
-                self._places[message.peer],
-                windows,
-                first_sample,
-                self.stride,
-                step.batch.most,
-                self.reached.index(self.rank),
-            )
+        windows, flags = self.peers[epoch % 2], self.flags_of(step)
+        for slot, message in enumerate(self._crossing.pooled(step.batch).received):
+            here = self.reached.index(self.rank)
+            self._carrier.put(step, slot, self._places[message.peer], windows, first_sample, here)
             raise_flags(flags, message.peer, 0, self.windows.counter.argument)
 
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored."""
+        self.join_stream()
+        if not self._carrier.skip(self.lookup.record.status):
+            super().skip()
+
     def check(self) -> None:
-        """Raise what a kernel has recorded, those that pool for other hosts included."""
+        """Raise what a kernel has recorded, those that pool for other hosts and pass on included."""
         super().check()
         self._sent_lookup.check()
+        self._carrier.check()
+
+    def close(self) -> None:
+        """Forget the windows, and give the messages' memory back."""
+        self._carrier.close()
+        super().close()
 
 
 class SlicedAcross(ZeroCopyAcross, SlicedForward):
@@ -142,7 +139,11 @@ class PushAcross(Push):
         super().__init__(context, windows)
         reach, wire = windows.arena.reach, self.options.wire_dtype
         self._crossing = Crossing(self.layout, reach, wire)
-        self._buffers = MessageBuffers(self.group, wire, self.device)
+        self._carrier: GradientCarrier = (
+            GradientsByPuts(context, windows, self._crossing)
+            if context.puts
+            else GradientsByCollective(context, self._crossing)
+        )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
         columns = self._crossing.columns_of(reach.here)
@@ -158,19 +159,35 @@ class PushAcross(Push):
         current = torch.cuda.current_stream(self.device)
         if not self.order.active:  # what the step before has sent and passed on has left the buffers behind this
             current.wait_stream(self._pass_stream)
-        messages = self._crossing.gradients(step.batch)
-        self._buffers.make_room(messages)
-        for message in messages.sent:
-            if message.elements:
-                columns = gradient.index_select(1, self._sent_columns[message.host])
-                torch.mul(columns, self.sent_scale, out=message.within(self._buffers.sent))
-        work = self._buffers.exchange(messages)
+
+        def pack(message: Message, sent: torch.Tensor) -> None:
+            torch.mul(gradient.index_select(1, self._sent_columns[message.host]), self.sent_scale, out=sent)
+
+        self._carrier.send(step, pack)
+        sent = current.record_event()
         super().push(step, gradient, first, end)
         # A captured step has all between ranks in one order, which this stream has anyway.
         with torch.cuda.stream(current if self.order.active else self._pass_stream):
-            work.wait()
-            for message in messages.received:
-                self._pass_on(step, message.within(self._buffers.received), message.peer)
+            if not self.order.active:
+                self._pass_stream.wait_event(sent)
+            for slot, message in enumerate(self._crossing.gradients(step.batch).received):
+                self._pass_on(step, self._carrier.receive(step, slot), message.peer)
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored."""
+        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
+        if not self._carrier.skip(self._record.status):
+            super().skip()
+
+    def check(self) -> None:
+        """Raise what a wait has recorded, one for another host's message included."""
+        super().check()
+        self._carrier.check()
+
+    def close(self) -> None:
+        """Forget the windows, and give the messages' memory back."""
+        self._carrier.close()
+        super().close()
 
     def _pass_on(self, step: Step, gradient: torch.Tensor, source: int) -> None:
         """Store the gradient [b, pitch] of the samples of `source` at this host's owners, as `source` would."""

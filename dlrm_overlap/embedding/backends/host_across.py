@@ -13,9 +13,9 @@ from dlrm_overlap.embedding.backends.host import (
     HostZeroCopyForward,
     pool_on_host,
 )
-from dlrm_overlap.embedding.backends.messages import MessageBuffers
+from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.crossing import Crossing
+from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 
@@ -27,20 +27,20 @@ class _HostAcross(HostWindowForward):
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.columns_of([self.rank])
-        self._buffers = MessageBuffers(self.group, self.options.wire_dtype, self.device)
+        gathered = self.options.aggregate_bytes
+        self._buffers = MessageGroups(self.group, self.options.wire_dtype, self.device, gathered, way=0)
 
     def begin(self, step: Step) -> None:
-        """Begin the step, then pool for the other hosts' ranks and start to send."""
+        """Begin the step, then pool for the other hosts' ranks, and send group by group."""
         super().begin(step)
-        messages = self._crossing.pooled(step.batch)
-        self._buffers.make_room(messages)
-        for message in messages.sent:
-            first = step.batch.first_sample[message.host.start]
-            rows = message.within(self._buffers.sent)
-            for shard, column in self._columns.items():
-                weight = self.tables.weight(shard)
-                rows[:, column : column + shard.dim] = pool_on_host(shard, weight, step, first, first + message.rows)
-        step.work = self._buffers.exchange(messages)
+        weights = [self.tables.weight(shard) for shard in self._columns]
+
+        def pool(message: Message, rows: torch.Tensor, group: range) -> None:
+            first = step.batch.first_sample[message.host.start] + group.start
+            for (shard, column), weight in zip(self._columns.items(), weights, strict=True):
+                rows[:, column : column + shard.dim] = pool_on_host(shard, weight, step, first, first + len(group))
+
+        step.work = self._buffers.send(self._crossing.pooled(step.batch), pool)
 
     def pass_on(self, step: Step) -> None:
         """Store what has come from other hosts into the windows of this host's ranks, and raise the senders' flags."""
@@ -73,18 +73,18 @@ class HostPushAcross(HostPush):
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.columns_of(self._reached)
-        self._buffers = MessageBuffers(self.group, self.options.wire_dtype, self.device)
+        gathered = self.options.aggregate_bytes
+        self._buffers = MessageGroups(self.group, self.options.wire_dtype, self.device, gathered, way=1)
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send what the owners of other hosts are due."""
-        messages = self._crossing.gradients(step.batch)
-        self._buffers.make_room(messages)
-        for message in messages.sent:
-            rows = message.within(self._buffers.sent)
+        """Start to send what the owners of other hosts are due, group by group."""
+
+        def gather(message: Message, rows: torch.Tensor, group: range) -> None:
             for shard, column in self._crossing.columns_of(message.host).items():
                 first = self.layout.column(shard)
-                rows[:, column : column + shard.dim] = gradient[:, first : first + shard.dim]
-        step.work = self._buffers.exchange(messages)
+                rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
+
+        step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)
 
     def pass_on(self, step: Step) -> None:
         """Store what has come from other hosts into the windows of this host's ranks, and raise the senders' flags."""

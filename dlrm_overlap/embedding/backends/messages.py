@@ -1,6 +1,8 @@
-"""Messages between hosts, each way of a step in one call: NCCL's grouped sends and receives, gloo's on CPUs."""
+"""Messages between hosts: on GPUs each way of a step in one call, NCCL's grouped sends and receives; on CPUs group
+by group, by gloo, as groups are finished.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +10,12 @@ import torch.distributed as dist
 
 from dlrm_overlap.embedding.protocol.crossing import Message, Messages, arriving_windows
 from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.grouping import Grouping
+
+Fill = Callable[[Message, torch.Tensor, range], None]
+"""writes the rows `range` of a message; the tensor is where they belong"""
+
+_WAYS = 2  # forward and backward, whose groups are told apart by their tags
 
 
 class MessageBuffers:
@@ -46,6 +54,59 @@ class MessageBuffers:
         for message in messages:
             sizes[message.peer] = message.elements
         return sizes
+
+
+class MessageGroups(MessageBuffers):
+    """Messages that go group by group: while one is on its way, the next one is made. For CPUs.
+
+    Groups are those of `kernels.grouping`: all but a message's last have at least `aggregate_bytes`. Both ends know
+    where they begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no choice to a
+    clock.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, aggregate_bytes: int, way: int
+    ) -> None:
+        """Begin without messages; `way` is the number of these among the `_WAYS` that cross at a time."""
+        super().__init__(group, dtype, device)
+        self._aggregate_bytes, self._way = aggregate_bytes, way
+
+    def send(self, messages: Messages, fill: Fill) -> "GroupsOnTheirWay":
+        """Ask for all that is received, then fill and send group after group; return what waits for both."""
+        self.make_room(messages)
+        work: list[Any] = []
+        for message in messages.received:
+            rows = message.within(self.received)
+            for tag, group in self._groups(message):
+                here = rows[group.start : group.stop]
+                work.append(dist.irecv(here, group=self._group, group_src=message.peer, tag=tag))
+        for message in messages.sent:
+            rows = message.within(self.sent)
+            for tag, group in self._groups(message):
+                here = rows[group.start : group.stop]
+                fill(message, here, group)
+                work.append(dist.isend(here, group=self._group, group_dst=message.peer, tag=tag))
+        return GroupsOnTheirWay(work)
+
+    def _groups(self, message: Message) -> list[tuple[int, range]]:
+        """Return the tag and the rows of each group of a message that has elements."""
+        if not message.elements:
+            return []
+        grouping = Grouping.of(message.rows, message.pitch * self.sent.element_size(), self._aggregate_bytes)
+        groups = [grouping.units_of(grouping.parts_of(group)) for group in range(grouping.groups)]
+        return [(number * _WAYS + self._way, rows) for number, rows in enumerate(groups)]
+
+
+class GroupsOnTheirWay:
+    """Groups that are sent and received."""
+
+    def __init__(self, work: Sequence[Any]) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait until those that are received are here, and the memory of those that are sent may be written."""
+        for each in self._work:
+            each.wait()
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:

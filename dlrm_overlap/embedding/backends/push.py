@@ -97,6 +97,8 @@ class Push(WindowBackward):
             places = self.gradients.starts, self.gradients.part_of
             self._inputs = [InputRows(list(shards), self.tables, *places) for _, shards in by_input]
             self._storage = storage
+            if self.tables.kept is not None:
+                self.tables.kept.follow(self._inputs)
         return self._inputs
 
     def keep_rules_in_place(self) -> None:
@@ -117,6 +119,9 @@ class Push(WindowBackward):
         self._update_stream.wait_event(step.ids_ready)
         with torch.cuda.stream(self._update_stream):
             step.runs = [rows.sort(step.inputs[rows.input], step.batch.total) for rows in self._input_rows()]
+            # A captured step begins behind all that was issued; the ids of another may be here before that.
+            if self.order.active and self.tables.kept is not None:
+                self.tables.kept.keep(step.runs)
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
@@ -140,6 +145,8 @@ class Push(WindowBackward):
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with torch.cuda.stream(self._update_stream):
+            if not self.order.active and self.tables.kept is not None:
+                self.tables.kept.keep(step.runs)
             self.store_own(step, gradient)
             for part in range(self.gradients.parts):
                 if arrivals:

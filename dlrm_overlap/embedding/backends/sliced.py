@@ -7,7 +7,7 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
 from dlrm_overlap.embedding.device.peers import flags_among
-from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, tuning_for
@@ -28,6 +28,11 @@ class SlicedForward(ZeroCopyForward):
     sliced = True
     ends_with_wait = True
     """whether the last kernel returns when all flags have been raised; else `finish` awaits them"""
+
+    @classmethod
+    def slices(cls, options: ExchangeOptions, samples: int) -> int:
+        """Return how many slices a shard's bags for `samples` samples make; none where none has a flag of its own."""
+        return super().slices(options, samples) if options.resolved_put == "stores" else 0
 
     @property
     def put(self) -> Any:
@@ -64,7 +69,7 @@ class SlicedForward(ZeroCopyForward):
                 flags=raised,
                 state=self.state(i, bags, table, options.tuning),
                 options=options,
-                slices=Slices(self.options.slice_bags, first_slot, self.put, end_wait),
+                slices=Slices(self.options.slice_bags, first_slot, self.put, raises=i == last, end_wait=end_wait),
             )
             self.launch(i, put, step)
             first_slot += len(shards) * self.slices(self.options, bags.samples_per_rank)
@@ -106,7 +111,7 @@ class SlicedForward(ZeroCopyForward):
             state = SliceState(
                 staging=torch.empty(staged, dtype=self.options.wire_dtype, device=self.device),
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),
-                ticket=torch.zeros(2, dtype=torch.int32, device=self.device),
+                ticket=torch.zeros(3, dtype=torch.int32, device=self.device),
                 trace=self.traces.get(i),
             )
             self._states[i] = state

@@ -15,7 +15,7 @@ from dlrm_overlap.bench.figures import concurrent
 from dlrm_overlap.bench.harness.communications import Collective, Implementations, make_groups
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.bench.harness.turns import Turns
-from dlrm_overlap.bench.report.concurrent import summarise
+from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import Ranks
@@ -86,6 +86,14 @@ def test_a_summary_averages_by_class_and_takes_the_best() -> None:
     assert (best["all"], best["best"]) == (0.625, 2)
 
 
+def test_the_limit_by_memory_by_hand() -> None:
+    case = {"computation": "x", "calls": 1, "communication": "all_gather", "megabytes": 1.0}
+    lookup = case | {"computation_ms": 2.0, "communication_ms": 1.0, "hbm_bytes": 8e9, "link_bytes": 0.42e9}
+    product = lookup | {"computation": "y", "hbm_bytes": 1e9}  # which leaves room enough
+    assert limit_by_memory([lookup, lookup]) == pytest.approx((3 / 2.2 - 1) / 0.5)
+    assert limit_by_memory([lookup, product]) == pytest.approx(((3 / 2.2 - 1) / 0.5 + 1) / 2)
+
+
 def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_of_one: dist.ProcessGroup) -> None:
     request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=2)
     ranks = SimpleNamespace(connect=lambda: None, device=CPU, world=SimpleNamespace(rank=0))
@@ -97,7 +105,7 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
     for row in rows:
         cases.setdefault((row["computation"], row["communication"]), []).append(row["strategy"])
         value = {key: float(row[key]) for key in row if key.endswith("_ms") and row[key]}
-        alone = [value[f"{name}_alone_ms"] for name in ("collective", "dma", "stores")]
+        alone = [value[f"{name}_alone_ms"] for name in concurrent.IMPLEMENTATIONS if f"{name}_alone_ms" in value]
         assert value["communication_ms"] == pytest.approx(min(alone), rel=1e-2)
         speedup = (value["computation_ms"] + value["communication_ms"]) / value["together_ms"]
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
@@ -120,14 +128,16 @@ def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    with Path("docs/results/concurrent.csv").open(newline="") as file:
-        measured = list(csv.DictReader(file))
-    numbers = ("fraction_of_ideal", "speedup", "together_ms")
-    lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
+    text = Path("docs/results/concurrent.md").read_text()
+    numbers, expected = ("fraction_of_ideal", "speedup", "together_ms"), []
     columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
-    expected = [
-        " | ".join([f"| `{line['strategy']}`", *(f"{line[key]:.2f}" for key in columns), f"{line['best']} |"])
-        for line in lines
-    ]
-    page = Path("docs/results/concurrent.md").read_text().splitlines()
-    assert [line for line in page if line.startswith("| `")] == expected
+    for name in ("concurrent", "concurrent_captured"):
+        with Path(f"docs/results/{name}.csv").open(newline="") as file:
+            measured = list(csv.DictReader(file))
+        lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
+        expected += [
+            " | ".join([f"| `{line['strategy']}`", *(f"{line[key]:.2f}" for key in columns), f"{line['best']} |"])
+            for line in lines
+        ]
+        assert f"allows {limit_by_memory(measured):.2f} of the ideal" in " ".join(text.split())
+    assert [line for line in text.splitlines() if line.startswith("| `")] == expected

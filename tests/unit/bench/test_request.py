@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.registry import FIGURES
+from dlrm_overlap.bench.request import CollectivesRequest
 from dlrm_overlap.bench.stage_request import BackwardRequest, EveryoneRequest, StageRequest
 from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
@@ -100,6 +101,19 @@ def test_contenders_are_known_and_named_once() -> None:
 def test_a_step_of_row_wise_shards_is_refused() -> None:
     with pytest.raises(InputError, match=r"embedding\.plan: row_wise, but this figure counts"):
         StepRequest("step", OUTPUT).check_ranks(_config("step_dot", "--embedding.plan", "row_wise"), 2, "cuda")
+
+
+def test_collectives_of_half_a_gigabyte_are_a_gpus() -> None:
+    asked = CollectivesRequest("collectives", OUTPUT)
+    assert max(asked.sizes_on("cuda")) == 512
+    assert max(asked.sizes_on("cpu")) <= 4
+    assert CollectivesRequest("collectives", OUTPUT, sizes_mb=(7,)).sizes_on("cpu") == (7,)
+
+
+@pytest.mark.parametrize("kind", ["collectives", "volume"])
+def test_one_rank_has_nobody_to_communicate_with(kind: str) -> None:
+    with pytest.raises(InputError, match=f"bench {kind}: one rank has nobody"):
+        FIGURES[kind].request(kind, OUTPUT).check_ranks(_config("tiny"), 1, "cuda")
 
 
 def test_worlds_and_tables() -> None:

@@ -10,19 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.step_floor import StepFloor, _count_replicated, _count_step
+from dlrm_overlap.bench.harness.step_floor import StepFloor, _count_dense_bytes, _count_replicated, _count_tables
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
 from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
+from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, shards_of
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.model import build_model
 from dlrm_overlap.ranks import Ranks
-from dlrm_overlap.traffic import DenseCounts, count_dense
+from dlrm_overlap.traffic import DenseCounts, DividedCounts, count_dense, count_divided
 from tests.distributed.workers import quickstart
 
 CPU = torch.device("cpu")
@@ -98,13 +100,42 @@ def test_bytes_of_a_hand_computed_step(tmp_path: Path, wire_dtype: str, wire: in
     inputs = [KeyedJaggedTensor(["a"], values, lengths=lengths)]
     keys = ["--embedding.optimizer", "sgd", "--train.precision", "bf16", "--embedding.wire_dtype", wire_dtype]
     config = quickstart(tmp_path, "run", *keys)
-    hbm, link, uncached = _count_step(layout, 0, [2, 2], sparse, inputs, DenseCounts(0, 100, 50), config)
+    hbm, link, uncached = _count_tables(layout, 0, [2, 2], sparse, inputs, config)
     ids_and_pooled = 6 * 4 + 5 * 4 + 2 * 12 * wire
     told, sent, arrived = 6 * 4 + 4 * 16, 2 * 12 * wire, 4 * 4 * wire
-    dense = 100 * 4 + 50 * 2
-    assert hbm == 4 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 3 * 4 * wire + dense
-    assert uncached == 6 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 6 * 4 * wire + dense
-    assert link == 2 * 4 * wire + 2 * 8 * wire + (2 * 4 + 2 * 4) + 100 * 4
+    assert hbm == 4 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 3 * 4 * wire
+    assert uncached == 6 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 6 * 4 * wire
+    assert link == 2 * 4 * wire + 2 * 8 * wire + (2 * 4 + 2 * 4)
+
+
+def test_bytes_of_a_hand_computed_dense_part_whose_layers_are_divided(tmp_path: Path) -> None:
+    config = quickstart(tmp_path, "run", "--train.precision", "bf16")
+    counts, samples = DenseCounts(0, 100, 50), 3
+    assert _count_dense_bytes(counts, DividedCounts(0, 0), 2, config, samples) == (100 * 4 + 50 * 2, 100 * 4)
+    hbm, link = _count_dense_bytes(counts, DividedCounts(60, 7), 2, config, samples)
+    assert hbm == (40 + 30) * 4 + 50 * 2, "of what is divided a rank has a half"
+    assert link == 40 * 4 + 3 * 7 * 2, "whole gradients are summed, divided layers' activations travel"
+    halved = quickstart(tmp_path, "halved", "--train.precision", "bf16", "--train.gradient_dtype", "bf16")
+    assert _count_dense_bytes(counts, DividedCounts(60, 7), 2, halved, samples) == (hbm, 40 * 2 + 3 * 7 * 2)
+
+
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_divided_counts_are_those_of_the_divided_model(arch: Any) -> None:
+    keys: dict[str, Any] = {"top_parallel": "tensor", "top_mlp": [10, 6, 7, 9, 4, 1]}
+    keys |= {} if arch == "dot" else {"cross_parallel": "tensor", "cross_layers": 2, "cross_rank": 6}
+    model = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], **keys)
+    head = build_model(model, EmbeddingConfig(), [7] * 3, 13, 0).head
+    width = {"dot": 8 + 4 * 3 // 2, "dcn": 4 * 8}[arch]
+    ranks = LayerRanks(None, 0, 2)
+    pairs = divide_pairs(head.top, ranks)
+    assert pairs == [(0, 1)], "2 ranks do not divide 7 neurons, and the last layer has no pair"
+    travelling = 2 * (width + 6)
+    if isinstance(head.interaction, LowRankCrossNet):
+        head.interaction, travelling = DividedCrossNet(head.interaction, ranks), travelling + 2 * 4 * width
+    counts = count_divided(model, 3, 2)
+    assert counts.travelling == travelling
+    assert counts.parameters == sum(math.prod(shard.shape) for shard in shards_of(head).values())
+    assert count_divided(model, 3, 1) == (0, 0), "one rank divides nothing"
 
 
 def test_the_floor_is_the_longest_of_products_memory_and_links() -> None:

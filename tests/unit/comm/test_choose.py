@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,7 @@ def test_times_by_hand() -> None:
     exchange = Communication("all_to_all", 400e6)
     assert choose.communication_ms(exchange, 4, TABLE, "collective") == pytest.approx(0.02 + 1.0)
     assert choose.sent_bytes(Communication("all_reduce", 400e6), 4) == 600e6
+    assert choose.sent_bytes(Communication("all_reduce", 400e6), 4, "dma_gathered") == 1200e6
     bounds = [choose.bound(each, TABLE) for each in (Computation("gemm", 1e12, 1e6), Computation("gemm", 1e9, 4e9))]
     assert bounds == ["gemm", "gemm bound by memory"]
 
@@ -75,6 +77,46 @@ def test_a_choice_by_size() -> None:
     assert (small.strategy, small.share, small.label) == ("limited", 4, "limited_4")
     only = choose.choose(Computation("lookup", 0.0, 2e9), Communication("all_to_all", 20e6), 4, TABLE, ("serial",))
     assert (only.strategy, only.together_ms) == ("serial", pytest.approx(1.005 + 0.02 + 0.05))
+
+
+def test_likeness_by_hand() -> None:
+    case = choose.Case("gemm", "all_reduce", 2.0, 1.0, 1)
+    assert case.likeness(case) == 1.0
+    assert case.likeness(case._replace(computation_ms=2.0 * math.exp(0.8))) == pytest.approx(1 / math.e)
+    both = case._replace(computation_ms=2.0 * math.exp(1.6), communication_ms=math.exp(1.6))  # in the same ratio
+    assert case.likeness(both) == both.likeness(case) == pytest.approx(1 / math.e)
+    assert case.likeness(case._replace(computation="lookup")) == pytest.approx(math.exp(-4))
+    assert case.likeness(case._replace(communication="all_gather")) == pytest.approx(math.exp(-9))
+
+
+def test_measured_cases_that_are_alike_outvote_a_prediction() -> None:
+    work, sent = Computation("lookup", 0.0, 2e9), Communication("all_to_all", 20e6)
+    case = choose.Case.of(work, sent, 4, TABLE)
+    assert choose.choose(work, sent, 4, TABLE).label == "limited_4"
+    predicted = {label: choose.predict_ms(work, sent, 4, TABLE, label) for label in ("limited_4", "dma")}
+    lost = predicted["dma"] / predicted["limited_4"] - 1
+    alike = {"case": list(case), "together_ms": {"limited_4": 1.0 + 1.1 * lost, "dma": 1.0}}
+    assert choose.choose(work, sent, 4, TABLE | {"cases": [alike]}).label == "dma"
+    alike["together_ms"] = {"limited_4": 1.0 + 0.9 * lost, "dma": 1.0}
+    assert choose.choose(work, sent, 4, TABLE | {"cases": [alike]}).label == "limited_4"
+    # Of those that are available alone, and of a case that does not have them, the prediction decides.
+    other = {"case": list(case), "together_ms": {"dma_gathered": 1.0}}
+    assert choose.choose(work, sent, 4, TABLE | {"cases": [other]}, ("serial", "limited")).label == "limited_4"
+
+
+def test_a_strategy_that_a_communication_has_not_is_not_chosen() -> None:
+    dma = TABLE["strategies"]["dma"]
+    only = TABLE | {"strategies": TABLE["strategies"] | {"dma": dma | {"slowdowns": {}}}}
+    large = Computation("gemm", 5e11, 1e8, 10), Communication("all_to_all", 400e6)
+    assert choose.choose(*large, 4, TABLE).label == "dma"
+    assert choose.choose(*large, 4, only).label == "limited_4"
+
+
+def test_the_strategies_that_are_kept_are_those_that_are_right_where_no_other_is() -> None:
+    times = [{"a": 1.0, "b": 1.01, "c": 2.0}] * 60 + [{"a": 2.0, "b": 1.0, "c": 1.5}] * 39 + [{"a": 2.0, "c": 1.0}]
+    cases = {(i,): {label: {"together_ms": ms} for label, ms in each.items()} for i, each in enumerate(times)}
+    assert slowdowns._worthwhile(cases) == ["b", "c"]
+    assert slowdowns._worthwhile(cases | {(100 + i,): cases[0,] for i in range(60)}) == ["b"]  # one of 160 is too few
 
 
 def test_what_the_table_does_not_know_is_refused(tmp_path: Path) -> None:

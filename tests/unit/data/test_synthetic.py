@@ -192,16 +192,6 @@ class TinyDLRM(torch.nn.Module):
         return self.top(torch.cat([products, features.flatten(1)], dim=1)).squeeze(1)
 
 
-@pytest.fixture
-def one_thread():
-    """Small matrices gain nothing from threads, which on a busy machine wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_a_small_dlrm_learns_it():
     config = DataConfig(tables=LEARNABLE)
     train, held_out = Synthetic(config, "train"), Synthetic(config, "eval").read(0, 8192)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dlrm_overlap
+from dlrm_overlap.comm import network
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import doctor
 
@@ -212,7 +213,12 @@ def test_doctor_shows_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (links.status, links.detail) == ("ok", "peer access between all GPUs, NV12 SYS")
     assert doctor._symmetric_memory().status == "ok"
     assert doctor._reach().status == "ok"
-    assert "GPUs 0-3 by stores, all others and other machines by messages of NCCL" in doctor._reach().detail
+    monkeypatch.setattr(network, "_library", lambda name: None)
+    assert doctor._reach().detail.startswith(
+        "GPUs 0-3 by stores, all others and other machines by messages of NCCL, since NVSHMEM's libnvshmem_host.so.3 is"
+    )
+    monkeypatch.setattr(network, "_library", Path)
+    assert doctor._reach().detail.endswith("other machines by puts from kernels (NVSHMEM)")
 
 
 def test_doctor_shows_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:

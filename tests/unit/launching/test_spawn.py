@@ -43,7 +43,7 @@ for argument in sys.argv[4:]:
     if command == "exit":
         sys.exit(int(rest[0]))
     if command == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(rest[0]) if rest else signal.SIGKILL)
     if command == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if command == "lifeline":
@@ -143,10 +143,16 @@ class TestSpawn:
         assert spawn(["train", "0:stubborn", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", "1:exit:3"], 2) == 3
         assert_gone(wait_for_pids(pids, 1))
 
-    def test_a_killed_rank_is_named_with_its_last_lines(self, capfd: pytest.CaptureFixture[str]) -> None:
-        assert spawn(["train", "1:say", "1:kill", "0:hang"], 2) == 128 + signal.SIGKILL
+    @pytest.mark.parametrize(
+        ("killer", "told"),
+        [(signal.SIGKILL, "SIGKILL, .* out-of-memory killer"), (signal.SIGBUS, "SIGBUS, .* is full")],
+    )
+    def test_a_killed_rank_is_named_with_its_last_lines(
+        self, capfd: pytest.CaptureFixture[str], killer: signal.Signals, told: str
+    ) -> None:
+        assert spawn(["train", "1:say", f"1:kill:{int(killer)}", "0:hang"], 2) == 128 + killer
         err = capfd.readouterr().err
-        assert re.match(r"dlrm-overlap: rank 1 \(pid \d+\) was killed by SIGKILL, .* out-of-memory killer", err)
+        assert re.match(rf"dlrm-overlap: rank 1 \(pid \d+\) was killed by {told}", err)
         assert err.count("err 1") == 1
         logs = Path(err.splitlines()[-1].rpartition(" ")[2])
         assert "err 1" in (logs / "rank_1.log").read_text()

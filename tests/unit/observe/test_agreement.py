@@ -2,10 +2,9 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import torch
 
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from tests.unit.observe.drift import CALM, CHAOTIC, FAULTS, Regime, train_copies
@@ -18,15 +17,6 @@ def _runs(*deviations: float, steps: int = 40) -> list[dict[int, float]]:
     """Return runs whose losses deviate by these shares, growing tenfold over the first half of the steps."""
     growth = [min(1.0, 10 ** (2 * i / steps - 1)) for i in range(steps)]
     return [{i + 1: 0.5 * (1 + d * g) for i, g in enumerate(growth)} for d in deviations]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The copies' operators are small: on a busy machine threads wait for each other longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

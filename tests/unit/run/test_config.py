@@ -94,6 +94,7 @@ def test_model_refuses(arguments: dict, message: str) -> None:
     ("arguments", "message"),
     [
         ({"slice_bags": 6}, "6 must be a power of two from 4 on"),
+        ({"aggregate_us": -1.0}, "aggregate_us: -1.0 must be 0 or more"),
         ({"backward": "atomic", "optimizer": "adagrad"}, r"embedding\.optimizer is adagrad; take push"),
         ({"backward": "atomic"}, r"embedding\.optimizer is rowwise_adagrad; take push"),
     ],

@@ -2,12 +2,14 @@
 
 import math
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dlrm_overlap import compare
 from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import InputError
@@ -52,6 +54,18 @@ def test_a_save_holds_the_state_behind_its_step_though_steps_follow_before_it_is
         stops, beside = (tmp_path / folder / "run/checkpoints" / name for folder in ("stops", "beside"))
         assert find_faults(beside, read_manifest(beside)) == []
         assert (beside / "rank_0.safetensors").read_bytes() == (stops / "rank_0.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_saved_beside_its_steps_leaves_no_memory_behind(tmp_path: Path) -> None:
+    """`compare` trains one after another, and saves leave what is loaded out of Python's collections."""
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "2"))
+    trainer.fit()
+    trainer.close()
+    model = weakref.ref(trainer.model)
+    del trainer
+    compare._collect()
+    assert model() is None
 
 
 @pytest.mark.slow

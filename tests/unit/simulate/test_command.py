@@ -17,8 +17,9 @@ from dlrm_overlap.launching.parsing import parse_sections
 from dlrm_overlap.simulate.command import describe, describe_product
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
 from dlrm_overlap.simulate.product import simulate_product
-from dlrm_overlap.simulate.stage import waves
+from dlrm_overlap.simulate.stage import puts_to_host, waves
 from dlrm_overlap.simulate.step import Simulated, simulate
+from dlrm_overlap.simulate.workload import build_workload
 
 CONFIGS = sorted(Path("configs/simulate").glob("*.yaml"))
 SMALL = ["--config", "configs/simulate/mlperf_hosts.yaml", "--network.hosts", "2", "--network.gpus_per_host", "2"]
@@ -80,6 +81,18 @@ def test_gathering_small_puts_helps_where_their_number_limits() -> None:
     assert _stage(slice_bags=1, aggregate_bytes=65536).ms < 0.7 * small
 
 
+def test_puts_are_gathered_by_the_rule_of_the_exchange() -> None:
+    options = ["--exchange.backend", "fused", "--exchange.slice_bags", "16"]  # 4 KB of bf16
+    config = _read(Path("configs/simulate/mlperf_hosts.yaml"), *options)
+    work = build_workload(config.model, config.work, config.network.world_size)
+    rates = ((0, 20.0, 4096, 0.0), (65536, 1e6, 65536, 15.0), (65536, 4.5, 65536 / 3, 5.0), (65536, 0.0, 4096, 0.0))
+    for aggregate_bytes, longest_wait_us, put_bytes, wait_us in rates:
+        exchange = replace(config.exchange, aggregate_bytes=aggregate_bytes, aggregate_us=longest_wait_us)
+        puts = puts_to_host(replace(config, exchange=exchange), work, 4096 / 1e-6)  # a slice a microsecond
+        assert puts.bytes == pytest.approx(put_bytes)
+        assert puts.wait_s == pytest.approx(wait_us / 1e6)
+
+
 @pytest.mark.parametrize("backend", ["torchrec", "fused"])
 def test_the_shown_rows_are_what_is_simulated_now(backend: str) -> None:
     with Path("docs/results/simulated_weak.csv").open(newline="") as file:
@@ -111,6 +124,16 @@ def test_keys_that_change_together(tmp_path: Path) -> None:
     assert main(["simulate", "--config", "configs/simulate/t3.yaml", *vary, "--output", str(rows)]) == 0
     with rows.open(newline="") as file:
         assert [(row["name"], row["m"]) for row in csv.DictReader(file)] == [("a", "1024"), ("b", "2048")]
+
+
+def test_the_table_tells_what_varies(capsys: pytest.CaptureFixture[str]) -> None:
+    vary = ["--vary", "work.multi_hot/exchange.slice_bags=1/8,2/32", "--vary", "exchange.backend=torchrec,fused"]
+    assert main(["simulate", *SMALL, *vary]) == 0
+    header, *lines = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert header[:4] == ["multi_hot", "slice_bags", "what", "backend"]
+    assert [line[:4] for line in lines] == [
+        [*both, "step", backend] for both in (["1", "8"], ["2", "32"]) for backend in ("torchrec", "fused")
+    ]
 
 
 def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from tests.gpu.exchange.checks import (
     collectives,
     dense,
     faults,
+    gathering,
     gemm,
     graphs,
     hosts,
@@ -29,6 +30,7 @@ CHECKS = (
     | faults.CHECKS
     | dense.CHECKS
     | collectives.CHECKS
+    | gathering.CHECKS
     | gemm.CHECKS
     | training.CHECKS
     | graphs.CHECKS

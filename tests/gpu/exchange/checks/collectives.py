@@ -1,9 +1,7 @@
 """All-to-all and all-gather into the peers' memory: against the group's own, under any delays, captured, lost peers."""
 
-import random
 import re
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,7 @@ from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from tests.agreement import assert_same
-from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Check, Place
 
 TIMEOUT_S = 3.0
@@ -75,6 +73,36 @@ def _check_equal(place: Place, way: Any) -> None:
     collectives.close()
 
 
+def _check_means(place: Place) -> None:
+    """As a sum in the order of the ranks, to the last bit, eager and replayed, behind calls that share its memory."""
+    ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 64 << 20, 20.0)
+    for number, (shape, dtype) in enumerate(_ROWS):
+        if not dtype.is_floating_point:
+            continue
+        output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
+        sent, graph = torch.empty_like(output), torch.cuda.CUDAGraph()
+        for times in range(6):
+            sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
+            whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(sent), group=place.group)
+            expected = (whole.float().sum(0) * (1 / ranks)).to(dtype)  # of integers, so in any order
+            place.synchronize()
+            place.meet()
+            _bytes(output).fill_(0x7F)
+            _bytes(shares).fill_(0x7F)
+            if times == 2:
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                    collectives.all_reduce(output, sent, shares).wait()
+            if times < 2:
+                collectives.all_reduce(output, sent, shares).wait()
+            else:
+                graph.replay()
+            assert_same(output, expected, f"{shape} {dtype}, time {times}")
+            collectives.check()
+    place.meet()
+    collectives.close()
+
+
 class _Steps:
     """Steps of four calls each, beside a product, whose every number is known; inputs are poisoned behind each call."""
 
@@ -116,14 +144,6 @@ class _Steps:
             self.bad += (output != numbers + (self.gathered if gathers else self.arriving)).sum()
             current.wait_stream(self.beside)
 
-    def capture(self) -> Callable[[], None]:
-        """Capture a step, and return what takes it."""
-        graph = torch.cuda.CUDAGraph()
-        self.place.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            self.take()
-        return graph.replay
-
     def check(self, what: str) -> None:
         """Check that all numbers of all steps were right."""
         self.place.synchronize()
@@ -133,15 +153,9 @@ class _Steps:
 
 def _check_any_delays(place: Place, mode: str) -> None:
     """Whatever rank is late; in mode mixed each rank takes each step eagerly or by its graph, as it likes."""
-    steps, chance = _Steps(place), random.Random(place.rank)
+    steps = _Steps(place)
     steps.take()
-    replay = None if mode == "eager" else steps.capture()
-    for _ in range(_STEPS):
-        dawdle(place, chance)
-        if replay is None or (mode == "mixed" and chance.random() < 0.5):
-            steps.take()
-        else:
-            replay()
+    take_late(place, steps.take, mode, _STEPS)
     steps.check(mode)
     place.meet()
     steps.collectives.close()
@@ -213,7 +227,7 @@ def _check_lost_peer(place: Place, how: str) -> None:
     for _ in range(2):
         steps.take()
     if how == "captured":
-        replay = steps.capture()
+        replay = capture(place, steps.take)
         replay()
     seen = 4 * (3 if replay else 2)
     place.meet()
@@ -247,6 +261,7 @@ def _check_lost_peer(place: Place, how: str) -> None:
 
 
 CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
+    "collectives_means": Check(_check_means, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
     "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
 }

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -79,13 +80,13 @@ def _check_lenient(place: Place, backend: str) -> None:
         exchange.close()
 
 
-def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool) -> None:
+def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool, what: str = "slice", **options: Any) -> None:
     """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
     tables = [Table(50, 64, owner) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
     batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=TIMEOUT_S))
+    exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=TIMEOUT_S, **options))
     for _ in range(GOOD_STEPS):
         _step(stage, exchange, batch, train)
     place.meet()
@@ -93,7 +94,7 @@ def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool) -> Non
         if not dies:
             time.sleep(2.5 * TIMEOUT_S)
         place.leave()
-    flag, told = flag_told_of(place, exchange, "slice", lambda: _step(stage, exchange, batch, train))
+    flag, told = flag_told_of(place, exchange, what, lambda: _step(stage, exchange, batch, train))
     rank, slot, peer, expected, seen = flag
     assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
     assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
@@ -169,3 +170,7 @@ LOST_PEERS = {
     for backend in _BACKENDS[1:]
     for dies, train in ((False, False), (True, False), (False, True))
 }
+_BETWEEN_TWO = {"hosts": 2, "between_hosts": "puts", "what": "part"}  # of two ranks, who takes the culprit's messages
+LOST_PEERS["peer_stalls_hosts_puts"] = Check(
+    partial(_check_lost_peer, backend="pgas", dies=False, train=False, **_BETWEEN_TWO), gpu_only=True, alone=True
+)

@@ -1,6 +1,7 @@
 """Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other, and no overtaking.
 
-Messages go by NCCL from GPU to GPU of one machine: what is checked is who sends what, where it is put, and when.
+Messages go from GPU to GPU of one machine, by NCCL or, where a check is named so, by puts of NVSHMEM: what is checked
+is who sends what, where it is put, and when.
 """
 
 from dataclasses import replace
@@ -8,8 +9,11 @@ from functools import partial
 
 import torch
 
+from dlrm_overlap.comm.network import open_heap, start_puts
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeOptions
-from tests.agreement import assert_all_near
+from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
 from tests.gpu.exchange.checks.stress import stress
@@ -23,7 +27,13 @@ _RUNS = {
     "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=20.0, **_BF16), "sgd"),  # type: ignore[arg-type]
     "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=20.0, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
+# Bytes and longest wait of what is gathered: parts that leave alone, few of them together, all of a run together.
+_GATHERED = {"none": (0, None), "at_once": (65536, 0.0), "50_us": (16384, 50.0), "whole": (1 << 30, None)}
 _STEPS = 20
+
+
+def _between(options: ExchangeOptions, hosts: int, carrier: str) -> ExchangeOptions:
+    return replace(options, hosts=hosts, between_hosts=carrier)
 
 
 def _two(place: Place) -> int:
@@ -43,23 +53,45 @@ def _rows_after(place: Place, optimizer: str, options: ExchangeOptions) -> dict[
     return rows
 
 
-def _check_bits(place: Place, options: ExchangeOptions, optimizer: str) -> None:
+def _check_bits(place: Place, options: ExchangeOptions, optimizer: str, carrier: str) -> None:
     expected = _rows_after(place, optimizer, replace(options, hosts=1))
     for hosts in sorted({_two(place), place.world_size}):
-        found = _rows_after(place, optimizer, replace(options, hosts=hosts))
+        found = _rows_after(place, optimizer, _between(options, hosts, carrier))
         assert_all_near(found, expected, 0.0, f"{hosts} hosts:")
 
 
-def _check_stress(place: Place, options: ExchangeOptions) -> None:
-    stress(place, replace(options, hosts=_two(place)))
+def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
+    stress(place, _between(options, _two(place), carrier))
 
 
-def _check_losses(place: Place, backend: str) -> None:
+def _check_signals(place: Place) -> None:
+    """A part's signal is set to the epoch, not added to, and its bytes are those that were staged, in any order."""
+    assert not start_puts(place.group, place.device)
+    heap = open_heap(1 << 20, place.group, place.device)
+    network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
+    parts, peer, source = Parts(8, 4, 3), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
+    out, arriving = Outgoing(own + 4096, 4096, own, peer), Incoming(own + 8192, own, source)
+    waiting, words = Waiting(int(20e9), Record(place.device).status), heap.local.view(torch.int32)
+    for epoch in (1, 2, 3):
+        words[1024:1280] = torch.arange(256, device=place.device) + 1000 * place.rank + epoch
+        put_message(network, out, 28, 32, parts, clock, epoch)
+        await_message(network, arriving, 28, parts, waiting, clock, epoch)
+        expected = torch.arange(224, dtype=torch.int32, device=place.device) + 1000 * source + epoch
+        assert_same(words[2048 : 2048 + 224], expected, f"bytes of epoch {epoch}")
+        signals = [epoch << 8 | 3, 0, 0, epoch << 8 | 1, 0]  # a put of three parts, and one of the last
+        assert heap.local.view(torch.int64)[:5].tolist() == signals
+        place.meet()
+    heap.close()
+
+
+def _check_losses(place: Place, backend: str, carrier: str) -> None:
     """A run between hosts has the losses and the rows of one on one host, to the last bit."""
     runs = []
     for hosts in (1, _two(place)):
         config = small_config(place, backend, "adagrad")
-        trainer = make_trainer(place, replace(config, embedding=replace(config.embedding, hosts=hosts)))
+        trainer = make_trainer(
+            place, replace(config, embedding=replace(config.embedding, hosts=hosts, between_hosts=carrier))
+        )
         runs.append((train_steps(place, trainer, 0, _STEPS), rows_of(trainer)))
         place.meet()
         trainer.close()
@@ -68,14 +100,15 @@ def _check_losses(place: Place, backend: str) -> None:
     assert all(torch.equal(rows[key], expected_rows[key]) for key in expected_rows)
 
 
-def _check_captured(place: Place, backend: str, known: bool) -> None:
+def _check_captured(place: Place, backend: str, known: bool, carrier: str) -> None:
     """Captured steps between hosts, under any delays and between evaluations, have the bits of those on one host."""
     runs = []
     for hosts in (1, _two(place)):
         config = graph_config(place, backend, "rowwise_adagrad", known)
         # Between hosts, dense gradients are summed by a collective.
         train = replace(config.train, dense_reduce="collective")
-        config = replace(config, train=train, embedding=replace(config.embedding, hosts=hosts))
+        embedding = replace(config.embedding, hosts=hosts, between_hosts=carrier)
+        config = replace(config, train=train, embedding=embedding)
         losses, evaluated, trainer = train_in_segments(place, config, delays=hosts > 1)
         runs.append((losses, evaluated, rows_of(trainer)))
         place.meet()
@@ -86,15 +119,30 @@ def _check_captured(place: Place, backend: str, known: bool) -> None:
     assert_all_near(rows, expected_rows, 0.0, "captured:")
 
 
-CHECKS = {
-    f"hosts_captured_{backend}{'_known' * known}": Check(
-        partial(_check_captured, backend=backend, known=known), timeout_s=120
-    )
-    for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
-}
-CHECKS |= {f"hosts_stress_{name}": Check(partial(_check_stress, options=_RUNS[name][0])) for name in ("pgas", "fused")}
-CHECKS |= {
-    f"hosts_bits_{name}": Check(partial(_check_bits, options=options, optimizer=optimizer), timeout_s=120)
-    for name, (options, optimizer) in _RUNS.items()
-}
-CHECKS |= {f"hosts_losses_{backend}": Check(partial(_check_losses, backend=backend)) for backend in ("pgas", "fused")}
+def _checks(carrier: str) -> dict[str, Check]:
+    """Return the checks of one carrier; those of puts hold only where NVSHMEM is."""
+    prefix, gpu_only = {"messages": ("hosts", False), "puts": ("hosts_puts", True)}[carrier]
+    checks = {
+        f"captured_{backend}{'_known' * known}": partial(_check_captured, backend=backend, known=known)
+        for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
+    }
+    checks |= {f"stress_{name}": partial(_check_stress, options=_RUNS[name][0]) for name in ("pgas", "fused")}
+    checks |= {
+        f"bits_{name}": partial(_check_bits, options=options, optimizer=optimizer)
+        for name, (options, optimizer) in _RUNS.items()
+    }
+    checks |= {f"losses_{backend}": partial(_check_losses, backend=backend) for backend in ("pgas", "fused")}
+    if carrier == "puts":
+        for name, (size, wait_us) in _GATHERED.items():
+            options = replace(_RUNS["pgas"][0], aggregate_bytes=size, aggregate_us=wait_us)
+            checks[f"bits_gathered_{name}"] = partial(_check_bits, options=options, optimizer="sgd")
+            checks[f"stress_gathered_{name}"] = partial(_check_stress, options=options)
+    # Kernels that are linked with NVSHMEM take seconds each to compile.
+    return {
+        f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only)
+        for name, check in checks.items()
+    }
+
+
+CHECKS = _checks("messages") | _checks("puts")
+CHECKS["hosts_puts_signals"] = Check(_check_signals, gpu_only=True)

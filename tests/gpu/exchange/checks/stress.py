@@ -5,6 +5,7 @@ All numbers are integers small enough for float32 to hold, so that sums and upda
 
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,34 @@ def dawdle(place: Place, chance: random.Random, stream: torch.cuda.Stream | None
                 torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
         else:
             time.sleep(seconds)
+
+
+def capture(place: Place, take: Callable[[], None]) -> Callable[[], None]:
+    """Capture a step that has been taken before, and return what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    place.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        take()
+    return graph.replay
+
+
+def take_late(place: Place, take: Callable[[], None], mode: str, steps: int) -> None:
+    """Take so many steps, whatever rank is late.
+
+    Args:
+        place: of this rank.
+        take: a step that has been taken before.
+        mode: eager | captured | mixed: each rank takes each step eagerly or by its graph, as it likes.
+        steps: how many.
+    """
+    chance = random.Random(place.rank)
+    replay = None if mode == "eager" else capture(place, take)
+    for _ in range(steps):
+        dawdle(place, chance)
+        if replay is None or (mode == "mixed" and chance.random() < 0.5):
+            take()
+        else:
+            replay()
 
 
 def _poison(exchange: Exchange) -> None:

@@ -1,0 +1,234 @@
+"""Memory that kernels put into from any host: the only file that touches NVSHMEM.
+
+PyTorch's symmetric memory has one backend a process, and refuses another behind the first allocation. The arena's is
+CUDA's, since NVSHMEM allocates for all ranks alone, not for those of a host. So NVSHMEM's host library, which PyTorch
+brings along, is called here: a heap beside the arena, started when an exchange first needs one. Between processes of
+one machine without GPUs a heap is an arena that all of them map, so kernels under the interpreter have one as well.
+"""
+
+import ctypes
+import importlib.util
+import logging
+import os
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region, on_every_rank
+from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.network import Network
+
+log = logging.getLogger("dlrm_overlap")
+
+_HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
+_WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
+_UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
+
+
+def missing_puts() -> str:
+    """Return what keeps this machine from putting to other hosts from kernels; empty if nothing does."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    for name in (_HOST_LIBRARY, _DEVICE_LIBRARY):
+        if _library(name) is None:
+            return f"NVSHMEM's {name} is not found (pip install nvidia-nvshmem-cu{(torch.version.cuda or '13')[:2]})"
+    return ""
+
+
+def _library(name: str) -> Path | None:
+    """Return a file of NVSHMEM's, from NVSHMEM_LIB_DIR if that is set, else from the package that PyTorch needs."""
+    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if "NVSHMEM_LIB_DIR" in os.environ else []
+    if importlib.util.find_spec("nvidia") and (found := importlib.util.find_spec("nvidia.nvshmem")):
+        folders += [Path(place) / "lib" for place in found.submodule_search_locations or ()]
+    return next((folder / name for folder in folders if (folder / name).exists()), None)
+
+
+class Heap(ABC):
+    """Memory alike on every rank of a group, into which kernels of all of them put. Making one is a collective."""
+
+    local: torch.Tensor
+    """[size] uint8: this rank's, zeros at first"""
+    network: Network
+    """what kernels are given to put into it"""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Nothing may put into it any more, here or at a peer."""
+
+
+class SharedHeap(Heap):
+    """A heap of processes of one machine, put into by stores."""
+
+    def __init__(self, size_bytes: int, group: dist.ProcessGroup) -> None:
+        self._arena = HostArena({"heap": Region((size_bytes,), torch.uint8)}, group, torch.device("cpu"))
+        self.local = self._arena.local("heap")
+        self.network = Network("stores", self._arena.addresses("heap"), group.rank())
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._arena.close()
+
+
+class NvshmemHeap(Heap):
+    """A block of NVSHMEM's heap on GPUs, put into by its device functions.
+
+    NVSHMEM allocates and frees on all ranks at once. Who closes an exchange since a peer has failed must not wait for
+    that peer, so a block is not freed, but kept for the next exchange whose size it is.
+    """
+
+    def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Take a block; `started` has returned an empty string on every rank."""
+        self._nvshmem = _nvshmem()
+        self._size, self._address = size_bytes, 0
+
+        def allocate() -> None:
+            self._address = self._nvshmem.allocate(size_bytes)
+            if not self._address:
+                raise InputError(
+                    f"embedding.between_hosts: no room for {size_bytes} bytes of messages in NVSHMEM's heap on "
+                    f"{device}; take a smaller train.batch_size, or messages"
+                )
+
+        on_every_rank(allocate, group)
+        self.local = torch.as_tensor(CudaMemory(self._address, size_bytes), device=device)
+        self.local.zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(group)  # nobody puts before all have zeroed
+        heaps = torch.zeros(group.size(), dtype=torch.int64)
+        heaps[group.rank()] = self._address
+        library = str(_library(_DEVICE_LIBRARY))
+        self.network = Network("nvshmem", heaps.to(device), group.rank(), library, self._nvshmem.prepare)
+
+    def close(self) -> None:
+        """Keep the block for another heap of its size."""
+        self._nvshmem.keep(self._size, self._address)
+
+
+def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Heap:
+    """Make a heap of zeros on every rank of `group`, which all call this with the same size.
+
+    Raises:
+        InputError: if there is no room for it.
+    """
+    return NvshmemHeap(size_bytes, group, device) if device.type == "cuda" else SharedHeap(size_bytes, group)
+
+
+def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Start NVSHMEM on all ranks of `group` and return an empty string, or why some rank cannot; a collective."""
+    why = _first(missing_puts() if device.type == "cuda" else "CPUs have no kernels that put", group)
+    if not why:
+        nvshmem = _nvshmem()
+        if not nvshmem.running:
+            # Where it cannot start, NVSHMEM may end the process: then this is the last line.
+            log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize(device)  # the context is there
+            ids = [nvshmem.unique_id() if group.rank() == 0 else b""]
+            dist.broadcast_object_list(ids, dist.get_global_rank(group, 0), group)
+            nvshmem.start(ids[0], group.rank(), group.size())
+        why = _first(nvshmem.fault or nvshmem.misfit(group.rank(), group.size()), group)
+    return why
+
+
+def choose_puts(wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
+    """Return whether kernels put to other hosts, and if not, why, alike on all ranks; a collective.
+
+    Args:
+        wanted: puts, messages, or auto, which takes puts where every rank has them.
+        reach: with one host, nothing is put to another, and no rank looks.
+
+    Raises:
+        InputError: if puts are wanted and some rank has none.
+    """
+    if reach.whole or wanted == "messages":
+        return False, "embedding.between_hosts is messages"
+    why = start_puts(group, device)
+    if why and wanted == "puts":
+        raise InputError(f"embedding.between_hosts: puts, but {why}; take auto or messages")
+    return not why, why
+
+
+def _first(fault: str, group: dist.ProcessGroup) -> str:
+    """Return the fault of the first rank that has one, alike on all ranks; empty if none has."""
+    faults = [fault] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(faults, fault, group)
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(faults) if text), "")
+
+
+@lru_cache(maxsize=1)
+def _nvshmem() -> "_Nvshmem":
+    """Return NVSHMEM, of which a process has one."""
+    return _Nvshmem()
+
+
+class _Nvshmem:
+    """NVSHMEM's host library, as far as it is used, and the blocks of its heap that are free."""
+
+    def __init__(self) -> None:
+        # Multicast stays off, as in symmetric memory and NCCL. The network is the one that NCCL was told to take.
+        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+        if interface := os.environ.get("NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interface)
+        self._calls = calls = ctypes.CDLL(str(_library(_HOST_LIBRARY)))
+        calls.nvshmem_malloc.restype = calls.nvshmem_ptr.restype = ctypes.c_void_p
+        calls.nvshmem_malloc.argtypes = [ctypes.c_size_t]
+        calls.nvshmem_ptr.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        calls.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
+        self.running, self.fault = False, ""
+        self._free: dict[int, list[int]] = {}
+
+    def unique_id(self) -> bytes:
+        """Return what all ranks start with; of one rank."""
+        found = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+        _set_version(found, 0, _UNIQUE_ID_BYTES)
+        status = self._calls.nvshmemx_get_uniqueid(found)
+        return found.raw if status == 0 else b""
+
+    def start(self, unique_id: bytes, rank: int, world_size: int) -> None:
+        """Start with the other ranks; `fault` tells what went wrong."""
+        if not unique_id:
+            self.fault = "NVSHMEM gives no id to start with"
+            return
+        identity = ctypes.create_string_buffer(unique_id, _UNIQUE_ID_BYTES)
+        # Version, pointer to an MPI communicator, then arguments: version, arguments of the id, content.
+        attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
+        _set_version(attributes, 0, _ATTRIBUTE_BYTES)
+        _set_version(attributes, 16, _ARGUMENT_BYTES)
+        _set_version(attributes, 24, _ID_ARGUMENT_BYTES)
+        status = self._calls.nvshmemx_set_attr_uniqueid_args(rank, world_size, identity, attributes)
+        status = status or self._calls.nvshmemx_hostlib_init_attr(_WITH_UNIQUE_ID, attributes)
+        self.running = status == 0
+        self.fault = "" if self.running else f"NVSHMEM does not start, status {status}; its log says why"
+
+    def misfit(self, rank: int, world_size: int) -> str:
+        """Return what is wrong if these are not the ranks with which it was started."""
+        started = self._calls.nvshmem_my_pe(), self._calls.nvshmem_n_pes()
+        return "" if started == (rank, world_size) else "NVSHMEM was started with other ranks"
+
+    def allocate(self, size_bytes: int) -> int:
+        """Return the address of a block, 0 if there is no room; a collective of all ranks."""
+        kept = self._free.get(size_bytes)
+        return kept.pop() if kept else self._calls.nvshmem_malloc(size_bytes) or 0
+
+    def keep(self, size_bytes: int, address: int) -> None:
+        """Take a block back."""
+        self._free.setdefault(size_bytes, []).append(address)
+
+    def address_at(self, address: int, rank: int) -> int:
+        """Return where this process loads and stores a place of the heap of `rank`; 0 if it does not reach that."""
+        return self._calls.nvshmem_ptr(address, rank) or 0
+
+    def prepare(self, module: int) -> None:
+        """Make a loaded module of kernels know this rank's heap."""
+        if status := self._calls.nvshmemx_cumodule_init(module):
+            raise RuntimeError(f"NVSHMEM does not take a module of kernels, status {status}")
+
+
+def _set_version(structure: ctypes.Array, offset: int, size_bytes: int) -> None:
+    """Set the version of a structure of NVSHMEM's, which is its first, and its size."""
+    ctypes.c_int.from_buffer(structure, offset).value = (1 << 16) + size_bytes

@@ -1,0 +1,113 @@
+"""Device building blocks of puts to ranks of other hosts: bytes into a peer's memory, then a signal, from in a kernel.
+
+A *heap* is memory that every rank has, alike in size and in what is where. An address in this rank's heap stands for
+the same place in the heap of any rank. A *put* copies bytes from this rank's heap to a place in a peer's, and then
+stores a number at a *signal*, a word of the peer's heap: whoever there sees the number sees the bytes.
+
+A kernel is compiled for one of two forms, `FORM`, with the same arguments and the same order:
+
+- `nvshmem`: NVSHMEM's device functions. Bytes for a rank of another host are given to the network card, or to a thread
+  of the host where the card takes no orders from a GPU; those for a rank of the same host are stored. `heaps` is read
+  at this rank alone.
+- `stores`: the program stores into the peer's heap, whose address is in `heaps`. So the whole way is run by the
+  interpreter, and by GPUs that do reach each other.
+
+What is awaited is bounded: NVSHMEM's own wait is called when the signal has come, for what it does behind the wait.
+
+Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between hosts by NVSHMEM.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import core
+
+from dlrm_overlap.kernels.primitives import raise_flag
+
+_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET; with 10 a put would add
+AT_LEAST = tl.constexpr(5)  # NVSHMEM_CMP_GE
+_WORDS = tl.constexpr(512)  # of 8 bytes, that a program stores at a time
+
+
+class Network(NamedTuple):
+    """How the kernels of one rank reach the heaps of the others."""
+
+    form: str
+    """nvshmem | stores"""
+    heaps: torch.Tensor
+    """[W] int64: the address of each rank's heap, a multiple of 16; under nvshmem only this rank's is read"""
+    rank: int
+    """of the caller"""
+    library: str | None = None
+    """nvshmem: the file libnvshmem_device.bc, which kernels are linked with"""
+    prepare: Callable[[int], None] | None = None
+    """nvshmem: what makes a loaded module, given by its handle, know this rank's heap; before its first launch"""
+
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """Return what `CompiledKernel` needs to make a kernel that uses these functions, its options by name."""
+        if self.library is None:
+            return ()
+        return ("libraries", (("libnvshmem_device", self.library),)), ("prepare", self.prepare)
+
+
+@core.extern
+def _put_signal_block(target, source, size_bytes, signal, value, op, peer, _semantic=None):  # type: ignore[no-untyped-def]
+    """Call NVSHMEM's put with signal by all threads of the program, which does not wait for the bytes to leave."""
+    kinds = ("int64", "int64", "int64", "int64", "int64", "int32", "int32")
+    return core.extern_elementwise(
+        "",
+        "",
+        [target, source, size_bytes, signal, value, op, peer],
+        {tuple(core.dtype(kind) for kind in kinds): ("nvshmemx_putmem_signal_nbi_block", core.dtype("int32"))},
+        is_pure=False,
+        _semantic=_semantic,
+    )
+
+
+@core.extern
+def signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-untyped-def]
+    """Call NVSHMEM's wait for a signal, by each thread."""
+    kinds = ("int64", "int32", "int64")
+    return core.extern_elementwise(
+        "",
+        "",
+        [signal, comparison, value],
+        {tuple(core.dtype(kind) for kind in kinds): ("nvshmem_signal_wait_until", core.dtype("int64"))},
+        is_pure=False,
+        _semantic=_semantic,
+    )
+
+
+@triton.jit
+def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FORM: tl.constexpr):
+    """Put bytes from this rank's heap into the heap of `peer`, and then store `value` at a signal there.
+
+    `source`, `target` and `signal` are int64 addresses in this rank's heap; `source` is read here, the other two are
+    places in the heap of `peer`. `source` and `target` are multiples of 16, `size_bytes` int64 is one of 8; with 0
+    only the signal is stored. All threads of the program take part.
+
+    Memory: `source` is read, and may be for as long as `peer` has not seen the signal: a put does not wait. `heaps` [W]
+    int64 is read.
+
+    Order: a barrier comes first, so the put takes what all threads of the program have stored, and what the program has
+    acquired. The signal is stored behind the bytes: who acquires it, by `aggregate.await_parts`, sees them.
+
+    Example: heaps at 0 on rank 0 and at 1000 on rank 1. Rank 0 puts 64 bytes, source 128, target 512, signal 8, value
+    3: bytes 128 .. 191 of its memory go to 1512 .. 1575 of rank 1's, then 3 is stored at 1008.
+    """
+    if FORM == "nvshmem":
+        # NVSHMEM begins and ends a put of a block with a barrier of its own.
+        _put_signal_block(target, source, size_bytes, signal, value, _SET, peer)
+    else:
+        tl.debug_barrier()
+        away = tl.load(heaps + peer) - tl.load(heaps + rank)
+        words = size_bytes // 8
+        into = (target + away).to(tl.pointer_type(tl.int64))
+        out_of = source.to(tl.pointer_type(tl.int64))
+        for first in range(0, words, _WORDS):
+            at = first + tl.arange(0, _WORDS).to(tl.int64)
+            tl.store(into + at, tl.load(out_of + at, mask=at < words, other=0), mask=at < words)
+        raise_flag((signal + away).to(tl.pointer_type(tl.int64)), value)

@@ -1,0 +1,109 @@
+"""Pooled embeddings put to another host part by part, and what takes them there: every element, and nothing else."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dlrm_overlap.comm.record import Record
+from dlrm_overlap.kernels.aggregate import Gathered
+from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_arrived
+from dlrm_overlap.kernels.forward.put_pooled import put_pooled
+from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+from dlrm_overlap.kernels.network import Network
+from tests.agreement import assert_same
+from tests.kernels.emulation import CLOCK, CPU, GUARD, Case, World, interpreted
+
+_STAGED, _ARRIVED, _SIGNALS = 0, 4096, 8192  # offsets in each heap, in bytes
+_PARTS = Parts(rows=8, each=2, group=2)
+
+
+def _heaps(ranks: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    heaps = [torch.zeros(1040, dtype=torch.int64) for _ in range(ranks)]
+    return heaps, torch.tensor([heap.data_ptr() for heap in heaps])
+
+
+def _rows(heap: torch.Tensor, offset: int, rows: int, pitch: int) -> torch.Tensor:
+    return heap.view(torch.float32)[offset // 4 : offset // 4 + rows * pitch].view(rows, pitch)
+
+
+def _signals(heap: torch.Tensor) -> list[int]:
+    return heap[_SIGNALS // 8 : _SIGNALS // 8 + 4].tolist()
+
+
+@interpreted
+@pytest.mark.parametrize(("longest_wait_us", "puts"), [(None, (2, 0, 1, 0)), (0.0, (1, 1, 1, 0))])
+def test_parts_of_a_message_are_pooled_put_and_taken(longest_wait_us: float | None, puts: Sequence[int]) -> None:
+    """Rank 0 pools for ranks 1 and 2, whose host is another; rank 2 takes the message for both."""
+    world = World(Case(batch_sizes=(1, 9, 3), features=(2, 0, 0), dim=4, gap=0))
+    heaps, addresses = _heaps(3)
+    sent, arrived = (_rows(heaps[rank], at, 12, 8) for rank, at in ((0, _STAGED), (2, _ARRIVED)))
+    host = world.first_sample[1:].clone()  # where a kernel's tensors may begin
+    begins = torch.tensor([sent.data_ptr(), sent.data_ptr() + 9 * 8 * 4])
+    out = Outgoing(sent.data_ptr(), _ARRIVED - _STAGED, heaps[0].data_ptr() + _SIGNALS, peer=2)
+    gathered = Gathered.of(4, longest_wait_us, CPU)
+    bags = world.bags(0)._replace(first_sample=host)
+    for epoch in (1, 2):
+        heaps[2][_ARRIVED // 8 : _ARRIVED // 8 + 48] = -1
+        put_pooled(
+            bags, world.feature_table(0), Windows(begins, 8, torch.float32), world.records[0].status, world.options(0),
+            Network("stores", addresses, 0), out, _PARTS, gathered, 2, CLOCK, epoch,
+        )  # fmt: skip
+        assert not gathered.counts.any()
+        signals = [epoch << 8 | count if count else 0 for count in puts]
+        assert _signals(heaps[2]) == signals, "two parts of rank 1's samples, one of rank 2's"
+        pooled = [[world.pooled(0, feature, rank) for rank in (1, 2)] for feature in range(2)]
+        expected = torch.cat([torch.cat(features) for features in pooled], dim=1)
+        assert_same(arrived, expected, "message")
+    windows = [torch.full((10, 20), GUARD) for _ in range(2)]
+    record = Record(CPU)
+
+    def take() -> None:
+        put_arrived(
+            Network("stores", addresses, 2), Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0), arrived,
+            PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU), torch.tensor([window.data_ptr() for window in windows]),
+            host, 20, 9, _PARTS, Waiting(9, record.status), CLOCK, 2,
+        )  # fmt: skip
+
+    take()
+    assert record.empty
+    for window, first, samples in zip(windows, (0, 9), (9, 3), strict=True):
+        known = torch.full((10, 20), GUARD)
+        known[:samples, 4:8], known[:samples, 12:16] = expected[first : first + samples].split(4, dim=1)
+        assert_same(window, known, f"window of the samples from {first} on")
+    heaps[2][_SIGNALS // 8 + 2] = 1 << 8 | 1
+    take()
+    assert record.expired() == [2, 0, 2, 2, 1], "part 2 of rank 0 was seen at epoch 1"
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [20, 0])
+def test_a_message_is_put_in_parts_and_a_late_part_is_named(rows: int) -> None:
+    heaps, addresses = _heaps(2)
+    staged = _rows(heaps[0], _STAGED, 24, 4)
+    staged.copy_(torch.arange(96.0).view(24, 4))
+    begin, parts, record = heaps[0].data_ptr(), Parts.of(rows, 16, 256), Record(CPU)
+    out = Outgoing(begin + _STAGED, _ARRIVED - _STAGED, begin + _SIGNALS, peer=1)
+    put_message(Network("stores", addresses, 0), out, rows, 16, parts, CLOCK, 5)
+    arrived = _rows(heaps[1], _ARRIVED, 24, 4)
+    assert_same(arrived[:rows], staged[:rows], "message")
+    assert not arrived[rows:].any()
+    counts = [2, 0, 1, 0] if rows else [1, 0, 0, 0]  # of 20 rows parts of 8, two a group
+    assert _signals(heaps[1]) == [5 << 8 | count if count else 0 for count in counts]
+    incoming = Incoming(heaps[1].data_ptr() + _ARRIVED, heaps[1].data_ptr() + _SIGNALS, source=0)
+    receiver, waiting = Network("stores", addresses, 1), Waiting(5, record.status)
+    await_message(receiver, incoming, rows, parts, waiting, CLOCK, 5)
+    assert record.empty
+    last = 2 if rows else 0
+    heaps[1][_SIGNALS // 8 + last] = 4 << 8 | 1
+    await_message(receiver, incoming, rows, parts, waiting, CLOCK, 5)
+    assert record.expired() == [1, 0, last, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("longest", "row_bytes", "expected"),
+    [(3000, 1000, (16, 188, 17)), (0, 0, (8192, 1, 32)), (10, 1 << 20, (8, 2, 1)), (9, 512, (16, 1, 32))],
+)
+def test_groups_have_about_as_many_bytes_as_they_must(longest: int, row_bytes: int, expected: Sequence[int]) -> None:
+    assert Parts.of(longest, row_bytes, 256 * 1024) == tuple(expected)
