@@ -111,7 +111,9 @@ def _put_slices(
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     group = 0
     stored = 0
-    last = position
+    # This program's last task. Not set to `position`: Triton 3.6 and 3.7 would take a variable that begins as another
+    # one of the loop for one that never changes.
+    last = tasks
     start_ns = clock(0, INTERPRETED)
     while position < tasks:
         # One loop over the groups of all tasks: nested, it compiles to a slower one.
@@ -168,7 +170,7 @@ def _put_slices(
                 end_ns = clock(0, INTERPRETED)
                 _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED)
                 start_ns = end_ns
-            last = position
+                last = position
             stored += 1
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0

@@ -51,30 +51,7 @@ def _trace_of(forward: Forward) -> torch.Tensor:
     traces = list(forward.traces.values())
     if len(traces) != 1:
         raise InputError(f"{len(traces)} kernels pool these tables; give all tables one dim and type")
-    return waits_behind_last(traces[0].cpu())
-
-
-def waits_behind_last(trace: torch.Tensor) -> torch.Tensor:
-    """Return `trace` with each program's wait in the row of the task that it ended last.
-
-    A program waits once, behind its last task. On GPUs its wait has been found in the row of an earlier one.
-
-    Example: of a program's rows that end at 4 and 9 and hold waits of 7 and 0, the second gets 7, the first 0.
-
-    Args:
-        trace: [tasks, 6] int64, columns as `put_slices.TRACE_COLUMNS` has them.
-    """
-    last: dict[int, int] = {}  # program -> row
-    waits: dict[int, int] = {}
-    for row, (program, _, _, end, _, wait) in enumerate(trace.tolist()):
-        waits[program] = waits.get(program, 0) + wait
-        if program not in last or end > int(trace[last[program], 3]):
-            last[program] = row
-    moved = trace.clone()
-    moved[:, 5] = 0
-    for program, row in last.items():
-        moved[row, 5] = waits[program]
-    return moved
+    return traces[0].cpu()
 
 
 def describe_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: int, shown: int) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.bench.harness.programs import describe_tasks, waits_behind_last
+from dlrm_overlap.bench.harness.programs import describe_tasks
 from dlrm_overlap.bench.report.measured import Measured, number
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main
@@ -29,13 +29,6 @@ def test_tasks_are_told_by_program_and_in_us_since_the_first() -> None:
     first, last, *_ = rows
     assert (first["begin_us"], first["end_us"], first["put_us"], first["wait_us"]) == (0.0, 1.0, 0.1, 0.0)
     assert (last["begin_us"], last["end_us"], last["put_us"], last["wait_us"]) == (1.0, 1.9, 0.2, 0.3)
-
-
-def test_a_wait_is_behind_its_programs_last_task_wherever_the_kernel_has_noted_it() -> None:
-    noted = TRACE.clone()
-    noted[0, 5], noted[3, 5] = 300, 0
-    assert waits_behind_last(noted).equal(TRACE)
-    assert waits_behind_last(TRACE).equal(TRACE)
 
 
 @pytest.mark.parametrize(
