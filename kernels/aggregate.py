@@ -89,13 +89,15 @@ def finish_part(
     tag = epoch.to(tl.int64) << _EPOCH_BIT
     whole = _bits(tl.minimum(group_parts, parts - first))
     bit = tl.full((), 1, tl.int64) << (part - first)
-    now = clock(turn, INTERPRETED)
-    tl.store(stamps + part, now)
+    tl.store(stamps + part, clock(turn, INTERPRETED))
     tl.debug_barrier()
     tl.atomic_max(done + group, tag, sem="relaxed", scope="gpu")
     finished = (tl.atomic_or(done + group, bit, sem="acq_rel", scope="gpu") | bit) & whole
+    # All threads must decide alike. A clock, or a word that others change, is one thing to one warp and another to the
+    # next; the stamp that one thread has stored, and an atomic's result, are the same to all.
+    now = tl.load(stamps + part, volatile=True)
     # A word that is no longer true tells of fewer parts that have left: then the wait is taken for longer than it is.
-    word = tl.load(sent + group, volatile=True)
+    word = tl.atomic_add(sent + group, 0, sem="relaxed", scope="gpu")
     gone = tl.where(word >= tag, word & whole, 0)
     waiting = ((finished & ~gone) >> lane) & 1
     oldest = tl.min(tl.load(stamps + first + lane, mask=waiting != 0, other=now, volatile=True), 0)

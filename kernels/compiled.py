@@ -73,7 +73,7 @@ class CompiledKernel:
         _check_names(kernel, "argument", arguments, own_arguments)
         _check_names(kernel, "constant", tuple(constants), own_constants)
         self._kernel, self.constants = kernel, constants
-        self._options = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
+        self._options: dict[str, Any] = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
         self._options |= {} if num_stages is None else {"num_stages": num_stages}
         if registers is not None:
             self._options["maxnreg"] = registers

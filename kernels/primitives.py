@@ -149,7 +149,14 @@ def of_first_thread(value, THREADS: tl.constexpr):
 
 
 @triton.jit
-def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr, THREADS: tl.constexpr = 32):
+def poll(
+    flags,
+    mask,
+    epoch,
+    timeout,
+    INTERPRETED: tl.constexpr,
+    THREADS: tl.constexpr = 32,  # pyright: ignore[reportArgumentType] # Triton makes a constexpr of it
+):
     """Return the least epoch at `flags` [N] where `mask`, or `epoch` once all have reached it.
 
     Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. Order: none, the flags
@@ -179,7 +186,7 @@ def await_flags(
     status,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    THREADS: tl.constexpr = 32,
+    THREADS: tl.constexpr = 32,  # pyright: ignore[reportArgumentType] # as in `poll`
 ):
     """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
 

@@ -24,7 +24,8 @@ _MULTIPROCESSORS, _TILE_ROWS, _TILE_WIDTHS = 132, 128, {256: 1.0, 192: 0.95, 128
 _PRODUCT_FLOP_PER_US, _MEMORY_BYTES_PER_US = 800e6, 4.2e6
 _SENT_BYTES_PER_US, _SENT_US, _READ_BYTES_PER_US, _READ_US = 394e3, 4.0, 375e3, 5.0
 _NCCL_BYTES_PER_US, _NCCL_US = 300e3, 20.0
-_CALL_US, _PUBLISH_US, _PART_US = 5.0, 10.0, 3.0
+_CALL_US, _PUBLISH_US, _PART_US = 5.0, 15.0, 3.0
+_PASSES = 3  # rows that are published are read, stored in the window, and kept
 # Of copying out what was sent, so much is seen: 623 us with K 4096 of 32768 rows in two parts, 195 of 8192.
 _KEPT_US, _KEPT_SHARE = 10.0, 0.35
 
@@ -126,10 +127,10 @@ def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
 def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: int) -> float:
     rows, read = problem.rows // world_size, choice.way != "pushes"
     rate, copy_us = (_READ_BYTES_PER_US, _READ_US) if read else (_SENT_BYTES_PER_US, _SENT_US)
-    published = _PUBLISH_US + 2 * rows * row_bytes / _MEMORY_BYTES_PER_US if read else _CALL_US
+    published = _PUBLISH_US + _PASSES * rows * row_bytes / _MEMORY_BYTES_PER_US if read else _CALL_US
     arrived = _CALL_US
     if read:
-        arrived = _PUBLISH_US + 2 * head(rows, choice.parts) * row_bytes / _MEMORY_BYTES_PER_US
+        arrived = _PUBLISH_US + _PASSES * head(rows, choice.parts) * row_bytes / _MEMORY_BYTES_PER_US
         parts = gathered_parts(0, world_size, rows, choice.parts)
     else:
         *early, last = turns(0, world_size)

@@ -118,7 +118,7 @@ def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Pa
         rank: of the caller.
         world_size: ranks.
         rows: of each rank.
-        parts: of the last peer's rows, or WHOLE: as few products as there can be.
+        parts: of the last peer's rows, which are halved, or WHOLE: as few products as there can be.
 
     Example: rank 1 of 4 with 64 rows. In 2: rows 0 .. 8 and 8 .. 64 of rank 0, all of rank 3, twice 32 of rank 2.
     WHOLE: rank 0; ranks 2 and 3.
@@ -133,9 +133,8 @@ def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Pa
 def scattered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
     """Return the parts of the rows that peers own in the order in which they are multiplied.
 
-    As `gathered_parts`, but the last peer's rows are halved, since what follows them, their sum, is short; the first
-    one's are doubled, so that each range is multiplied while the one before is on the links; and of whole blocks the
-    largest comes first: its rows travel while the others are multiplied.
+    As `gathered_parts`, but the first peer's rows are doubled, so that each range is multiplied while the one before is
+    on the links; and of whole blocks the largest comes first: its rows travel while the others are multiplied.
 
     Example: 8192 rows in 4: of the first peer 0 .. 1024, 1024 .. 2048, 2048 .. 4096, 4096 .. 8192.
     """

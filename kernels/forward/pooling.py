@@ -39,10 +39,7 @@ GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["v
 
 
 @triton.jit
-def check_ids(
-    ids, length, bag, batch, rows, status,
-    BAGS: tl.constexpr,
-):  # fmt: skip
+def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr):
     """Store 0 over ids outside a table of `rows` rows, and record the last of the bags that has one.
 
     `ids` [BAGS] point to the first ids of the bags `bag`, `length` [BAGS] are their numbers of ids. The program reads

@@ -34,7 +34,7 @@ def _store_pooled(
 
     Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. It stores [BAGS,
     DIM] of the wire's type to as many rows of one window, this rank's or a peer's. With CHECK it may replace ids in
-    `values`, see `pool`.
+    `values`, see `check_ids`.
 
     Order: no two programs store to one place, so nothing is ordered among them. The stores are complete when the kernel
     ends; the kernel that raises the flags comes next on the stream, and its release covers them.

@@ -67,8 +67,8 @@ def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
         }
         return CompiledKernel(hopper.product_on_hopper, _ARGUMENTS, constants, num_warps=4)
     constants["INTERPRETED"] = INTERPRETED
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.stages}
-    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, **options)
+    stages = tiling.stages
+    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, num_warps=tiling.num_warps, num_stages=stages)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:

@@ -170,7 +170,8 @@ LOST_PEERS = {
     for backend in _BACKENDS[1:]
     for dies, train in ((False, False), (True, False), (False, True))
 }
-_BETWEEN_TWO = {"hosts": 2, "between_hosts": "puts", "what": "part"}  # of two ranks, who takes the culprit's messages
+# Of two ranks: a part of the culprit's message is awaited, and the flag that is raised behind it, for as long.
+_BETWEEN_TWO = {"hosts": 2, "between_hosts": "puts", "what": "(?:part|slice)"}
 LOST_PEERS["peer_stalls_hosts_puts"] = Check(
     partial(_check_lost_peer, backend="pgas", dies=False, train=False, **_BETWEEN_TWO), gpu_only=True, alone=True
 )
