@@ -239,7 +239,7 @@ def checkpoint(argv: list[str]) -> int:
     """Tell what is in a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
-    parser.add_argument("path", metavar="PATH", help="folder step_<N>")
+    parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
     parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
     text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
     parser.add_argument("--format", choices=["tensors", "inference"], default="tensors", help=text)
@@ -258,6 +258,10 @@ def checkpoint(argv: list[str]) -> int:
     ):
         if value != default and not what.startswith(needed):
             raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
+    if (path / "checkpoints").is_dir():
+        from dlrm_overlap.storage.branches import locate_checkpoint
+
+        path = locate_checkpoint(path, "checkpoint")
     if what == "export --format inference":
         from dlrm_overlap.inference.export import export_for_inference
 

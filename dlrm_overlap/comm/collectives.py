@@ -149,6 +149,8 @@ class PeerCollectives:
         end = begin + size.numel() * dtype.itemsize
 
         def check() -> None:
+            if any(length < 0 for length in size):
+                raise InputError(f"PeerCollectives.empty: {tuple(size)} has a negative length; give every length")
             if end > self._capacity:
                 raise InputError(
                     f"PeerCollectives.empty: {tuple(size)} {dtype} behind {begin} bytes ends at {end}, but there are "

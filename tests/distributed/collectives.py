@@ -152,6 +152,7 @@ def check_mistakes() -> None:
     unlike = _told(lambda: collectives.empty((ranks + wrong,), torch.int8))
     assert f"rank {CULPRIT} empty(" in unlike, unlike
     assert f"capacity_bytes of {CAPACITY + 768}" in _told(lambda: collectives.empty((CAPACITY,), torch.int8))
+    assert "negative length" in _told(lambda: collectives.empty((-1, 4), torch.int8))
     work = collectives.all_to_all(output, sent)
     assert "has not been waited for" in _told(lambda: collectives.all_to_all(output, sent))
     work.wait()

@@ -36,7 +36,7 @@ def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload:
     fused = exchange_options(config, "fused")
     by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
-    carriers = ("messages",) if missing_puts() else ("messages", "puts")
+    carriers = ("messages",) if workload.device.type == "cpu" or missing_puts() else ("messages", "puts")
     emulated = [
         replace(exchange_options(config, backend), hosts=hosts, between_hosts=carrier)
         for backend in ("pgas", "fused")

@@ -23,6 +23,13 @@ def test_shows_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "tensor optimizer.state.t.weight.momentum1: F32 5x8, a number a row, 2 pieces" in lines
 
 
+def test_takes_the_newest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    path = write_new(tmp_path / "checkpoints", make_table([0, 4]))
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{path}: whole\n"
+
+
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_says_whether_it_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], write: Callable[..., Path]
