@@ -6,23 +6,19 @@ one host, bit for bit. A host is one GPU, and messages go over the links of one 
 costs and saves on the GPU, and nothing of a network.
 """
 
-import argparse
-import os
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
-from dlrm_overlap.launching.process_group import find_device, init_process_group
+from dlrm_overlap.launching.launcher import World
 from tests.gpu.exchange.place import Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
+from tests.gpu.measuring import Say, measure_on_gpus
 
 SAMPLES = (1024, 8192)
 TABLES, ROWS, DIM, LONGEST = 13, 100_000, 128, 16  # of a rank
@@ -68,7 +64,10 @@ class _Measured:
         return f"{statistics.median(slowest.tolist()):8.1f}" if not wrong else f"{int(wrong)} wrong"
 
 
-def _measure(place: Place, say: Callable[[str], None]) -> None:
+def measure(world: World, device: torch.device, say: Say) -> None:
+    """Print the table."""
+    assert dist.group.WORLD is not None
+    place = Place(world, dist.group.WORLD, device, Path())
     tables = [Table(ROWS, DIM, owner, longest=LONGEST) for owner in range(place.world_size) for _ in range(TABLES)]
     stage = Stage(place, tables)
     stage.fill(integers=False)
@@ -98,32 +97,5 @@ def _measure(place: Place, say: Callable[[str], None]) -> None:
             say(f"{'any' if wait_us is None else f'{wait_us:g} us':18} " + " ".join(row))
 
 
-def _run_rank(rank: int, world_size: int, port: int) -> None:
-    device, world = find_device("cuda", rank), World(rank, rank, world_size, world_size, LOOPBACK, port, "nproc")
-    init_process_group(world, device, 60.0)
-    assert dist.group.WORLD is not None
-    with torch.no_grad():
-        place = Place(world, dist.group.WORLD, device, Path())
-        _measure(place, lambda text: print(text, flush=True) if rank == 0 else None)
-    sys.stdout.flush()
-    os._exit(0)  # the interpreter's own end may hang
-
-
-def main() -> int:
-    """Measure; return 2 where there are too few GPUs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.aggregate", description=__doc__)
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, a GPU and an emulated host each")
-    options = parser.parse_args()
-    if torch.cuda.device_count() < max(2, options.nproc):
-        print(
-            f"tests.gpu.aggregate: {torch.cuda.device_count()} GPUs are there, and {max(2, options.nproc)} must be; "
-            f"set --nproc to as many as nvidia-smi shows, two at least",
-            file=sys.stderr,
-        )
-        return 2
-    multiprocessing.spawn(_run_rank, (options.nproc, free_port()), nprocs=options.nproc)  # pyright: ignore
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_on_gpus("tests.gpu.aggregate", __doc__, measure))

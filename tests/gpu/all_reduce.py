@@ -6,8 +6,6 @@ medians over replays of the slowest rank's mean over a graph's steps. `python -m
 that the sums are right.
 """
 
-import argparse
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
 
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -23,8 +20,8 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.stores import StoreOptions
-from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
-from dlrm_overlap.launching.process_group import find_device, init_process_group
+from dlrm_overlap.launching.launcher import World
+from tests.gpu.measuring import Say, measure_on_gpus
 
 ELEMENTS = 16 << 20
 PROGRAMS, PIECES = (8, 16, 32, 64), (1, 4, 8)
@@ -95,7 +92,8 @@ def _line(what: str, dtype: str, contender: Contender) -> str:
     return f"{what:32} {dtype}  {alone:8.1f}  {updated:12.1f}  {moved / alone / 1e3:8.0f}"
 
 
-def _measure(device: torch.device, say: Callable[[str], None]) -> None:
+def measure(world: World, device: torch.device, say: Say) -> None:
+    """Print the table."""
     say(f"{ELEMENTS} parameters, {dist.get_world_size()} x {torch.cuda.get_device_name(device)}, us a step:")
     say(f"{'':32} {'type'}  {'reduced':>8}  {'with update':>12}  {'GB/s':>8}")
     for dtype in TYPES:
@@ -113,30 +111,5 @@ def _measure(device: torch.device, say: Callable[[str], None]) -> None:
             contender.close()
 
 
-def _run_rank(rank: int, world_size: int, port: int) -> None:
-    device = find_device("cuda", rank)
-    init_process_group(World(rank, rank, world_size, world_size, LOOPBACK, port, "nproc"), device, 60.0)
-    with torch.no_grad():
-        _measure(device, lambda text: print(text, flush=True) if rank == 0 else None)
-    sys.stdout.flush()
-    os._exit(0)  # with captured graphs alive, the interpreter's own end may hang
-
-
-def main() -> int:
-    """Measure; return 2 where there are too few GPUs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.all_reduce", description=__doc__)
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, a GPU each")
-    options = parser.parse_args()
-    if torch.cuda.device_count() < max(2, options.nproc):
-        print(
-            f"tests.gpu.all_reduce: {torch.cuda.device_count()} GPUs are there, and {max(2, options.nproc)} must be; "
-            f"set --nproc to as many as nvidia-smi shows, two at least",
-            file=sys.stderr,
-        )
-        return 2
-    multiprocessing.spawn(_run_rank, (options.nproc, free_port()), nprocs=options.nproc)  # pyright: ignore
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_on_gpus("tests.gpu.all_reduce", __doc__, measure))
