@@ -11,6 +11,7 @@ alone. Then `copy_rows` of keys 2 and 3 copies 2 and passes over 3.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +23,19 @@ from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 from dlrm_overlap.kernels.compiled import CompiledKernel
 
 _TILE_ELEMENTS = 1024  # of the rows that a program copies side by side, in each turn
+
+
+class KeptPlaces(NamedTuple):
+    """Where the rows of a range are put by, and how far the copy is."""
+
+    weights: torch.Tensor
+    """as those of the range, where rows are put by"""
+    states: torch.Tensor
+    """the same; any tensor under SGD"""
+    marks: torch.Tensor
+    """[keys] int32: of each row the number of the copy that has put it by"""
+    control: torch.Tensor
+    """[2] int64: number of the copy under way, 1 or more, or 0; the first key that it has not come to"""
 
 
 @triton.jit
@@ -112,58 +126,36 @@ def _compiled(keeps: bool, dim: int, optimizer: str) -> CompiledKernel:
     return CompiledKernel(kernel, arguments, constants, num_warps=4)
 
 
-def keep_rows(
-    programs: int,
-    runs: PreparedRuns,
-    rows: RowRange,
-    kept_weights: torch.Tensor,
-    kept_states: torch.Tensor,
-    marks: torch.Tensor,
-    control: torch.Tensor,
-) -> None:
+def keep_rows(programs: int, runs: PreparedRuns, rows: RowRange, kept: KeptPlaces) -> None:
     """Put by the rows of a range that `runs` name and the copy under way, if any, has not come to.
 
     Args:
         programs: of the launch.
         runs: of the step that is about to update the rows.
         rows: the range.
-        kept_weights: as `rows.weights`, where rows are put by.
-        kept_states: as `rows.states`, the same; any tensor under SGD.
-        marks: [keys] int32: of each row the number of the copy that has put it by.
-        control: [2] int64: number of the copy under way, 1 or more, or 0; the first key that it has not come to.
+        kept: where they are put by.
     """
     _compiled(True, rows.dim, rows.optimizer)(
         programs,
         (runs.run_keys.dtype, rows.weights.dtype),
-        runs.run_keys, runs.bounds, rows.weights, rows.states, kept_weights, kept_states, marks, control,
+        runs.run_keys, runs.bounds, rows.weights, rows.states, *kept,
         rows.index, rows.weight_at, rows.state_at,
     )  # fmt: skip
 
 
-def copy_rows(
-    first_key: int,
-    end_key: int,
-    rows: RowRange,
-    kept_weights: torch.Tensor,
-    kept_states: torch.Tensor,
-    marks: torch.Tensor,
-    control: torch.Tensor,
-) -> None:
+def copy_rows(first_key: int, end_key: int, rows: RowRange, kept: KeptPlaces) -> None:
     """Put by the rows of keys [first_key, end_key) of a range, but those that `keep_rows` has put by.
 
     Args:
         first_key: the first of them.
         end_key: the one behind the last.
         rows: the range.
-        kept_weights: as `keep_rows` takes it, and so are the others.
-        kept_states: the same.
-        marks: the same.
-        control: the same; a copy is under way.
+        kept: where they are put by; a copy is under way.
     """
     kernel = _compiled(False, rows.dim, rows.optimizer)
     kernel(
         -(-(end_key - first_key) // kernel.constants["ROWS"]),
         (rows.weights.dtype,),
-        rows.weights, rows.states, kept_weights, kept_states, marks, control,
+        rows.weights, rows.states, *kept,
         first_key, end_key, rows.weight_at, rows.state_at,
     )  # fmt: skip

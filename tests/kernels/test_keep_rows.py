@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrm_overlap.embedding.device.kept_rows import KeptRows
-from dlrm_overlap.kernels.backward.keep_rows import copy_rows, keep_rows
+from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, copy_rows, keep_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 from tests.agreement import assert_same
@@ -42,13 +42,14 @@ class _Tables:
             state_at = 4 * lead - first if optimizer == "rowwise_adagrad" else lead - first * dim // 4
             at = lead - first * dim // 4
             self.ranges.append(RowRange(index, weights, states, at, state_at, dim, False, optimizer))
-            self.kept.append((torch.full_like(weights, 9), torch.full_like(states, 9), self.marks, self.control))
+            kept = torch.full_like(weights, 9), torch.full_like(states, 9)
+            self.kept.append(KeptPlaces(*kept, self.marks, self.control))
 
     def step(self, keys: list[int]) -> None:
         """Put by, and then change, the rows of `keys`, as a step that updates them."""
         runs = _runs(keys)
         for rows, kept in zip(self.ranges, self.kept, strict=True):
-            keep_rows(2, runs, rows, *kept)
+            keep_rows(2, runs, rows, kept)
         self.change(keys)
 
     def change(self, keys: list[int]) -> None:
@@ -64,7 +65,7 @@ class _Tables:
                         rows.states[at : at + rows.dim] += 1
 
     def copy(self, index: int, first: int, end: int) -> None:
-        copy_rows(first, end, self.ranges[index], *self.kept[index])
+        copy_rows(first, end, self.ranges[index], self.kept[index])
         self.control[1] = end
 
 

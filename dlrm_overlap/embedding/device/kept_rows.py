@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dlrm_overlap.embedding.device.row_ranges import InputRows
-from dlrm_overlap.kernels.backward.keep_rows import copy_rows, keep_rows
+from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, copy_rows, keep_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 
@@ -22,8 +22,7 @@ class _KeptRange:
     rows: RowRange
     first_key: int
     end_key: int
-    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    """rows, states, marks and control, as the kernels take them"""
+    kept: KeptPlaces
 
     @property
     def row_bytes(self) -> int:
@@ -36,13 +35,15 @@ class _KeptRange:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return where `tensor`, which is dense, is put by, if all of it is among these rows or their states."""
-        rows, count, (kept_rows, kept_states, *_) = self.rows, self.end_key - self.first_key, self.kept
+        rows, count = self.rows, self.end_key - self.first_key
         row = rows.dim * rows.weights.element_size()
         first_row = 4 * rows.weights.element_size() * rows.weight_at + self.first_key * row
         first_state = 4 * (1 if rows.optimizer == "rowwise_adagrad" else 4) * rows.state_at
         first_state += self.first_key * self._state_bytes
-        places = (rows.weights, kept_rows, first_row, row), (rows.states, kept_states, first_state, self._state_bytes)
-        for source, kept, first, size in places:
+        for source, kept, first, size in (
+            (rows.weights, self.kept.weights, first_row, row),
+            (rows.states, self.kept.states, first_state, self._state_bytes),
+        ):
             begin = tensor.data_ptr() - source.data_ptr()
             if first <= begin and begin + tensor.nbytes <= first + count * size:
                 return kept.as_strided(tensor.shape, tensor.stride(), begin // kept.element_size())
@@ -78,10 +79,10 @@ class KeptRows:
             control = torch.zeros(2, dtype=torch.int64, device=self._device)
             self._control.append(control)
             for index, updated in enumerate(rows.ranges):
-                kept = self._room(updated.rows.weights), self._room(updated.rows.states), marks, control
+                kept = KeptPlaces(self._room(updated.rows.weights), self._room(updated.rows.states), marks, control)
                 each = _KeptRange(number, updated.rows, boundaries[index], boundaries[index + 1], kept)
                 self._ranges.append(each)
-                copy_rows(each.first_key, each.end_key, each.rows, *kept)  # is loaded by it, and finds nothing to copy
+                copy_rows(each.first_key, each.end_key, each.rows, kept)  # is loaded by it, and finds nothing to copy
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in self._rooms:
@@ -96,7 +97,7 @@ class KeptRows:
         """Put by what the step with these runs, one an input, is about to update, on the current stream."""
         for each in self._ranges:
             if (of_input := runs[each.number]) is not None:
-                keep_rows(self._programs, of_input, each.rows, *each.kept)
+                keep_rows(self._programs, of_input, each.rows, each.kept)
 
     def begin(self) -> None:
         """Begin a copy of all rows as they are behind what is issued on the current stream."""
@@ -119,8 +120,8 @@ class KeptRows:
             at = self._ranges[index]
             first = max(key, at.first_key)
             end = min(at.end_key, first + max(1, most_bytes // at.row_bytes))
-            copy_rows(first, end, at.rows, *at.kept)
-            at.kept[3][1].fill_(end)
+            copy_rows(first, end, at.rows, at.kept)
+            at.kept.control[1].fill_(end)
             most_bytes -= (end - first) * at.row_bytes
             self._at = (index, end) if end < at.end_key else (index + 1, 0)
         return self._at is None
