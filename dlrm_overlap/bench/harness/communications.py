@@ -176,13 +176,10 @@ class PeerCommunication(Communication):
 class CopiedReduction(Communication):
     """The all-reduce by copy engines: shares to their owners, a kernel that averages them, the means to all ranks."""
 
-    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__("dma", payload)
-        self._collectives, self._output, self._shares = (
-            memory.collectives,
-            memory.result(payload),
-            memory.shares(payload),
-        )
+    def __init__(self, payload: Payload, memory: "PeerMemory", name: str = "dma") -> None:
+        super().__init__(name, payload)
+        self._collectives = memory.collectives
+        self._output, self._shares = memory.result(payload), memory.shares(payload)
 
     def begin(self) -> None:
         """Issue everything up to the second copies."""
@@ -199,32 +196,19 @@ class CopiedReduction(Communication):
         return self._output
 
 
-class AveragedReduction(Communication):
+class AveragedReduction(CopiedReduction):
     """The same with one kernel between the copies, which awaits the shares itself, and no second hand-shake."""
 
     forks = True
 
     def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__("dma_averaged", payload)
-        self._collectives, self._output, self._shares = (
-            memory.collectives,
-            memory.result(payload),
-            memory.shares(payload),
-        )
+        super().__init__(payload, memory, "dma_averaged")
 
     def begin(self) -> None:
         """Issue everything but the last wait."""
         self._work = self._collectives.all_reduce(
             self._output, self.payload.input.view(self.payload.shape), self._shares
         )
-
-    def finish(self) -> None:
-        """Await the peers' means."""
-        self._work.wait()
-
-    def result(self) -> torch.Tensor:
-        """Return the output."""
-        return self._output
 
 
 class GatheredReduction(Communication):
