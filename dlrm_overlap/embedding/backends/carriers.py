@@ -12,17 +12,29 @@ from dlrm_overlap.embedding.backends.messages import MessageBuffers
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
-
-_MOST_SIZES = 64  # batch sizes whose addresses stay in memory
 
 Pack = Callable[[Message, torch.Tensor], None]
 """Fills a message [rows, pitch] of gradients, on the current stream."""
 
 
-class PooledCarrier(ABC):
+class Carrier:
+    """What brings the messages of one direction to other hosts, on GPUs."""
+
+    def skip(self, status: torch.Tensor) -> bool:
+        """Take an epoch without messages, if they have epochs; else return False, and the hosts do so alone."""
+        return False
+
+    def check(self) -> None:  # a collective records nothing
+        """Raise what a kernel has recorded."""
+
+    def close(self) -> None:  # nor has it anything to release
+        """Release what outlives Python references."""
+
+
+class PooledCarrier(Carrier, ABC):
     """What brings pooled embeddings to other hosts, on GPUs. All that is issued is in the order of the epochs."""
 
     @abstractmethod
@@ -46,18 +58,8 @@ class PooledCarrier(ABC):
             rank: this one's place among them.
         """
 
-    def skip(self, status: torch.Tensor) -> bool:
-        """Take an epoch without messages, if they have epochs; else return False, and the hosts do so alone."""
-        return False
 
-    def check(self) -> None:  # noqa: B027  a collective records nothing
-        """Raise what a kernel has recorded."""
-
-    def close(self) -> None:  # noqa: B027  nor has it anything to release
-        """Release what outlives Python references."""
-
-
-class GradientCarrier(ABC):
+class GradientCarrier(Carrier, ABC):
     """What brings gradients to other hosts, on GPUs."""
 
     @abstractmethod
@@ -67,16 +69,6 @@ class GradientCarrier(ABC):
     @abstractmethod
     def receive(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message of the `slot`-th rank that sends here, and return it."""
-
-    def skip(self, status: torch.Tensor) -> bool:
-        """Take an epoch without messages, if they have epochs; else return False, and the hosts do so alone."""
-        return False
-
-    def check(self) -> None:  # noqa: B027  a collective records nothing
-        """Raise what a kernel has recorded."""
-
-    def close(self) -> None:  # noqa: B027  nor has it anything to release
-        """Release what outlives Python references."""
 
 
 def rows_of_ranks(rows: torch.Tensor, host: range, batch: BatchSizes) -> Windows:
@@ -104,8 +96,7 @@ class PooledByCollective(PooledCarrier):
     def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
         """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
         if batch not in self._windows:
-            if len(self._windows) == _MOST_SIZES:
-                self._windows.clear()
+            make_room(self._windows)
             by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
             self._windows[batch] = [
                 (host, rows_of_ranks(by_host[host].within(self._buffers.sent), host, batch))

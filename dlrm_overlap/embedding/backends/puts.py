@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.device.lookup import DeviceLookup
 from dlrm_overlap.embedding.device.peers import ready_flags
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.crossing import Crossing, Message, Messages
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
 from dlrm_overlap.embedding.protocol.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, tuning_for
@@ -36,7 +36,6 @@ from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_arrived
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
 
-_MOST_SIZES = 64  # batch sizes whose addresses stay in memory
 _ALIGNMENT_BYTES = 256
 
 
@@ -93,11 +92,8 @@ class MessageHeap:
 
     def outgoing(self, number: int, message: Message, parity: int) -> Outgoing:
         """Return the same as kernels take it, and where it goes."""
-        slot, sent = (
-            replace(self.reach, rank=message.peer).sources.index(self.reach.rank),
-            self._sent_at(number, parity),
-        )
-        signals = self._signals_at(slot, parity)
+        slot = replace(self.reach, rank=message.peer).sources.index(self.reach.rank)
+        sent, signals = self._sent_at(number, parity), self._signals_at(slot, parity)
         return Outgoing(self._begin + sent, self._received_at(slot, parity) - sent, signals, message.peer)
 
     def arrived(self, slot: int, message: Message, parity: int) -> torch.Tensor:
@@ -201,8 +197,7 @@ class PooledByPuts(PooledCarrier):
     def _rows(self, batch: BatchSizes) -> dict[tuple[int, int], Windows]:
         """Return, by number of the other host and parity, where its ranks' rows begin in the message to it."""
         if batch not in self._tables:
-            if len(self._tables) == _MOST_SIZES:
-                self._tables.clear()
+            make_room(self._tables)
             messages = self._crossing.pooled(batch).sent
             self._tables[batch] = {
                 (number, parity): rows_of_ranks(self._heap.staged(number, message, parity), message.host, batch)

@@ -9,13 +9,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
-
-_MOST_SIZES = 64  # batch sizes whose first samples stay in memory
 
 
 class DeviceLookup:
@@ -72,8 +70,7 @@ class DeviceLookup:
         key = batch, ranks
         found = self._first_samples.get(key)
         if found is None:
-            if len(self._first_samples) >= _MOST_SIZES:
-                self._first_samples.clear()
+            make_room(self._first_samples)
             first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
             found = torch.tensor(first, dtype=torch.int32, device=self._device)
             self._first_samples[key] = found

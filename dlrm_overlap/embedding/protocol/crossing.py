@@ -26,11 +26,10 @@ import torch
 from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes
+from dlrm_overlap.embedding.protocol.step import BatchSizes, make_room
 from dlrm_overlap.embedding.protocol.windows import WindowSpec
 
 _ROW_BYTES = 16  # divide every row, so that kernels read and write 16 bytes at a time
-_MOST_SIZES = 64  # batch sizes whose messages are remembered
 
 
 class Message(NamedTuple):
@@ -123,8 +122,7 @@ class Crossing:
         received: Sequence[tuple[int, int]],
     ) -> None:
         """Keep the messages whose rows and pitches these are."""
-        if len(known) == _MOST_SIZES:
-            known.clear()
+        make_room(known)
         reach = self.reach
         to = [reach.relay(reach.rank, host) for host in self._other_hosts]
         known[batch] = Messages(self._laid_out(to, sent), self._laid_out(reach.sources, received))

@@ -1,6 +1,6 @@
 """One step through the embedding stage: its batch, and what its parts hand on to each other."""
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+_MOST_SIZES = 64  # batch sizes of which something is remembered: they rarely change
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +26,17 @@ class BatchSizes:
     """samples of the rank that has most"""
 
     @staticmethod
-    @lru_cache(maxsize=64)  # they rarely change
+    @lru_cache(maxsize=_MOST_SIZES)
     def of(per_rank: tuple[int, ...]) -> "BatchSizes":
         """Return the sizes with what follows from them; the same object for the same sizes."""
         first = (0, *accumulate(per_rank))
         return BatchSizes(per_rank, first, first[-1], max(per_rank))
+
+
+def make_room(known: MutableMapping[Any, Any]) -> None:
+    """Forget all that is `known` by batch sizes when that is for as many as are kept, before one more is added."""
+    if len(known) >= _MOST_SIZES:
+        known.clear()
 
 
 class UpdateRule(NamedTuple):
