@@ -127,9 +127,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if an output was wrong; no time of that contender is told.
     """
-    ranks.connect()
-    group, device = dist.group.WORLD, ranks.device
-    assert isinstance(group, dist.ProcessGroup)
+    group, device = ranks.connect(), ranks.device
     sizes_mb = request.sizes_on(device.type)
     capacity_bytes = max(sizes_mb) * _MB * group.size()
     contenders = make_contenders(request.contenders, group, device, capacity_bytes, request.store_programs)

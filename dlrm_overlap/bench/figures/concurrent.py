@@ -93,9 +93,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if a communication's result is wrong, in which case no time is reported.
     """
-    ranks.connect()
-    group, device = dist.group.WORLD, ranks.device
-    assert isinstance(group, dist.ProcessGroup)
+    group, device = ranks.connect(), ranks.device
     measured = _Measured(request, group, device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []

@@ -96,7 +96,7 @@ def test_the_limit_by_memory_by_hand() -> None:
 
 def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_of_one: dist.ProcessGroup) -> None:
     request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=2)
-    ranks = SimpleNamespace(connect=lambda: None, device=CPU, world=SimpleNamespace(rank=0))
+    ranks = SimpleNamespace(connect=lambda: world_of_one, device=CPU, world=SimpleNamespace(rank=0))
     assert concurrent.run(request, cast(Ranks, ranks)) == 0
     with request.output.open(newline="") as file:
         rows = list(csv.DictReader(file))
