@@ -1,5 +1,6 @@
 """What all tests share: the sample data, and starting ranks."""
 
+import csv
 import json
 import os
 import resource
@@ -133,6 +134,12 @@ def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path
     result = run_quickstart(folder, name, nproc, *options)
     assert result.returncode == 0, result.stderr
     return folder / name
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def read_metrics(run: Path, key: str) -> dict[int, float]:

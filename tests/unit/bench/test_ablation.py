@@ -1,6 +1,5 @@
 """The ablation of the whole step: one thing more or less, measured beside its reference."""
 
-import csv
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.ranks import Ranks
+from tests.conftest import read_rows
 from tests.distributed.workers import quickstart
 
 
@@ -55,8 +55,7 @@ def test_groups_take_turns_with_both_references(
     )
     world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
     assert ablation.run(request, Ranks(config, None, world, torch.device("cpu"))) == 0
-    with request.output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(request.output)
     assert [(row["group"], row["contender"], row["reference"], row["plan"]) for row in rows] == [
         ("0", "torchrec", "torchrec", "auto"),
         ("0", "pgas_graph", "pgas_graph", "auto"),

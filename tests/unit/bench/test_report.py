@@ -8,6 +8,7 @@ from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import append_row
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.doctor import environment
+from tests.conftest import read_rows
 
 
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -22,16 +23,14 @@ def test_rows_of_a_file_that_has_no_commands_yet_stay_without(tmp_path: Path, mo
     output = tmp_path / "rows.csv"
     monkeypatch.setattr("sys.argv", ["dlrm-overlap", "bench", "x", "--title", "two words"])
     append_row(output, {"steps": 4})
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(output)
     assert rows[0].pop("command") == "dlrm-overlap bench x --title 'two words' --nproc 1"
     with output.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     append_row(output, {"steps": 5})
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(output)
     assert [(row["steps"], row["command"][:14]) for row in rows] == [("4", ""), ("5", "dlrm-overlap b")]
 
 
@@ -46,8 +45,7 @@ def test_rows_are_appended_and_an_empty_file_is_as_good_as_none(tmp_path: Path) 
     output.touch()
     for steps in (4, 5):
         append_row(output, {"steps": steps, "median_ms": 0.123456})
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(output)
     assert [(row["steps"], row["median_ms"]) for row in rows] == [("4", "0.1235"), ("5", "0.1235")]
     assert all(row["python"] for row in rows)
 

@@ -1,6 +1,5 @@
 """The figure of the whole step: who takes part, what its floor is made of, and when a speedup is told."""
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.model import build_model
 from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.traffic import DenseCounts, DividedCounts, count_dense, count_divided
+from tests.conftest import read_rows
 from tests.distributed.workers import quickstart
 
 CPU = torch.device("cpu")
@@ -180,8 +180,7 @@ def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, St
     ranks = Ranks(quickstart(folder, "run", *SMALL, *options), None, World(0, 0, 1, 1, LOOPBACK, 0, "single"), CPU)
     request = StepRequest("step", folder / "step.csv", contenders=tuple(contenders), steps=6, batches=3)
     code = step.run(request, ranks)
-    with (folder / "step.csv").open(newline="") as file:
-        return code, list(csv.DictReader(file))
+    return code, read_rows(folder / "step.csv")
 
 
 _TORCHREC = {"torchrec": StepContender({"embedding.backend": "torchrec", **EAGER})}

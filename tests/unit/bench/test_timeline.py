@@ -1,6 +1,5 @@
 """The figure of a step's timeline, on a trace whose times are known."""
 
-import csv
 import gzip
 import json
 from pathlib import Path
@@ -19,6 +18,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.observe.trace_summary import Span
 from dlrm_overlap.ranks import Ranks
+from tests.conftest import read_rows
 from tests.distributed.workers import quickstart
 
 _MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
@@ -83,8 +83,7 @@ def test_the_figure_has_a_row_a_rank_and_a_picture(
     config = quickstart(tmp_path, "run", "--train.batch_size", "64", "--train.steps", "4")
     request = TimelineRequest("timeline", tmp_path / "made" / "t.csv", contenders=("pgas",), batches=2)
     assert timeline.run(request, Ranks(config, None, world, torch.device("cpu"))) == 0
-    with request.output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(request.output)
     assert [(row["contender"], row["rank"], row["exposed_fraction"]) for row in rows] == [("pgas", "0", "0.37")]
     assert float(rows[0]["untraced_ms"]) > 0
     picture = ElementTree.parse(tmp_path / "made" / "t.svg").getroot()
