@@ -13,10 +13,8 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
 from dlrm_overlap.data.loader import make_loader, open_datasets
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
-from dlrm_overlap.launching.launcher import LOOPBACK, World
-from dlrm_overlap.trainer import Trainer
 from tests.conftest import read_metrics
-from tests.distributed.workers import quickstart
+from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.data.criteo_lines import random_lines
 
 N, ROWS = 60, 50
@@ -153,8 +151,7 @@ def test_a_run_logs_how_many_there_were(tmp_path: Path, caplog: pytest.LogCaptur
     options += ["--data.tables.count", "26", "--data.tables.multi_hot", "1", "--train.batch_size", "10"]
     options += ["--train.steps", "9", "--train.eval_every", "0", "--data.bad_rows", "skip", "--data.workers", "1"]
     config = quickstart(tmp_path, "run", *options)
-    world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
-    summary = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data)).fit()
+    summary = make_trainer(config).fit()
     assert summary["bad_rows"] == json.loads((tmp_path / "run" / "summary.json").read_text())["bad_rows"] == 3
     counted = read_metrics(tmp_path / "run", "data/bad_rows")
     assert list(counted) == list(range(1, 10))
