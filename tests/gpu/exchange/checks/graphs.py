@@ -13,7 +13,6 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.checkpoint import Checkpointer
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
@@ -22,6 +21,7 @@ from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
 from tests.gpu.exchange.checks.training import (
     SAMPLES,
     assert_agree,
@@ -32,8 +32,6 @@ from tests.gpu.exchange.checks.training import (
 )
 from tests.gpu.exchange.place import Check, Place
 
-TIMEOUT_S = 3.0
-CULPRIT = 1  # the rank that stalls
 _STEPS = 40
 _BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single graph captured, one of a single step
 _BACKENDS = ("pgas", "fused")
@@ -278,22 +276,13 @@ def _check_stalled_peer(place: Place) -> None:
     if place.rank == CULPRIT:
         time.sleep(3 * TIMEOUT_S)
         place.leave()
-    began = time.monotonic()
-    told: BaseException | None = None
-    try:
+
+    def steps() -> None:
         for _ in range(5):
             trainer.step(batches)
-        place.synchronize()
-    except RuntimeError as error:
-        told = error
-        if not isinstance(error, ExchangeTimeoutError):
-            try:
-                trainer._check_exchanges()
-            except ExchangeTimeoutError as recorded:
-                told = recorded
-    assert isinstance(told, ExchangeTimeoutError), told
-    assert f"of rank {CULPRIT}: expected epoch" in str(told), told
-    assert time.monotonic() - began < 4 * TIMEOUT_S
+
+    told = told_in_time(place, trainer._check_exchanges, steps)
+    assert f"of rank {CULPRIT}: expected epoch" in told, told
     place.leave()
 
 
