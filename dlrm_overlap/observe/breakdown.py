@@ -5,11 +5,11 @@ numbers behind it tell comes on top. Of an exchange or an all-reduce they tell w
 looks up rows and puts them to peers at once counts as a lookup, as in `observe.trace_summary`.
 """
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
 
+from dlrm_overlap.observe.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import Span, Work, length, subtract
 
 _OWN_KINDS = {
@@ -23,7 +23,6 @@ _OWN_KINDS = {
 }
 PARTS = (*_OWN_KINDS, "idle")
 _EXPOSED = ("exposed exchange", "exposed all-reduce")
-_PULL = r"_pull_ids"  # of the kind ids, but it moves data between GPUs
 _LOOKS = {  # a grey and a hatch, so that neighbours can be told apart without colours
     "dense": ("#c6dbef", ""),
     "lookup": ("#238b45", ""),
@@ -57,7 +56,7 @@ def break_down(work: list[Work]) -> dict[str, float]:
 
 
 def _part(work: Work) -> str:
-    if re.search(_PULL, work.name):
+    if work.kind == "ids" and work.communicates:
         return "exposed exchange"
     return next(part for part, kinds in _OWN_KINDS.items() if work.kind in kinds)
 
@@ -69,10 +68,10 @@ def exposed_ms(parts: Mapping[str, float]) -> float:
 
 def breakdown_markdown(runs: Mapping[str, Mapping[str, float]]) -> str:
     """Return a Markdown table, a line a run: ms of a traced step in each of `PARTS`, and in all."""
-    lines = [["ms a traced step", *PARTS, "in all"], ["---"] * (len(PARTS) + 2)]
+    lines = [["ms a traced step", *PARTS, "in all"]]
     for name, parts in runs.items():
         lines.append([name, *(f"{parts[part]:.3g}" for part in PARTS), f"{sum(parts.values()):.3g}"])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(lines)
 
 
 def draw_breakdown(runs: Mapping[str, Mapping[str, float]]) -> np.ndarray:
