@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
@@ -25,6 +24,7 @@ from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
 from tests.gpu.exchange.checks.training import (
     SAMPLES,
     assert_agree,
+    check_goes_on,
     make_trainer,
     rows_of,
     small_config,
@@ -155,21 +155,11 @@ def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool =
 
 
 def _check_checkpoint(place: Place, writer: str, reader: str, rows: int = 0) -> None:
-    """Half a run under one pipeline, its checkpoint under the other: the losses of a whole run under the first."""
-    half = _STEPS // 2
+    """A checkpoint of either pipeline is gone on from by the other; tables of at most `rows` are data-parallel."""
     config = small_config(place, "pgas", "adagrad")
     config = replace(config, embedding=replace(config.embedding, data_parallel_rows=rows))
-    first = make_trainer(place, replace(config, train=replace(config.train, pipeline=writer)))
-    train_steps(place, first, 0, half)
-    checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
-    checkpointer.save(half, first.model, first.optimizer)
-    expected = train_steps(place, first, half, _STEPS)
-    _close(place, first)
-    second = make_trainer(place, replace(config, train=replace(config.train, pipeline=reader)))
-    assert checkpointer.load(checkpointer.folder / f"step_{half}", second.model, second.optimizer) == half
-    losses = train_steps(place, second, half, _STEPS)
-    _close(place, second)
-    assert_agree(losses, expected, LOSS_TOLERANCE["adagrad"], f"{writer} then {reader}")
+    first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in (writer, reader))
+    check_goes_on(place, first, second, _STEPS)
 
 
 def _check_learning_rates(place: Place) -> None:
@@ -178,22 +168,9 @@ def _check_learning_rates(place: Place) -> None:
     found: dict[str, list[float]] = {}
     for pipeline in ("torchrec", "graph"):
         trainer = make_trainer(place, replace(config, train=replace(config.train, pipeline=pipeline, warmup_steps=30)))
-        found[pipeline] = _train_by_schedule(place, trainer)
+        found[pipeline] = train_steps(place, trainer, 0, _STEPS)
         _close(place, trainer)
     assert_agree(found["graph"], found["torchrec"], LOSS_TOLERANCE["adagrad"], "graph")
-
-
-def _train_by_schedule(place: Place, trainer: Trainer) -> list[float]:
-    batches = [
-        trainer.train_data.read((step * place.world_size + place.rank) * SAMPLES, SAMPLES) for step in range(_STEPS)
-    ]
-    losses, segment = [], iter(batches)
-    for step in range(_STEPS):
-        trainer.learning_rate.set(step)
-        losses.append(trainer.step(segment).detach().clone())
-    total = torch.stack(losses).cpu()
-    torch.distributed.all_reduce(total, group=place.group)
-    return (total / place.world_size).tolist()
 
 
 def _spoiled(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> Iterator[Batch]:
