@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
@@ -18,6 +17,7 @@ from dlrm_overlap.bench.harness.beside import BesideProduct, time_beside_product
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, close_all
 from dlrm_overlap.bench.harness.limits import forward_limit, measure_ceilings
 from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.rows import report
@@ -76,7 +76,7 @@ def measure_forward(
             agreed = not measured[-1][1]
             del workload
             collect_garbage(device)
-        agreed = _all_agree(agreed, device)  # ranks that took no part wait here
+        agreed = greatest([float(not agreed)], device)[0] == 0.0  # ranks that took no part wait here
         if not agreed:
             break
     if world.rank == 0:
@@ -85,12 +85,6 @@ def measure_forward(
         for rows, faults in measured:
             report(rows, faults, request.output, _headline(rows) if rows else "", [*_SHOWN, *shown])
     return 0 if agreed else 1
-
-
-def _all_agree(agreed: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(agreed), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 def _measure(
