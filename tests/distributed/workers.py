@@ -20,10 +20,9 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import LOOPBACK, World
-from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.trainer import Trainer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, configuration
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -109,7 +108,7 @@ def quickstart(folder: Path, name: str, *options: str) -> Config:
     argv = ["--config", str(ROOT / "configs/quickstart.yaml"), "--train.device", "cpu"]
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
     argv += ["--checkpoint.last", "false"]
-    return parse_config("train", "", [*argv, *options], lambda parser: None)[0]
+    return configuration(*argv, *options)
 
 
 def world_here() -> World:

@@ -4,13 +4,13 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.launching.parsing import parse_config
+from tests.conftest import configuration
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
     """The shape of rehearsals."""
-    return parse_config("", "", ["--config", "configs/bench/tiny.yaml"], lambda parser: None)[0]
+    return configuration("--config", "configs/bench/tiny.yaml")
 
 
 @pytest.fixture(scope="module")
