@@ -41,18 +41,16 @@ def mean_step(work: list[Work], steps: int) -> dict[str, float] | None:
     Example: of a step of 10 ms with products in the first 6, an exchange from 4 to 8 and nothing after it, 6 are dense,
     2 are exposed exchange and 2 idle, if something else ends at 10.
     """
-    return {part: us * 1e-3 / steps for part, us in break_down(work).items()} if work else None
-
-
-def break_down(work: list[Work]) -> dict[str, float]:
-    """Return part -> us from the beginning of the first of `work` to the end of the last, for each of `PARTS`."""
+    if not work:
+        return None
     whole = Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     found, covered = {}, []
     for part in _OWN_KINDS:
         own = [each.span for each in work if _part(each) == part]
         found[part] = length(subtract(own, covered))
         covered += own
-    return found | {"idle": length(subtract([whole], covered))}
+    found["idle"] = length(subtract([whole], covered))
+    return {part: us * 1e-3 / steps for part, us in found.items()}
 
 
 def _part(work: Work) -> str:
