@@ -10,7 +10,7 @@ import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
+from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText
 from dlrm_overlap.data.loader import make_loader, open_datasets
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
 from tests.conftest import read_metrics
@@ -72,6 +72,16 @@ def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> No
     assert _same(data.read(2 * N - 3, 2 * N), clean.read(2 * N - 3, 2 * N)), "past the end"
     with pytest.raises(InputError, match=r"bad/day_0: label of sample 0 is 2\.0, not 0 or 1"):
         CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
+
+
+def test_a_bad_sample_of_multi_hot_arrays_is_replaced_too(tmp_path: Path) -> None:
+    tables = {str(t): np.full((4, 1 + t % 2), t, np.int32) for t in range(26)}
+    tables["3"][2] = ROWS
+    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **tables)  # pyright: ignore[reportArgumentType]
+    np.save(tmp_path / "day_0_dense.npy", np.zeros((4, 13), np.float32))
+    np.save(tmp_path / "day_0_labels.npy", np.array([[0], [1], [0], [1]], np.int32))
+    batch = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS), "skip").read(0, 4)
+    assert (batch.stand_ins, batch.labels.tolist()) == (1, [0, 1, 1, 1])
 
 
 def test_held_out_samples_and_those_to_train_on_never_stand_in_for_each_other(tmp_path: Path) -> None:
