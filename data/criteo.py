@@ -119,7 +119,7 @@ class CriteoMultihot(Days):
         for day in days:
             if (found := [ids.shape[1] for ids in day.ids]) != first:
                 raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
-        super().__init__(days, _per_table(tables.rows), tables.max_rows)
+        super().__init__(days, _per_table(tables.rows), tables.max_rows, bad_rows)
 
     def __reduce__(self) -> tuple:
         return type(self), self._arguments, {"_borders": self._borders}

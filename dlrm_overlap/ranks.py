@@ -20,6 +20,7 @@ from dlrm_overlap.launching.watch import Progress
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from dlrm_overlap.trainer import Trainer
 
@@ -40,8 +41,8 @@ class Ranks:
     progress: Progress = field(default_factory=Progress)
     end: EndRequest = field(default_factory=EndRequest)
 
-    def connect(self) -> None:
-        """Start the log and make the process group, unless that is done."""
+    def connect(self) -> "dist.ProcessGroup":
+        """Start the log and make the process group, unless that is done; return the group, which all ranks are in."""
         import torch.distributed as dist
         from rich.console import Console
 
@@ -53,6 +54,9 @@ class Ranks:
             wait_s = self.config.embedding.wait_timeout_s
             process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
             process_group.watch_ranks(self.world, wait_s, self.progress)
+        group = dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def trainer(
         self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None, resumes: bool = False

@@ -1,5 +1,6 @@
 """What all tests share: the sample data, and starting ranks."""
 
+import csv
 import json
 import os
 import resource
@@ -8,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from dlrm_overlap.config import Config
+from dlrm_overlap.launching.parsing import parse_config
 
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes of tests
@@ -41,6 +46,27 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    """Wait until `condition` holds, or fail with `what` there is meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs, or is stopped; one that has ended does not, though its parent has yet to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def configuration(*argv: str) -> Config:
+    """Return what a command line of keys makes of the configuration."""
+    return parse_config("test", "", argv, lambda parser: None)[0]
 
 
 @contextmanager
@@ -133,6 +159,12 @@ def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path
     result = run_quickstart(folder, name, nproc, *options)
     assert result.returncode == 0, result.stderr
     return folder / name
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def read_metrics(run: Path, key: str) -> dict[int, float]:

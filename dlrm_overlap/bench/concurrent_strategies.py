@@ -7,6 +7,7 @@ issue or by streams, partitions of the multiprocessors, and copies by DMA engine
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dlrm_overlap.bench.names import check_names
 from dlrm_overlap.config import InputError
 
 SHARES = (12, 20, 28)
@@ -79,8 +80,6 @@ def check_left_out(names: Sequence[str]) -> None:
         InputError: for a name that is none, or if none is left.
     """
     known = dict.fromkeys(strategy.name for strategy in all_strategies())
-    for name in names:
-        if name not in known:
-            raise InputError(f"--without {name}: not a strategy; known: {', '.join(known)}")
+    check_names("--without", names, known, "a strategy", once=False)
     if known.keys() <= set(names):
         raise InputError("--without: every strategy is left out; leave one in")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jsonargparse.typing import PositiveInt
 
+from dlrm_overlap.bench.names import check_names
 from dlrm_overlap.bench.request import Request, option
 from dlrm_overlap.config import Config, InputError
 
@@ -42,13 +43,8 @@ class GemmRequest(Request):
     needs_peers = True
 
     def __post_init__(self) -> None:
-        known = ("all_gather", "reduce_scatter")
-        for name in self.operators:
-            if name not in known:
-                raise InputError(f"--operators {name}: not an operator; known: {', '.join(known)}")
-        for name in self.contenders:
-            if name not in GEMM_CONTENDERS:
-                raise InputError(f"--contenders {name}: takes no part; known: {', '.join(GEMM_CONTENDERS)}")
+        check_names("--operators", self.operators, ("all_gather", "reduce_scatter"), "an operator", once=False)
+        check_names("--contenders", self.contenders, GEMM_CONTENDERS, "a contender", once=False)
         if "serial" not in self.contenders:
             raise InputError("--contenders: serial is left out, but others are compared with it; add it")
 

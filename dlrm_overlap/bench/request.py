@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.bench.concurrent_strategies import check_left_out
-from dlrm_overlap.bench.step_contenders import check_contenders
+from dlrm_overlap.bench.names import check_names
 from dlrm_overlap.config import Config, InputError
 
 
@@ -117,13 +117,9 @@ class CollectivesRequest(Request):
     needs_peers = True
 
     def __post_init__(self) -> None:
-        check_contenders(self.contenders, dict.fromkeys(COLLECTIVE_CONTENDERS))
-        for option, names, known in (
-            ("operations", self.operations, ("all_to_all", "all_gather")),
-            ("beside", self.beside, ("nothing", "compute")),
-        ):
-            if unknown := [name for name in names if name not in known]:
-                raise InputError(f"--{option} {unknown[0]}: not known; take some of {', '.join(known)}")
+        check_names("--contenders", self.contenders, COLLECTIVE_CONTENDERS, "a contender")
+        check_names("--operations", self.operations, ("all_to_all", "all_gather"), "an operation", once=False)
+        check_names("--beside", self.beside, ("nothing", "compute"), "known", once=False)
 
     def sizes_on(self, device_type: str) -> tuple[int, ...]:
         """Return the sizes to measure on such a device, of 2^20 bytes to each peer."""

@@ -5,6 +5,7 @@ from typing import ClassVar, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveInt
 
+from dlrm_overlap.bench.names import check_names
 from dlrm_overlap.bench.request import Request, option
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
@@ -155,8 +156,4 @@ class BackwardRequest(StageRequest):
 
     def __post_init__(self) -> None:
         known = get_args(get_type_hints(EmbeddingConfig)["optimizer"])
-        for name in self.optimizers:
-            if name not in known:
-                raise InputError(f"--optimizers {name}: not an optimizer of the tables; known: {', '.join(known)}")
-        if len(set(self.optimizers)) < len(self.optimizers):
-            raise InputError(f"--optimizers {' '.join(self.optimizers)}: one is there twice; name each once")
+        check_names("--optimizers", self.optimizers, known, "an optimizer of the tables")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config
 
 _GPU_ONLY = ("train.graph_dense",)
 
@@ -113,19 +113,6 @@ ABLATION: Mapping[str, Mapping[str, str]] = {
         "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
     },
 }
-
-
-def check_contenders(names: tuple[str, ...], known: Mapping[str, Any]) -> None:
-    """Check the values of an option `--contenders`.
-
-    Raises:
-        InputError: if a name is unknown or there twice.
-    """
-    for name in names:
-        if name not in known:
-            raise InputError(f"--contenders {name}: not a contender; known: {', '.join(known)}")
-    if len(set(names)) < len(names):
-        raise InputError(f"--contenders {' '.join(names)}: one is there twice; name each once")
 
 
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:

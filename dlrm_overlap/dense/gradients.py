@@ -74,7 +74,7 @@ class GradientBuckets:
         assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._least = -(-bucket_bytes // dtype.itemsize)
-        self._reduction = _open_reduction(flat, group, dtype, stores if self._ranks > 1 else None)
+        self._reduction = open_reduction(flat, group, dtype, stores if self._ranks > 1 else None)
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
@@ -245,7 +245,7 @@ def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
     complete(name)
 
 
-def _open_reduction(
+def open_reduction(
     flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
 ) -> Reduction:
     """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""

@@ -5,11 +5,11 @@ numbers behind it tell comes on top. Of an exchange or an all-reduce they tell w
 looks up rows and puts them to peers at once counts as a lookup, as in `observe.trace_summary`.
 """
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
 
+from dlrm_overlap.observe.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import Span, Work, length, subtract
 
 _OWN_KINDS = {
@@ -23,7 +23,6 @@ _OWN_KINDS = {
 }
 PARTS = (*_OWN_KINDS, "idle")
 _EXPOSED = ("exposed exchange", "exposed all-reduce")
-_PULL = r"_pull_ids"  # of the kind ids, but it moves data between GPUs
 _LOOKS = {  # a grey and a hatch, so that neighbours can be told apart without colours
     "dense": ("#c6dbef", ""),
     "lookup": ("#238b45", ""),
@@ -42,22 +41,20 @@ def mean_step(work: list[Work], steps: int) -> dict[str, float] | None:
     Example: of a step of 10 ms with products in the first 6, an exchange from 4 to 8 and nothing after it, 6 are dense,
     2 are exposed exchange and 2 idle, if something else ends at 10.
     """
-    return {part: us * 1e-3 / steps for part, us in break_down(work).items()} if work else None
-
-
-def break_down(work: list[Work]) -> dict[str, float]:
-    """Return part -> us from the beginning of the first of `work` to the end of the last, for each of `PARTS`."""
+    if not work:
+        return None
     whole = Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     found, covered = {}, []
     for part in _OWN_KINDS:
         own = [each.span for each in work if _part(each) == part]
         found[part] = length(subtract(own, covered))
         covered += own
-    return found | {"idle": length(subtract([whole], covered))}
+    found["idle"] = length(subtract([whole], covered))
+    return {part: us * 1e-3 / steps for part, us in found.items()}
 
 
 def _part(work: Work) -> str:
-    if re.search(_PULL, work.name):
+    if work.kind == "ids" and work.communicates:
         return "exposed exchange"
     return next(part for part, kinds in _OWN_KINDS.items() if work.kind in kinds)
 
@@ -69,10 +66,10 @@ def exposed_ms(parts: Mapping[str, float]) -> float:
 
 def breakdown_markdown(runs: Mapping[str, Mapping[str, float]]) -> str:
     """Return a Markdown table, a line a run: ms of a traced step in each of `PARTS`, and in all."""
-    lines = [["ms a traced step", *PARTS, "in all"], ["---"] * (len(PARTS) + 2)]
+    lines = [["ms a traced step", *PARTS, "in all"]]
     for name, parts in runs.items():
         lines.append([name, *(f"{parts[part]:.3g}" for part in PARTS), f"{sum(parts.values()):.3g}"])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(lines)
 
 
 def draw_breakdown(runs: Mapping[str, Mapping[str, float]]) -> np.ndarray:

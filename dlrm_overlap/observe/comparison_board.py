@@ -12,6 +12,7 @@ from typing import Any
 from dlrm_overlap.observe.agreement import Losses
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown
 from dlrm_overlap.observe.tensorboard import TensorBoard
+from dlrm_overlap.observe.text_table import markdown_table
 
 DIFFERENCE = "compare/loss_difference"
 LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
@@ -68,7 +69,7 @@ def comparison_markdown(comparison: Mapping[str, Any]) -> str:
     Further runs of the reference come last: their ratios show how far two runs of the same thing are apart.
     """
     head = ["backend", "step p50, ms", "p95, ms", "speedup", "95% interval", "samples/s", "losses"]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for name, result in comparison["backends"].items():
         interval = result["speedup_interval"]
         lines.append(
@@ -84,7 +85,7 @@ def comparison_markdown(comparison: Mapping[str, Any]) -> str:
     for name, run in comparison["noise"]["runs"].items() if comparison["noise"] else ():
         ratio = reference_ms / run["step_ms_p50"] if reference_ms and run["step_ms_p50"] else None
         lines.append([name, _digits(run["step_ms_p50"]), "-", _digits(ratio), "-", "-", "the reference again"])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(lines)
 
 
 def _digits(value: float | None) -> str:

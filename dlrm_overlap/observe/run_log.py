@@ -28,7 +28,8 @@ from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
-from dlrm_overlap.observe.tensorboard import TensorBoard, markdown_table
+from dlrm_overlap.observe.tensorboard import TensorBoard
+from dlrm_overlap.observe.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 from dlrm_overlap.storage.branches import newest_checkpoint
@@ -138,7 +139,8 @@ class RunLog:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
             self._board.text("plan", describe_plan(plan))
-            self._board.text("environment", markdown_table(self.versions | {"launch": world.describe()}))
+            told = self.versions | {"launch": world.describe()}
+            self._board.text("environment", markdown_table([("key", "value"), *told.items()]))
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -66,8 +66,3 @@ class TensorBoard:
         except OSError as error:  # of its thread, which has ended: no later event would be written
             log.warning("TensorBoard: events cannot be written (%s); the run goes on without", error.strerror)
             self._writer = None
-
-
-def markdown_table(values: Mapping[str, Any]) -> str:
-    """Return a two-column Markdown table."""
-    return "\n".join(["| key | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in values.items())])

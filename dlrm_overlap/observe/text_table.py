@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and as Markdown."""
 
 from collections.abc import Sequence
 
@@ -14,6 +14,12 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
         numbers = all(map(_is_number, cells[1:]))
         columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return the table of `lines`, the first of which is its header, as Markdown."""
+    head, *others = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *others])
 
 
 def _is_number(cell: str) -> bool:

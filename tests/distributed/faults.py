@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import PYTHON_PATH, ROOT
+from tests.conftest import PYTHON_PATH, ROOT, wait_until
 from tests.distributed.launchers import MPI_AS_ROOT, find_mpirun
 
 _FAULT, _MARK = "TEST_FAULT", "TEST_FAULT_RUN"
@@ -160,10 +160,8 @@ class Run:
             time.sleep(0.02)
         assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
         names = [name for name in os.listdir("/dev/shm") if name.startswith(("dlrm_overlap", "sem."))]
-        deadline = time.monotonic() + 5  # other programs on this machine may make semaphores, for a moment
-        while any(Path("/dev/shm", name).exists() for name in names):
-            assert time.monotonic() < deadline, names
-            time.sleep(0.05)
+        # Other programs on this machine may make semaphores, for a moment.
+        wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names), 5, f"{names} stay")
 
 
 def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc") -> Run:

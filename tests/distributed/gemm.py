@@ -1,4 +1,4 @@
-"""Cases of `test_gemm`: products with their communication inside, forward and gradients, against float64."""
+"""Cases of `test_collectives`: products with their communication inside, forward and gradients, against float64."""
 
 import random
 import time

@@ -1,39 +1,40 @@
 """The benchmarks run, and append comparable rows."""
 
-import csv
 import shutil
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from dlrm_overlap.bench.step_contenders import USUAL
-from tests.conftest import run_cli
+from tests.conftest import read_rows, run_cli
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
+def _bench(
+    folder: Path, kind: str, *options: str, config: str = "bench/tiny", nproc: int = 2, timeout_s: float = 120
+) -> tuple[list[dict[str, str]], CompletedProcess[str]]:
+    """Return the rows that the figure `kind` has appended on CPU ranks, and what it has said."""
+    output = folder / "rows" / f"{kind}.csv"
+    argv = ["bench", kind, "--config", f"configs/{config}.yaml", "--nproc", str(nproc), "--train.device", "cpu"]
+    result = run_cli(*argv, *options, "--output", str(output), timeout_s=timeout_s)
+    assert result.returncode == 0, result.stderr
+    return read_rows(output), result
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
-    output = tmp_path / "rows" / "input.csv"
-    argv = ["bench", "input", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--steps", "8", "--data.workers", workers, "--data.prefetch", "2", "--output", str(output)]
-    result = run_cli(*argv)
-    assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    options = ["--steps", "8", "--data.workers", workers, "--data.prefetch", "2"]
+    (row,), _ = _bench(tmp_path, "input", *options, config="quickstart")
     assert (row["steps"], row["workers"], row["world_size"], row["samples_per_rank"]) == ("8", workers, "2", "512")
     ratio = float(row["loaded_mean_ms"]) / float(row["cached_mean_ms"])
     assert float(row["loaded_to_cached"]) == pytest.approx(ratio, rel=1e-2)
     assert float(row["cached_p10_ms"]) <= float(row["cached_median_ms"]) <= float(row["cached_p90_ms"])
 
 
-@pytest.mark.slow
 def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
-    output = tmp_path / "stage.csv"
-    argv = ["bench", "stage", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    result = run_cli(*argv, "--iterations", "3", "--beside_product", "--output", str(output))
-    assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows, _ = _bench(tmp_path, "stage", "--iterations", "3", "--beside_product")
     assert [row["contender"] for row in rows] == [
         "baseline", "nccl_chunked_2", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"
     ]  # fmt: skip
@@ -60,7 +61,6 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         assert float(row["fraction_of_ideal"]) == pytest.approx(faster / ideal, rel=2e-2, abs=2e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "widths"),
     [
@@ -72,13 +72,7 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
 def test_backward_measures_all_contenders_under_each_optimizer(
     tmp_path: Path, options: list[str], widths: tuple[int, int]
 ) -> None:
-    output = tmp_path / "backward.csv"
-    argv = ["bench", "backward", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--optimizers", "sgd", "adagrad", "--iterations", "3", "--output", str(output), *options]
-    result = run_cli(*argv)
-    assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows, _ = _bench(tmp_path, "backward", "--optimizers", "sgd", "adagrad", "--iterations", "3", *options)
     contenders = [(row["optimizer"], row["contender"]) for row in rows]
     exact = [("sgd", name) for name in ("baseline", "push", "push_exposed", "dma", "atomic")]
     assert contenders == exact + [("adagrad", name) for _, name in exact[:4]]
@@ -110,17 +104,10 @@ def test_backward_measures_all_contenders_under_each_optimizer(
         assert rows[0]["packing"] == "by_owner"
 
 
-@pytest.mark.slow
 def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp_path: Path) -> None:
-    output = tmp_path / "sweep.csv"
-    argv = ["bench", "sweep", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--data.tables.count", "5", "--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64"]
-    argv += ["--iterations", "1", "--output", str(output)]
-    result = run_cli(*argv)
-    assert result.returncode == 0, result.stderr
+    options = ["--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64", "--iterations", "1"]
+    rows, result = _bench(tmp_path, "sweep", "--data.tables.count", "5", *options)
     assert "the GPU's time alone, it pays at " in result.stdout
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     names = ("baseline", "nccl_chunked_2", "pgas", "fused")
     found = [(row["dim"], row["pooling_factor"], row["contender"]) for row in rows]
     assert found == [(dim, pooling, name) for dim in ("8", "16") for pooling in ("1", "4") for name in names]
@@ -133,15 +120,8 @@ def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp
                 assert float(row[column]) == pytest.approx(strongest / float(row[time]), rel=1e-2)
 
 
-@pytest.mark.slow
 def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
-    output = tmp_path / "strong.csv"
-    argv = ["bench", "strong", "--config", "configs/bench/tiny.yaml", "--nproc", "3", "--train.device", "cpu"]
-    argv += ["--train.global_batch_size", "96", "--iterations", "1", "--output", str(output)]
-    result = run_cli(*argv)
-    assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows, _ = _bench(tmp_path, "strong", "--train.global_batch_size", "96", "--iterations", "1", nproc=3)
     assert [row["world_size"] for row in rows] == [ranks for ranks in "12" for _ in range(5)]  # powers of two
     alone = {row["contender"]: float(row["median_ms"]) for row in rows if row["world_size"] == "1"}
     for row in rows:
@@ -149,16 +129,10 @@ def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> N
         assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: Path) -> None:
-    output = tmp_path / "step.csv"
-    argv = ["bench", "step", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--train.batch_size", "64", "--steps", "8", "--batches", "3", "--pinned_host", "--output", str(output)]
-    result = run_cli(*argv, timeout_s=400)
-    assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3", "--pinned_host"]
+    rows, _ = _bench(tmp_path, "step", *options, config="quickstart", timeout_s=400)
     contenders = [(row["pinned_host"], row["contender"]) for row in rows]
     assert contenders == [(pinned, name) for pinned in ("False", "True") for name in USUAL]
     for row in rows:
@@ -177,16 +151,10 @@ def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: 
         assert float(row["speedup_over_torchrec"]) == pytest.approx(speedup, rel=1e-2)
 
 
-@pytest.mark.slow
 def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
-    output = tmp_path / "concurrent.csv"
-    argv = ["bench", "concurrent", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    result = run_cli(*argv, "--repetitions", "3", "--output", str(output))
-    assert result.returncode == 0, result.stderr
+    rows, result = _bench(tmp_path, "concurrent", "--repetitions", "3")
     assert "a CPU has no streams or multiprocessors to share; left are serial, plain, dma" in result.stderr
     assert result.stdout.splitlines()[0].startswith("9 cases on 2 ranks (")
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     assert [row["strategy"] for row in rows] == ["serial", "plain", "dma"] * 9
     for row in rows:
         # Each rank sends half of its 0.25 MB to the other, an all-reduce twice.
@@ -196,16 +164,10 @@ def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
         assert float(row["speedup"]) == pytest.approx(both_ms / float(row["together_ms"]), rel=1e-2)
 
 
-@pytest.mark.slow
 def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
-    output = tmp_path / "collectives.csv"
-    argv = ["bench", "collectives", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    argv += ["--contenders", "nccl", "nccl_registered", "dma", "stores", "auto", "--sizes_mb", "1", "--iterations", "3"]
-    argv += ["--operations", "all_gather", "all_to_all"]
-    result = run_cli(*argv, "--output", str(output))
-    assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    options = ["--contenders", "nccl", "nccl_registered", "dma", "stores", "auto", "--sizes_mb", "1"]
+    options += ["--iterations", "3", "--operations", "all_gather", "all_to_all"]
+    rows, _ = _bench(tmp_path, "collectives", *options)
     found = [(row["operation"], row["beside"], row["contender"]) for row in rows]
     beside, names = ("nothing", "compute"), ("nccl", "dma", "stores", "auto")
     assert found == [(each, other, name) for each in ("all_gather", "all_to_all") for other in beside for name in names]
@@ -216,15 +178,9 @@ def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
         assert (row["product_ms"] != "") == (row["beside"] == "compute")
 
 
-@pytest.mark.slow
 def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
-    output = tmp_path / "gemm.csv"
-    argv = ["bench", "gemm", "--config", "configs/bench/tiny.yaml", "--nproc", "2", "--train.device", "cpu"]
-    result = run_cli(*argv, "--shapes", "16x24x32", "--repetitions", "2", "--output", str(output))
-    assert result.returncode == 0, result.stderr
+    rows, result = _bench(tmp_path, "gemm", "--shapes", "16x24x32", "--repetitions", "2")
     assert "2 ranks on cpu" in result.stdout
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     operators = ("all_gather", "reduce_scatter")
     names = ("serial", "auto")
     assert [(row["operator"], row["contender"]) for row in rows] == [

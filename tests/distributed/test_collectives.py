@@ -1,27 +1,30 @@
-"""Two ranks, or three, send each other rows into memory that they share."""
+"""Two ranks, or three, send each other rows into memory that they share, and multiply with that inside the product."""
 
 from collections.abc import Callable
 
 import pytest
 
-from tests.distributed import collectives
+from tests.distributed import collectives, gemm
 from tests.distributed.workers import cases_on_ranks
+
+pytestmark = pytest.mark.slow
+
+CASES = {f"products, {name}": run for name, run in gemm.QUICK.items()}
+CASES |= {f"collectives, {name}": run for name, run in collectives.QUICK.items()}
 
 
 def _run(case: str) -> None:
-    collectives.QUICK[case]()
+    CASES[case]()
 
 
-two_ranks, three_ranks = (cases_on_ranks(world_size, _run, list(collectives.QUICK)) for world_size in (2, 3))
+two_ranks, three_ranks = (cases_on_ranks(world_size, _run, list(CASES)) for world_size in (2, 3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", collectives.QUICK)
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
     two_ranks(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", collectives.QUICK)
+@pytest.mark.parametrize("case", CASES)
 def test_three_ranks(three_ranks: Callable[[str], None], case: str) -> None:
     three_ranks(case)

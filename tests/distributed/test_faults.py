@@ -13,10 +13,11 @@ from tests.conftest import read_metrics
 from tests.distributed.faults import children_of, fail_at, sockets_of, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
 
+pytestmark = pytest.mark.slow
+
 FOREVER = ["--train.steps", "1000000"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "rank"), [*product(("torchrec", "pgas", "fused"), (0, 1)), ("nccl", 1)])
 def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path, backend: str, rank: int) -> None:
     options = ["--embedding.backend", backend, "--embedding.wait_timeout_s", "10"]
@@ -33,7 +34,6 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path, backend: str
     assert len(set(waited)) + len(stood) == 1, errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torchrec", "pgas"])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_path: Path, backend: str) -> None:
     steps = ["--train.steps", "60", "--log.every", "1", "--embedding.backend", backend]
@@ -52,7 +52,6 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_p
     assert asked == whole
 
 
-@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing_even_if_a_loader_process_is_stopped(tmp_path: Path) -> None:
     run = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "stop_reader"))
     run.wait_for("step 10:")
@@ -62,7 +61,6 @@ def test_a_killed_launcher_leaves_nothing_even_if_a_loader_process_is_stopped(tm
     assert code == -signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_ranks_listen_on_loopback_alone_and_loader_processes_hold_no_socket(tmp_path: Path) -> None:
     run = train(tmp_path, *FOREVER)
     run.wait_for("step 10:")
@@ -78,7 +76,6 @@ def test_ranks_listen_on_loopback_alone_and_loader_processes_hold_no_socket(tmp_
     assert sockets == [[], []]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_at_once(tmp_path: Path, rank: int) -> None:
     run = train(tmp_path, *FOREVER, fault=fail_at(rank, 12, "kill"))
@@ -90,7 +87,6 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path, rank: int) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("how", "told"),
@@ -106,7 +102,6 @@ def test_a_loader_process_that_died_or_stopped_ends_the_run_in_one_line(
     assert re.match(rf"dlrm-overlap: loader process 0 of 1 \(pid \d+\) .*{told}", line)
 
 
-@pytest.mark.slow
 def test_sigusr1_to_the_launcher_lets_the_ranks_save(tmp_path: Path) -> None:
     run = train(tmp_path, *FOREVER)
     run.wait_for("step 10:")
@@ -117,7 +112,6 @@ def test_sigusr1_to_the_launcher_lets_the_ranks_save(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / f"step_{step}").is_dir()
 
 
-@pytest.mark.slow
 def test_an_exception_of_one_rank_is_shown_once(tmp_path: Path) -> None:
     code, errors = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "exception")).end(90)
     assert code == 1
@@ -125,7 +119,6 @@ def test_an_exception_of_one_rank_is_shown_once(tmp_path: Path) -> None:
     assert "dlrm-overlap: rank 1 " in errors
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not mpi_is_here(), reason=NO_MPI)
 def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> None:
     code, errors = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "exception"), launcher="mpirun").end(60)
@@ -133,7 +126,6 @@ def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> N
     assert "RuntimeError: injected" in errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "usr1"])
 def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str) -> None:
     run = train(tmp_path, "--train.steps", "40", fault=fail_at(1, 12, how), launcher="torchrun")

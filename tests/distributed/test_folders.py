@@ -26,6 +26,8 @@ from dlrm_overlap.trainer import Trainer
 from tests.conftest import ROOT, read_metrics, run_cli
 from tests.distributed.workers import quickstart, run_ranks, train
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--train.batch_size", "32", "--data.eval_samples", "256", "--train.eval_every", "0", "--data.workers", "0"]
 
 
@@ -122,17 +124,14 @@ def _check_runs(folder: Path) -> None:
         dist.barrier()
 
 
-@pytest.mark.slow
 def test_two_ranks_agree(tmp_path: Path) -> None:
     run_ranks(_check_agreement, 2, tmp_path)
 
 
-@pytest.mark.slow
 def test_runs_of_two_ranks_end_alike(tmp_path: Path) -> None:
     run_ranks(_check_runs, 2, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_second_command_is_refused_while_the_first_lives_and_no_longer(tmp_path: Path) -> None:
     argv = ["--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2"]
     argv += ["--log.dir", str(tmp_path)]
@@ -206,7 +205,6 @@ exit $code
 """
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_while_saving(tmp_path: Path) -> None:
     result = _on_a_small_disk(tmp_path, SAVING)
     full = (tmp_path / "full").read_text()
@@ -217,7 +215,6 @@ def test_a_disk_that_is_full_while_saving(tmp_path: Path) -> None:
     assert list(read_metrics_of(tmp_path / "whole.jsonl")) == list(range(1, 9))
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_while_logging(tmp_path: Path) -> None:
     result = _on_a_small_disk(tmp_path, LOGGING)
     full = (tmp_path / "full").read_text()

@@ -17,17 +17,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
 from tests.distributed.captured import captures
-from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train
-from tests.distributed.workers import cases_on_ranks, quickstart
+from tests.distributed.models import SUM, Model, local_tensors, make_plan, train
+from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 
 SAMPLES = 16
 SHAPE = ["--train.batch_size", str(SAMPLES), "--train.steps", "100", "--data.eval_samples", "80"]
@@ -42,10 +40,8 @@ Losses = list[torch.Tensor]
 
 
 def _trainer(pipeline: str, *options: str) -> Trainer:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     config: Config = quickstart(Path("unused"), "run", *SHAPE, "--train.pipeline", pipeline, *options)
-    world = World(rank, rank, ranks, ranks, LOOPBACK, 1, "nproc")
-    trainer = Trainer(config, world, CPU, *open_datasets(config.data))
+    trainer = make_trainer(config)
     assert isinstance(trainer.pipeline, GraphTrainPipeline) == (pipeline == "graph")
     return trainer
 

@@ -12,10 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.observe.trace_summary import read_events
-from tests.conftest import read_metrics, run_cli, train_quickstart
+from tests.conftest import configuration, read_metrics, run_cli, train_quickstart
 from tests.distributed.workers import quickstart, run_ranks, train
 
 
@@ -59,10 +58,10 @@ def _on_days(folder: Path) -> list[str]:
 def _train_several(folder: Path, whole: Path) -> None:
     """Runs that are about one thing each, on ranks that are started once."""
     epoch = [*_on_days(folder), "--log.dir", str(folder), "--log.name", "epoch"]
-    train(parse_config("train", "", epoch, lambda parser: None)[0])
+    train(configuration(*epoch))
     resolved = ["--config", str(whole / "config.yaml"), "--log.dir", str(folder), "--log.name", "again"]
     resolved += ["--train.steps", "20", "--train.eval_every", "0"]
-    train(parse_config("train", "", resolved, lambda parser: None)[0])
+    train(configuration(*resolved))
     train(quickstart(folder, "early", "--train.eval_every", "20", "--train.target_auroc", "0.7"))
     traced = ["--train.steps", "8", "--log.trace_first", "3", "--log.trace_steps", "2", "--embedding.backend", "pgas"]
     train(quickstart(folder, "traced", *traced))
@@ -160,7 +159,7 @@ def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, several: Path)
 
 def test_steps_to_trace_behind_the_last_are_refused() -> None:
     argv = ["--config", "configs/quickstart.yaml", "--train.steps", "21", "--log.trace_steps", "2"]
-    config, _ = parse_config("train", "", argv, lambda parser: None)
+    config = configuration(*argv)
     train_data, _ = open_datasets(config.data)
     assert total_steps(config, train_data, world_size=2) == 21
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20))

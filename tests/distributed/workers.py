@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import LOOPBACK, World
-from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.trainer import Trainer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, configuration
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -107,14 +108,28 @@ def quickstart(folder: Path, name: str, *options: str) -> Config:
     argv = ["--config", str(ROOT / "configs/quickstart.yaml"), "--train.device", "cpu"]
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
     argv += ["--checkpoint.last", "false"]
-    return parse_config("train", "", [*argv, *options], lambda parser: None)[0]
+    return configuration(*argv, *options)
+
+
+def world_here() -> World:
+    """Return this rank's place in the process group, all of whose ranks are CPU processes of this machine."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return World(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
+
+
+def make_trainer(config: Config) -> Trainer:
+    """Return this rank's trainer; all ranks of the process group call this."""
+    return Trainer(config, world_here(), torch.device("cpu"), *open_datasets(config.data))
+
+
+def ranks_here(config: Config) -> Ranks:
+    """Return what a command's work is given on this rank."""
+    return Ranks(config, SimpleNamespace(), world_here(), torch.device("cpu"))
 
 
 def train(config: Config) -> Path:
     """Train `config` on the ranks of the process group and return the run's folder."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
-    trainer = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data))
+    trainer = make_trainer(config)
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == [config.embedding.backend] * (config.embedding.backend != "torchrec"), f"fell back: {used}"
     trainer.fit()

@@ -5,14 +5,11 @@ against their twins. Then times, in CUDA graphs and in turns: each kernel with s
 and the head, forward and backward, as torch.compile makes them from TorchRec's module and as they are here. Needs no
 pytest.
 
-    --profile    also lists the kernels of both heads, from a trace
     --samples    times the network with these numbers of samples (8192 16384)
 """
 
 import argparse
-import statistics
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +32,7 @@ from dlrm_overlap.kernels.dense.cross import Tiles
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.pipeline import _with_casts, cast_once
 from tests.agreement import assert_near
+from tests.gpu.one_gpu import capture, run_parts, times_us
 
 WIDTH, RANK, LAYERS, SAMPLES = 3456, 512, 3, 8192  # MLPerf's DLRM-DCNv2
 DEVICE = torch.device("cuda", 0)
@@ -157,37 +155,6 @@ def check_kernels(samples: int, width: int, layers: int) -> None:
             for name in ("du", "sums", "dx") if layer == 0 else ("du", "sums"):
                 tolerance = 1e-5 if name == "sums" else 2**-7
                 assert_near(getattr(ours, name), getattr(theirs, name), tolerance, f"{name} of layer {layer}, {tiles}")
-
-
-def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a graph of the step, which is taken three times before."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def times_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 15, replays: int = 4) -> list[float]:
-    """Return the median time of a replay of each graph, in us; they take turns."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken: list[list[float]] = [[] for _ in graphs]
-    for _ in range(rounds):
-        for graph, times in zip(graphs, taken, strict=True):
-            graph.replay()
-            begin.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / replays)
-    return [statistics.median(times) for times in taken]
 
 
 def _repeated(call: Callable[[], Any], count: int = 8) -> torch.cuda.CUDAGraph:
@@ -327,7 +294,7 @@ class HeadStep:
         return loss.detach()
 
 
-def time_head(samples: int, profile: bool) -> None:
+def time_head(samples: int) -> None:
     """Print what the head takes, whole by torch.compile and with `cross`, and how far their gradients part."""
     steps = {"compiled": HeadStep(False, samples), "ours": HeadStep(True, samples)}
     losses = {name: step().item() for name, step in steps.items()}
@@ -339,30 +306,11 @@ def time_head(samples: int, profile: bool) -> None:
     graphs = [capture(step.forward) for step in steps.values()] + [capture(step) for step in steps.values()]
     for name, us in zip(names, times_us(graphs), strict=True):
         print(f"head, {samples} samples, {name:18} {us:7.1f} us")
-    if profile:
-        for name, graph in zip(steps, graphs[2:], strict=True):
-            print(f"kernels of the head, {name}:")
-            _print_kernels(graph)
-
-
-def _print_kernels(graph: torch.cuda.CUDAGraph) -> None:
-    """Print the kernels of a replay in their order, with their times."""
-    graph.replay()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        graph.replay()
-        torch.cuda.synchronize()
-    assert trace.profiler is not None
-    assert trace.profiler.kineto_results is not None
-    events = [event for event in trace.profiler.kineto_results.events() if event.device_type().name == "CUDA"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        print(f"    {event.duration_ns() / 1e3:7.1f} us  {event.name()[:120]}")
 
 
 def main() -> int:
     """Run the checks, then the timings; return 1 if a check failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--samples", type=int, nargs="+", default=[SAMPLES, 2 * SAMPLES])
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -378,26 +326,13 @@ def main() -> int:
     timings: dict[str, Callable[[], Any]] = {
         "kernels": partial(time_kernels, SAMPLES),
         "products": partial(time_products, SAMPLES),
-        "head": partial(time_head, SAMPLES, options.profile),
+        "head": partial(time_head, SAMPLES),
     } | {f"network {samples}": partial(time_network, samples) for samples in options.samples}
-    failed = _run(checks)
+    failed = run_parts(checks)
     if not failed:
         print(f"on {torch.cuda.get_device_name(DEVICE)}:")
-        failed = _run(timings)
+        failed = run_parts(timings)
     return int(failed > 0)
-
-
-def _run(parts: dict[str, Callable[[], Any]]) -> int:
-    """Run all parts, one after a failure of another too, and return how many failed."""
-    failed = 0
-    for name, part in parts.items():
-        try:
-            part()
-            print(f"ok      {name}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
-    return failed
 
 
 if __name__ == "__main__":

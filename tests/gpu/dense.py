@@ -4,9 +4,7 @@ Checks the dense parameters' optimizer against torch.optim, eagerly and in CUDA 
 gradients' buckets, then prints how long an update takes. Needs no pytest.
 """
 
-import statistics
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +18,7 @@ from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.kernels.dense.arguments import STATES
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
+from tests.gpu.one_gpu import capture, run_parts, times_us
 
 SHAPES = {"wide": (1000, 130), "narrow": (3, 7), "bias": (1000,), "scale": ()}
 LR, EPS, STEPS = 0.05, 1e-8, 50
@@ -159,22 +158,15 @@ def time_update(kind: str, shadow: torch.dtype | None, device: torch.device) -> 
     flat = FlatParameters({"weight": nn.Parameter(torch.randn(TIMED_ELEMENTS, device=device))})
     optimizer = FlatOptimizer(flat, kind, LR, EPS, shadow_dtype=shadow)
     flat.gradients.tensor.normal_()
-    optimizer.step()
-    graph, updates = torch.cuda.CUDAGraph(), 10
-    with torch.cuda.graph(graph):
+    updates = 10
+
+    def update() -> None:
         for _ in range(updates):
             optimizer.step()
-    graph.replay()
-    times_ms = []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end) / updates)
+
+    (us,) = times_us([capture(update)])
     moved = TIMED_ELEMENTS * (12 + 8 * len(STATES[kind]) + (shadow.itemsize if shadow else 0))
-    ms = statistics.median(times_ms)
+    ms = us / 1e3 / updates
     rate = f"{moved / 1e6:6.1f} MB, {moved / ms / 1e6:6.0f} GB/s"
     return f"{kind:8} {'bfloat16 shadow' if shadow else 'no shadow':16} {ms:7.4f} ms  {rate}"
 
@@ -197,14 +189,7 @@ def main() -> int:
     }
     for dtype in (torch.float32, torch.bfloat16):
         checks[f"captured step, {dtype}"] = partial(check_captured_step, dtype, device, group)
-    failed = 0
-    for name, check in checks.items():
-        try:
-            check()
-            print(f"ok      {name}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+    failed = run_parts(checks)
     if not failed:
         print(f"{TIMED_ELEMENTS} parameters on {torch.cuda.get_device_name(device)}:")
         for kind in STATES:

@@ -1,12 +1,11 @@
 """The figures of the stage run on the GPUs at hand, at small shapes: outputs agree, rows are there."""
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import run_cli
+from tests.conftest import read_rows, run_cli
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -29,8 +28,7 @@ def test_a_figure_of_the_stage_has_rows_of_its_contenders(kind: str, tmp_path: P
     argv = ["bench", kind, "--config", "configs/bench/small_batch.yaml", "--tables_per_rank", "4", *options]
     result = run_cli(*argv, "--nproc", str(min(GPUS, 4)), "--output", str(output), timeout_s=300)
     assert result.returncode == 0, result.stderr
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(output)
     assert names <= {row["contender"] for row in rows}
     if kind == "volume":
         sent = {name: sum(float(row["bytes"]) for row in rows if row["contender"] == name) for name in names}

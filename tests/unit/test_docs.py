@@ -1,7 +1,6 @@
 """The pages agree with what they speak of: links, names of code, keys, backends, measured rows."""
 
 import ast
-import csv
 import dataclasses
 import json
 import re
@@ -24,6 +23,7 @@ from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import assert_same
+from tests.conftest import read_rows
 from tests.distributed.tiny_stage import Stage
 
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
@@ -142,8 +142,7 @@ def test_readme_names_the_backends_of_the_registry() -> None:
 
 
 def test_readme_and_its_plot_show_the_measured_rows() -> None:
-    with Path("docs/results/stage.csv").open(newline="") as file:
-        measured = list(csv.DictReader(file))
+    measured = read_rows(Path("docs/results/stage.csv"))
     shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
     shown = _table("README.md", "| tables/GPU")
     picture = Path("docs/results/report/stage.svg").read_text()
@@ -159,10 +158,9 @@ def test_auto_is_as_fast_as_the_best_put() -> None:
     """`embedding.put: auto` is at most 3% slower than the fastest of the three, on every shape that was measured."""
     shapes: dict[tuple[str, ...], dict[str, float]] = {}
     for path in sorted(Path("docs/results").glob("puts*.csv")):
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                shape = path.name, row["world_size"], row["tables"], row["dim"], row["multi_hot"]
-                shapes.setdefault(shape, {})[row["contender"]] = float(row["median_ms"])
+        for row in read_rows(path):
+            shape = path.name, row["world_size"], row["tables"], row["dim"], row["multi_hot"]
+            shapes.setdefault(shape, {})[row["contender"]] = float(row["median_ms"])
     assert {shape[1] for shape in shapes} == {"2", "4"}
     for shape, medians in shapes.items():
         best = min(medians[name] for name in ("fused", "fused_stores", "fused_dma"))
@@ -182,8 +180,7 @@ def test_the_report_is_that_of_the_rows() -> None:
 
 
 def test_the_pages_show_the_measured_steps() -> None:
-    with Path("docs/results/step.csv").open(newline="") as file:
-        measured = [row for row in csv.DictReader(file) if row["pinned_host"] == "False"]
+    measured = [row for row in read_rows(Path("docs/results/step.csv")) if row["pinned_host"] == "False"]
     runs: list[dict[str, float]] = []
     for row in measured:  # a run begins with the reference
         if row["contender"] == "torchrec":
@@ -206,8 +203,7 @@ def test_the_page_shows_the_measured_ablation() -> None:
     assert measured.exists() == ("\n## Ablation\n" in page), "the section comes with its rows"
     if measured.exists():
         made = runpy.run_path("docs/results/ablation_table.py")
-        with measured.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_rows(measured)
         for reference in made["ABLATION"]:
             assert "\n".join(made["ablation_table"](rows, reference)) in page
 
@@ -215,8 +211,7 @@ def test_the_page_shows_the_measured_ablation() -> None:
 def test_the_page_shows_the_measured_products() -> None:
     made, page = runpy.run_path("docs/results/gemm_table.py"), Path("docs/results/gemm.md").read_text()
     for name in made["FILES"]:
-        with (Path("docs/results") / name).open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_rows(Path("docs/results") / name)
         for operator in made["OPERATORS"]:
             assert "\n".join(made["gemm_table"](rows, operator)) in page, (name, operator)
 
@@ -225,8 +220,7 @@ def test_the_page_shows_the_measured_collectives() -> None:
     made = runpy.run_path("docs/results/collectives_table.py")
     page = Path("docs/results/collectives.md").read_text()
     for name, tables in (("collectives", "TABLES"), ("collectives_all_gather", "ALL_GATHER_TABLES")):
-        with Path(f"docs/results/{name}.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_rows(Path(f"docs/results/{name}.csv"))
         for table in made[tables]:
             assert "\n".join(made["collectives_table"](rows, *table)) in page, table
 

@@ -19,7 +19,8 @@ import torch._dynamo
 from dlrm_overlap.bench.figures.step import CHECKED_STEPS, build, contender_configs, describe_run, judge, train_apart
 from dlrm_overlap.bench.harness.losses import LossAgreement
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes, time_in_turns
+from dlrm_overlap.bench.harness.rounds import Timing, take_turns
+from dlrm_overlap.bench.harness.training_runs import TrainingRun
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.step_contenders import ABLATION
@@ -57,9 +58,8 @@ def run(request: AblationRequest, ranks: Ranks) -> int:
         rows = []
         for first in counted("groups", range(0, len(request.contenders), _IN_A_GROUP)):
             group = [*staying, *make(request.contenders[first : first + _IN_A_GROUP])]
-            times = dict(
-                zip([each.name for each in group], time_in_turns(group, request.steps, tell=False), strict=True)
-            )
+            timings = take_turns([each.time for each in group], request.steps, ranks.device, tell=False)
+            times = {each.name: timing for each, timing in zip(group, timings, strict=True)}
             columns = {"kind": request.kind, "group": first // _IN_A_GROUP}
             rows += [
                 columns | _describe(each, request.batches) | _times(each.name, references[each.name], times)
@@ -93,7 +93,7 @@ def _describe(run: TrainingRun, batches: int) -> dict[str, Any]:
     return described | {"fullest_rank_rows": rows, "fullest_rank_columns": columns}
 
 
-def _times(name: str, reference: str, times: dict[str, TrainingTimes]) -> dict[str, Any]:
+def _times(name: str, reference: str, times: dict[str, Timing]) -> dict[str, Any]:
     """Return the columns of a contender's times, and of the reference's in the same turns."""
     timing, reference_ms = times[name], times[reference].times.median_ms
     return {

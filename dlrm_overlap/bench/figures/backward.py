@@ -16,11 +16,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_rows
 from dlrm_overlap.bench.harness.backward_contenders import CollectiveBaseline, GradientBatch, Push, make_batches
-from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.contenders import Contender, close_all
 from dlrm_overlap.bench.harness.limits import Limit, count_update, find_limit, measure_ceilings
 from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
@@ -42,9 +41,7 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if rows or states disagree, in which case no time is reported.
     """
-    ranks.connect()
-    world, device, group = ranks.world, ranks.device, dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
+    world, device, group = ranks.world, ranks.device, ranks.connect()
     config = request.shape(ranks.config, world.world_size)
     sparse = read_ids(config, group, ranks.device)
     ceilings = measure_ceilings(group, device)
@@ -125,9 +122,7 @@ def _measure(
                 | asdict(agreement)
                 | _parts(contender, batches, workload, timing.steps)
             )
-    dist.barrier(workload.group)
-    for contender in contenders:
-        contender.close()
+    close_all(contenders, workload)
     return rows, faults
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.collective_contenders import CollectiveContender, OwnCollectives, make_contenders
 from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import greatest, slowest_rank
@@ -50,7 +51,6 @@ class _Case:
         rows = ranks if operation == "all_to_all" else 1
         self.input = contender.input[: rows * row_bytes].view(torch.int32).view(rows, elements)
         self._numbers = torch.arange(elements, dtype=torch.int32, device=contender.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self) -> None:
         """Fill the input with numbers that tell who sends them to whom, and poison the output."""
@@ -73,23 +73,6 @@ class _Case:
         if self._product is not None:
             self._product()
         wait()
-
-    def capture(self) -> None:
-        """Capture the call."""
-        torch.cuda.synchronize(self.contender.device)
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self.call()
-
-    def replay(self) -> None:
-        """Launch what was captured."""
-        assert self._graph is not None
-        self._graph.replay()
-
-    def close(self) -> None:
-        """Let go of the graph."""
-        self._graph = None
 
 
 class _Clock:
@@ -127,9 +110,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if an output was wrong; no time of that contender is told.
     """
-    ranks.connect()
-    group, device = dist.group.WORLD, ranks.device
-    assert isinstance(group, dist.ProcessGroup)
+    group, device = ranks.connect(), ranks.device
     sizes_mb = request.sizes_on(device.type)
     capacity_bytes = max(sizes_mb) * _MB * group.size()
     contenders = make_contenders(request.contenders, group, device, capacity_bytes, request.store_programs)
@@ -170,37 +151,37 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
     device, group = cases[0].contender.device, cases[0].contender.group
-    ways = {False: "call"} | ({True: "replay"} if device.type == "cuda" else {})
-    faults = list[str]()
-    for case in list(cases):
-        for captured, name in ways.items():
+    ways = (False, True) if device.type == "cuda" else (False,)
+    faults, found = list[str](), dict[tuple[bool, _Case], Callable[[], object]]()
+    for case in cases:
+        runs = dict[tuple[bool, _Case], Callable[[], object]]()
+        for captured in ways:
+            runs[captured, case] = capture(case.call, device) if captured else case.call
             case.fill()
-            case.call()  # also before a capture: it loads what is launched
-            if captured:
-                case.capture()
-                case.fill()
-                getattr(case, name)()
+            runs[captured, case]()
             (wrong,) = greatest([float(case.wrong())], device)
             if wrong:
                 faults.append(f"{case.contender.name}, {columns}, captured {captured}: {wrong:.0f} elements are wrong")
-                cases.remove(case)
                 break
+        else:
+            found |= runs
     calls = -(-iterations // _ROUNDS)
-    device_ms = {(case, captured): list[float]() for captured in ways for case in cases}
-    host_ms = {turn: list[float]() for turn in device_ms}
+    turns = sorted(found, key=lambda turn: turn[0])
+    device_ms = {turn: list[float]() for turn in turns}
+    host_ms = {turn: list[float]() for turn in turns}
     product_ms = list[float]()
     for _ in range(_ROUNDS):
-        for case, captured in device_ms:
-            times, host = clock.time(getattr(case, ways[captured]), calls)
-            device_ms[case, captured] += times
-            host_ms[case, captured] += host
+        for turn in turns:
+            times, host = clock.time(found[turn], calls)
+            device_ms[turn] += times
+            host_ms[turn] += host
         if product is not None:
             product_ms += clock.time(product, calls)[0]
     rows = list[dict[str, Any]]()
     alone = slowest_rank(product_ms, device).median_ms if product_ms else None
-    for (case, captured), times in device_ms.items():
+    for (captured, case), times in device_ms.items():
         measured = slowest_rank(times, device)
-        (host,) = greatest([quantile(host_ms[case, captured], 0.5)], device)
+        (host,) = greatest([quantile(host_ms[captured, case], 0.5)], device)
         rows.append(
             columns
             | {
@@ -218,6 +199,4 @@ def _measure(
     for row in rows:
         best = min(other["median_ms"] for other in rows if other["captured"] == row["captured"])
         row["of_best"] = best / row["median_ms"]
-    for case in cases:
-        case.close()
     return rows, faults

@@ -13,7 +13,6 @@ brings c closest to 0.4, .. 2.5 times m, as measured at the start, so that all c
 Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -33,7 +32,7 @@ from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import fraction_of_ideal, greatest
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import headline, summarise
-from dlrm_overlap.bench.report.rows import append_rows, print_table
+from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.report.slowdowns import write_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.ranks import Ranks
@@ -93,9 +92,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if a communication's result is wrong, in which case no time is reported.
     """
-    ranks.connect()
-    group, device = dist.group.WORLD, ranks.device
-    assert isinstance(group, dist.ProcessGroup)
+    group, device = ranks.connect(), ranks.device
     measured = _Measured(request, group, device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
@@ -106,8 +103,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
             faults += wrong
         measured.close()
     if ranks.world.rank == 0:
-        for fault in faults:
-            print(f"dlrm-overlap: {fault}", file=sys.stderr)
+        print_faults(faults)
         if not faults:
             lines = summarise(rows)
             print(headline(rows))

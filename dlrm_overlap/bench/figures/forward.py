@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.beside import BesideProduct, time_beside_product
-from dlrm_overlap.bench.harness.contenders import Baseline, Contender
-from dlrm_overlap.bench.harness.limits import Limit, count_bytes, find_limit, measure_ceilings
+from dlrm_overlap.bench.harness.contenders import Baseline, Contender, close_all
+from dlrm_overlap.bench.harness.limits import forward_limit, measure_ceilings
 from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.rows import report
@@ -76,7 +76,7 @@ def measure_forward(
             agreed = not measured[-1][1]
             del workload
             collect_garbage(device)
-        agreed = _all_agree(agreed, device)  # ranks that took no part wait here
+        agreed = greatest([float(not agreed)], device)[0] == 0.0  # ranks that took no part wait here
         if not agreed:
             break
     if world.rank == 0:
@@ -85,12 +85,6 @@ def measure_forward(
         for rows, faults in measured:
             report(rows, faults, request.output, _headline(rows) if rows else "", [*_SHOWN, *shown])
     return 0 if agreed else 1
-
-
-def _all_agree(agreed: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(agreed), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 def _measure(
@@ -106,7 +100,7 @@ def _measure(
     faults = disagreements(contenders, agreements)
     rows: list[Row] = []
     if not faults:
-        limit = _find_limit(workload)
+        limit = forward_limit(workload, measure_ceilings(workload.group, workload.device))
         timings = time_contenders(contenders, workload.batches, workload, request.iterations)
         beside = [BesideProduct()] * len(contenders)
         if request.beside_product:
@@ -122,19 +116,8 @@ def _measure(
                 | _parts(contender, workload, timing.steps)
                 | extra_columns(contender, request)
             )
-    dist.barrier(workload.group)
-    for contender in contenders:
-        contender.close()
+    close_all(contenders, workload)
     return rows, faults
-
-
-def _find_limit(workload: Workload) -> Limit:
-    counts = [
-        count_bytes(workload.layout, workload.rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype)
-        for ids in workload.batches
-    ]
-    ceilings = measure_ceilings(workload.group, workload.device)
-    return find_limit(counts, ceilings, workload.group, workload.device)[0]
 
 
 def _parts(contender: Contender, workload: Workload, steps: int) -> dict[str, float | None]:

@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
@@ -56,9 +55,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if an output was wrong; no time of that contender is told.
     """
-    ranks.connect()
-    group, device = dist.group.WORLD, ranks.device
-    assert isinstance(group, dist.ProcessGroup)
+    group, device = ranks.connect(), ranks.device
     shapes = [Shape.read(text) for text in request.shapes_on(device.type)]
     link_gb_per_s = min(rates[1] for rates in gather([*measure_ceilings(group, device)], device, group))
     capacity_bytes = max(shape.m * shape.k for shape in shapes) * _DTYPE.itemsize

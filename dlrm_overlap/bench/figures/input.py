@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import slowest_rank
-from dlrm_overlap.bench.report.rows import append_row
+from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.observe.metrics import StepTimer
@@ -73,7 +73,7 @@ def _measure(trainer: Trainer, steps: int, output: Path) -> None:
         "input_wait_ms": waited_ms,
         "samples_per_s": trainer.global_batch * 1e3 / loaded_times.median_ms,
     }
-    append_row(output, row)
+    append_rows(output, [row])
     print(
         f"step on one cached batch {cached_times.median_ms:.2f} ms, fed by the loader {loaded_times.median_ms:.2f} ms "
         f"(medians); means {row['loaded_to_cached']:.3f}x, {waited_ms:.2f} ms input wait a step; row in {output}"

@@ -9,10 +9,8 @@ nothing is told. A CPU's kernels have no clock, so the figure needs GPUs.
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from dlrm_overlap.bench.harness.agreement import check_outputs
-from dlrm_overlap.bench.harness.contenders import Baseline, Overlap
+from dlrm_overlap.bench.harness.contenders import Baseline, Overlap, close_all
 from dlrm_overlap.bench.harness.programs import describe_tasks, trace_programs
 from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
@@ -30,18 +28,14 @@ def run(request: ProgramsRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if outputs differ from the baseline's, and no row is told.
     """
-    ranks.connect()
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
+    group = ranks.connect()
     config = request.shape(ranks.config, ranks.world.world_size)
     sparse = read_ids(config, group, ranks.device)
     workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size, check_ids=True)
     options = replace(exchange_options(config.embedding, _BACKEND), backward="collective")
     contenders = [Baseline(workload), Overlap(workload, options)]
     agreement = check_outputs(contenders, workload)[1]
-    dist.barrier(group)
-    for contender in contenders:
-        contender.close()
+    close_all(contenders, workload)
     schedule = options.resolved_schedule
     rows: list[dict[str, Any]] = []
     faults = [] if agreement.agrees else [f"{_BACKEND}: outputs differ from the baseline's; nothing is told"]

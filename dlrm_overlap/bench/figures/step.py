@@ -17,15 +17,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 
 from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.losses import LossAgreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.progress import counted
+from dlrm_overlap.bench.harness.rounds import Timing, take_turns
 from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floors
-from dlrm_overlap.bench.harness.training_runs import TrainingRun, TrainingTimes, read_batches, time_in_turns
+from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.columns import describe_tables
 from dlrm_overlap.bench.report.rows import report
@@ -58,8 +58,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     configs = contender_configs(ranks, request.contenders)
 
     def look(trainer: Trainer, batches: Sequence[Batch]) -> dict[str, StepFloor]:
-        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
-        ceilings = measure_ceilings(dist.group.WORLD, ranks.device)
+        ceilings = measure_ceilings(ranks.connect(), ranks.device)
         return find_floors(trainer, batches, ceilings, request.dense_tflop_per_s, configs)
 
     again, batches, floors = train_apart(ranks, configs, request.batches, look)
@@ -71,10 +70,11 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     losses = {each.name: each.losses(CHECKED_STEPS) for each in counted("contenders to check", runs)}
     agreements, faults = judge(ranks.config.train.precision, losses, again)
 
-    times = {False: time_in_turns(runs, request.steps)}
+    turns = [each.time for each in runs]
+    times = {False: take_turns(turns, request.steps, ranks.device)}
     if request.pinned_host:
         with sharing_core(core_of_rank(ranks.world.local_rank, ranks.world.local_world_size)):
-            times[True] = time_in_turns(runs, request.steps)
+            times[True] = take_turns(turns, request.steps, ranks.device)
     rows = []
     for pinned, timings in times.items():
         found = dict(zip(configs, timings, strict=True))
@@ -204,7 +204,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 
 def _times(
-    run: TrainingRun, timings: dict[str, TrainingTimes], agreements: dict[str, LossAgreement], floor: StepFloor
+    run: TrainingRun, timings: dict[str, Timing], agreements: dict[str, LossAgreement], floor: StepFloor
 ) -> dict[str, Any]:
     """Return the columns of a run's times, of how they compare with the floor and the baselines', and of its losses."""
     timing, agreement = timings[run.name], agreements[run.name]

@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import make_chunked
-from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
-from dlrm_overlap.bench.harness.limits import count_bytes, find_limit, measure_ceilings
+from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, close_all
+from dlrm_overlap.bench.harness.limits import forward_limit, measure_ceilings
 from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.rounds import time_contenders
 from dlrm_overlap.bench.harness.timing import greatest
@@ -47,9 +45,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if outputs differ from the baseline's on some shape.
     """
-    ranks.connect()
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
+    group = ranks.connect()
     ceilings = measure_ceilings(group, ranks.device)
     points = request.points(ranks.config, ranks.world.world_size)
     rows: list[dict[str, Any]] = []
@@ -99,11 +95,7 @@ def _measure(
     faults = disagreements(contenders, agreements, f" on {_name(config)}")
     rows: list[dict[str, Any]] = []
     if not faults:
-        counts = [
-            count_bytes(workload.layout, workload.rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype)
-            for ids in workload.batches
-        ]
-        limit = find_limit(counts, ceilings, workload.group, workload.device)[0]
+        limit = forward_limit(workload, ceilings)
         timings = time_contenders(contenders, workload.batches, workload, request.iterations, tell=False)
         pieces = [_cycle(contender, workload) for contender in contenders]
         alone = Turns(workload.group, workload.device).time(pieces, _GPU_REPETITIONS)
@@ -119,9 +111,7 @@ def _measure(
                 | {"speedup_over_strongest": timings[strongest].times.median_ms / timing.times.median_ms}
                 | {"gpu_ms": turn.median_ms, "gpu_speedup_over_strongest": gpu_ms / turn.median_ms}
             )
-    dist.barrier(workload.group)
-    for contender in contenders:
-        contender.close()
+    close_all(contenders, workload)
     return rows, faults
 
 

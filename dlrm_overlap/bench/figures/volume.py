@@ -36,9 +36,7 @@ def run(request: VolumeRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if outputs differ from the baseline's, and no row is told.
     """
-    ranks.connect()
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
+    group = ranks.connect()
     config = request.shape(ranks.config, ranks.world.world_size)
     sparse = read_ids(config, group, ranks.device)
     workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size)

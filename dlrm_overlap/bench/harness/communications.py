@@ -13,10 +13,12 @@ from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.comm.calls import Way
 from dlrm_overlap.comm.choose import GATHERED
-from dlrm_overlap.comm.collectives import PeerCollectives
+from dlrm_overlap.comm.collectives import PeerCollectives, Work
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
+from dlrm_overlap.dense.gradients import open_reduction
+from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.gemm.ways import all_gather
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -30,8 +32,9 @@ class Communication(ABC):
     forks = False
     """whether `begin` leaves the work to streams of its own: what follows on the current stream runs beside it"""
 
-    def __init__(self, name: str, payload: Payload) -> None:
-        self.name, self.payload = name, payload
+    def __init__(self, name: str, payload: Payload, output: torch.Tensor) -> None:
+        """Take where the result goes, [W, n] or flat."""
+        self.name, self.payload, self._output = name, payload, output
 
     @abstractmethod
     def begin(self) -> None:
@@ -45,9 +48,9 @@ class Communication(ABC):
         self.begin()
         self.finish()
 
-    @abstractmethod
     def result(self) -> torch.Tensor:
         """Return the result, [W, n] or flat."""
+        return self._output
 
     @property
     def source(self) -> torch.Tensor:
@@ -71,8 +74,8 @@ class Collective(Communication):
 
     def __init__(self, name: str, payload: Payload, output: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Take where the result goes, [W, n], and the group, which has the ranks of the payload's."""
-        super().__init__(name, payload)
-        self._output, self._group = output, group
+        super().__init__(name, payload, output)
+        self._group = group
         self._asynchronous = payload.device.type == "cpu"
         self._work: dist.Work | None = None
 
@@ -83,9 +86,7 @@ class Collective(Communication):
         if kind == "all_to_all":
             self._work = dist.all_to_all_single(self._output, source, **options)
         elif kind == "all_gather":
-            # torch 2.13 has renamed it.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            self._work = gather(self._output.view(-1), source, **options)
+            self._work = all_gather(self._output.view(-1), source, **options)
         elif self._asynchronous:  # gloo has no mean
             self._work = dist.all_reduce(self._output, **options)
         else:
@@ -99,30 +100,19 @@ class Collective(Communication):
                 self._output.div_(self.payload.world_size)
         self._work = None
 
-    def result(self) -> torch.Tensor:
-        """Return the output."""
-        return self._output
-
 
 class StoredReduction(Communication):
     """The all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients."""
 
     def __init__(self, payload: Payload, captured: bool = False) -> None:
         """Take what is averaged, and whether calls are to be captured, too; then the device counts the epochs."""
-        super().__init__("stores", payload)
-        self._captured = captured
         self._flat = FlatParameters({"weight": nn.Parameter(torch.empty(payload.input.numel(), device=payload.device))})
-        self._reduction = self._open(payload)
+        super().__init__("stores", payload, self._flat.gradients.tensor)
+        self._captured = captured
+        options = StoreOptions(wait_timeout_s=_TIMEOUT_S)
+        self._reduction = open_reduction(self._flat, payload.group, torch.float32, options)
         self._reduction.cut([(0, self._flat.gradients.tensor.numel())])
         self._stream: torch.cuda.Stream | None = None
-
-    def _open(self, payload: Payload) -> StoreReduction:
-        arguments = self._flat, payload.group, torch.float32, StoreOptions(wait_timeout_s=_TIMEOUT_S)
-        if payload.device.type == "cpu":
-            return HostStores(*arguments)
-        from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
-
-        return DeviceStores(*arguments)
 
     def begin(self) -> None:
         """Issue the kernels that average this rank's share."""
@@ -139,8 +129,8 @@ class StoredReduction(Communication):
             pass
 
     def result(self) -> torch.Tensor:
-        """Return the gradient."""
-        return self._flat.gradients.tensor[: self.payload.input.numel()]
+        """Return the gradient, in whose memory peers store, without the zeros behind it."""
+        return self._output[: self.payload.input.numel()]
 
     def close(self) -> None:
         """Give back what peers see."""
@@ -148,15 +138,28 @@ class StoredReduction(Communication):
 
 
 class PeerCommunication(Communication):
-    """All-to-all or all-gather into the peers' memory, by copy engines or by a kernel of few programs."""
+    """Begins a call of `PeerCollectives`, into the peers' memory."""
+
+    _work: Work
+
+    def __init__(self, name: str, payload: Payload, memory: "PeerMemory") -> None:
+        super().__init__(name, payload, memory.result(payload))
+        self._collectives = memory.collectives
+
+    def finish(self) -> None:
+        """Await what the peers send."""
+        self._work.wait()
+
+
+class PeerRows(PeerCommunication):
+    """All-to-all or all-gather, by copy engines or by a kernel of few programs."""
 
     forks = True
 
     def __init__(self, payload: Payload, way: Way, memory: "PeerMemory") -> None:
         """Take the way, for which the implementation is named."""
-        super().__init__(way, payload)
+        super().__init__(way, payload, memory)
         self._way: Way = way
-        self._collectives, self._output = memory.collectives, memory.result(payload)
 
     def begin(self) -> None:
         """Issue hand-shake and copies."""
@@ -164,36 +167,19 @@ class PeerCommunication(Communication):
         issue = collectives.all_to_all if self.payload.kind == "all_to_all" else collectives.all_gather
         self._work = issue(self._output, self.source, way=self._way)
 
-    def finish(self) -> None:
-        """Await the peers' rows."""
-        self._work.wait()
 
-    def result(self) -> torch.Tensor:
-        """Return the output."""
-        return self._output
-
-
-class CopiedReduction(Communication):
+class CopiedReduction(PeerCommunication):
     """The all-reduce by copy engines: shares to their owners, a kernel that averages them, the means to all ranks."""
 
     def __init__(self, payload: Payload, memory: "PeerMemory", name: str = "dma") -> None:
-        super().__init__(name, payload)
-        self._collectives = memory.collectives
-        self._output, self._shares = memory.result(payload), memory.shares(payload)
+        super().__init__(name, payload, memory)
+        self._shares = memory.shares(payload)
 
     def begin(self) -> None:
         """Issue everything up to the second copies."""
         self._collectives.all_to_all(self._shares, self.payload.input.view(self.payload.shape), way="dma").wait()
         mean = torch.mean(self._shares, 0, out=self._output[self.payload.rank])
         self._work = self._collectives.all_gather(self._output, mean, way="dma")
-
-    def finish(self) -> None:
-        """Await the peers' means."""
-        self._work.wait()
-
-    def result(self) -> torch.Tensor:
-        """Return the output."""
-        return self._output
 
 
 class AveragedReduction(CopiedReduction):
@@ -211,7 +197,7 @@ class AveragedReduction(CopiedReduction):
         )
 
 
-class GatheredReduction(Communication):
+class GatheredReduction(PeerCommunication):
     """The all-reduce by copy engines, of few bytes: every rank's buffer to all ranks, and there a kernel that averages.
 
     Each rank sends W / 2 times what `CopiedReduction` does, but once: nothing but the average comes behind the copies,
@@ -219,9 +205,8 @@ class GatheredReduction(Communication):
     """
 
     def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__(GATHERED, payload)
-        self._collectives, self._gathered = memory.collectives, memory.gathered(payload)
-        self._output = torch.empty_like(payload.input)
+        super().__init__(GATHERED, payload, memory)
+        self._gathered, self._output = memory.gathered(payload), torch.empty_like(payload.input)
 
     def begin(self) -> None:
         """Issue the copies."""
@@ -229,12 +214,8 @@ class GatheredReduction(Communication):
 
     def finish(self) -> None:
         """Await the peers' buffers, and average them."""
-        self._work.wait()
+        super().finish()
         torch.mean(self._gathered, 0, out=self._output.view(-1))
-
-    def result(self) -> torch.Tensor:
-        """Return the output."""
-        return self._output
 
 
 class PeerMemory:
@@ -327,7 +308,7 @@ class Implementations:
             if memory.holds_gathered(payload):
                 made.append(GatheredReduction(payload, memory))
         else:
-            made += [PeerCommunication(payload, "stores", memory), PeerCommunication(payload, "dma", memory)]
+            made += [PeerRows(payload, "stores", memory), PeerRows(payload, "dma", memory)]
         self.by_name = {each.name: each for each in made}
 
     def leave_out(self, names: Container[str]) -> None:

@@ -1,7 +1,7 @@
 """The contenders of the forward, over the same rows and ids: the baseline, TorchRec's own path, and our exchanges."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,13 @@ class Contender(ABC):
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
         """Free what outlives Python references. Every rank must have finished its steps."""
+
+
+def close_all(contenders: Sequence[Contender], workload: Workload) -> None:
+    """Close the contenders once every rank has finished its steps. All ranks call this."""
+    dist.barrier(workload.group)
+    for contender in contenders:
+        contender.close()
 
 
 class Baseline(Contender):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.timing import gather
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.embedding.protocol.layout import Layout
@@ -89,6 +90,15 @@ def count_bytes(
         hbm_bytes += counts[shard.input][shard.feature] * inputs[shard.input].values().element_size()
     hbm_bytes += sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
     return int(hbm_bytes), int(link_bytes)
+
+
+def forward_limit(workload: Workload, ceilings: tuple[float, float]) -> Limit:
+    """Return the limit of the embedding stage's forward, given `measure_ceilings`. All ranks call this."""
+    counts = [
+        count_bytes(workload.layout, workload.rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype)
+        for ids in workload.batches
+    ]
+    return find_limit(counts, ceilings, workload.group, workload.device)[0]
 
 
 class UpdateCounts(NamedTuple):

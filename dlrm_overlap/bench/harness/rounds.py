@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,46 +26,80 @@ _WARMUP_STEPS = 5
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a contender's steps, taken back to back."""
+    """The time of a contender's steps, taken back to back; all numbers are the maximum over the ranks."""
 
     times: StepTimes
+    p95_ms: float
     host_ms: float
-    """median time for the host to issue a step, on the slowest rank"""
+    """median time for the host to issue a step"""
     steps: int
     """how many were timed"""
+
+
+Turn = Callable[[int], tuple[list[float], list[float]]]
+"""takes a number of steps; returns this rank's time of each, and the host's time of issuing each, in ms"""
+
+
+def take_turns(
+    turns: Sequence[Turn],
+    steps: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    tell: bool = True,
+) -> list[Timing]:
+    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
+
+    Args:
+        turns: one for each contender; it has as many steps in every round.
+        steps: the fewest of each.
+        device: of this rank.
+        group: the ranks; None for all.
+        tell: whether to tell on rank 0 how many turns are left.
+    """
+    per_round = math.ceil(steps / _ROUNDS)
+    step_ms: list[list[float]] = [[] for _ in turns]
+    host_ms: list[list[float]] = [[] for _ in turns]
+    order = list(enumerate(turns)) * _ROUNDS
+    for i, turn in counted("turns of contenders", order) if tell else order:
+        on_device, on_host = turn(per_round)
+        step_ms[i] += on_device
+        host_ms[i] += on_host
+    return [
+        Timing(
+            slowest_rank(on_device, device, group),
+            *greatest([quantile(on_device, 0.95), quantile(on_host, 0.5)], device, group),
+            steps=len(on_device),
+        )
+        for on_device, on_host in zip(step_ms, host_ms, strict=True)
+    ]
 
 
 @torch.no_grad()
 def time_contenders(
     contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int, tell: bool = True
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, in rounds. All ranks call this.
+    """Time at least `steps` steps of each contender, see `take_turns`. All ranks call this.
 
     Args:
-        contenders: each has as many steps in every round.
+        contenders: who takes turns.
         batches: what a contender's `step` takes, one after the other and again from the first.
         workload: gives the group and the device.
         steps: the fewest steps to time of each contender.
         tell: whether to tell on rank 0 how many turns are left.
     """
-    per_round = math.ceil(steps / _ROUNDS)
-    step_ms: list[list[float]] = [[] for _ in contenders]
-    host_ms: list[list[float]] = [[] for _ in contenders]
-    turns = list(enumerate(contenders)) * _ROUNDS
-    for i, contender in counted("turns of contenders", turns) if tell else turns:
+
+    def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
+        host_ms = []
         following, timer = _warm_up(contender.step, batches, workload)
-        for _ in range(per_round):
+        for _ in range(steps):
             began = time.perf_counter()
             contender.step(next(following))
-            host_ms[i].append((time.perf_counter() - began) * 1e3)
+            host_ms.append((time.perf_counter() - began) * 1e3)
             timer.mark()
-        step_ms[i] += timer.take_ms()
-    device, group = workload.device, workload.group
-    host = greatest([quantile(times, 0.5) for times in host_ms], device, group)
-    return [
-        Timing(slowest_rank(times, device, group), host_time, len(times))
-        for times, host_time in zip(step_ms, host, strict=True)
-    ]
+        return timer.take_ms(), host_ms
+
+    turns = [partial(turn, contender) for contender in contenders]
+    return take_turns(turns, steps, workload.device, workload.group, tell)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.protocol.step import lengths_and_ids
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.sharded_module import build_layout, model_order
 from dlrm_overlap.traffic import DenseCounts, DividedCounts, count_dense, count_divided
@@ -201,14 +202,8 @@ def _repeated_row_bytes(layout: Layout, rank: int, samples: int, inputs: Sequenc
     """Return the bytes of rows that `count_bytes` counts again, since a table's ids name them again."""
     repeated = 0
     for shards in layout.tables(rank):
-        offsets = [inputs[shard.input].offsets() for shard in shards]
-        firsts = [shard.feature * samples for shard in shards]
-        ids = torch.cat(
-            [
-                inputs[shard.input].values()[int(ends[first]) : int(ends[first + samples])]
-                for shard, ends, first in zip(shards, offsets, firsts, strict=True)
-            ]
-        )
+        firsts = [(inputs[shard.input], shard.feature * samples) for shard in shards]
+        ids = torch.cat([lengths_and_ids(all_ids, bag, bag + samples)[1] for all_ids, bag in firsts])
         repeated += (ids.numel() - ids.unique().numel()) * shards[0].dim * shards[0].dtype.itemsize
     return repeated
 

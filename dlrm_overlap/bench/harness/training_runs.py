@@ -1,39 +1,22 @@
 """Trainers that train on the same batches: their losses, and how long each one's step takes."""
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.step_trace import mark_time
-from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.observe.metrics import StepTimer, quantile
+from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.trainer import Trainer
 
-_ROUNDS = 4  # contenders take turns, so that a drift of the machine slows them all alike
 _WARMUP_STEPS = 10
 _AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
-
-
-@dataclass(frozen=True)
-class TrainingTimes:
-    """How long a contender's steps take; all numbers are the maximum over the ranks."""
-
-    times: StepTimes
-    p95_ms: float
-    host_ms: float
-    """median time for the host to issue a step"""
-    steps: int
-    """how many were timed"""
 
 
 class TrainingRun:
@@ -127,30 +110,3 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
     return [batch.pin_memory() for batch in batches] if trainer.device.type == "cuda" else batches
-
-
-def time_in_turns(runs: Sequence[TrainingRun], steps: int, tell: bool = True) -> list[TrainingTimes]:
-    """Time at least `steps` steps of each run, in rounds in which the runs take turns. All ranks call this.
-
-    Args:
-        runs: as many steps of each in every round.
-        steps: the fewest of each.
-        tell: whether to tell on rank 0 how many turns are left.
-    """
-    per_round = math.ceil(steps / _ROUNDS)
-    step_ms: list[list[float]] = [[] for _ in runs]
-    host_ms: list[list[float]] = [[] for _ in runs]
-    turns = list(enumerate(runs)) * _ROUNDS
-    for i, run in counted("turns of contenders", turns) if tell else turns:
-        on_device, on_host = run.time(per_round)
-        step_ms[i] += on_device
-        host_ms[i] += on_host
-    device = runs[0].trainer.device
-    return [
-        TrainingTimes(
-            slowest_rank(on_device, device),
-            *greatest([quantile(on_device, 0.95), quantile(on_host, 0.5)], device),
-            steps=len(on_device),
-        )
-        for on_device, on_host in zip(step_ms, host_ms, strict=True)
-    ]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dlrm_overlap.bench.report.bars import line
+from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import (
     Measured,
     Row,
@@ -15,12 +16,7 @@ from dlrm_overlap.bench.report.style import EDGE, LIMIT, Picture, looks
 from dlrm_overlap.bench.request import CollectivesRequest
 
 _CUT = 1.6  # of NCCL's time, where the plot ends
-
-
 _COLLECTIVES = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores")
-
-
-_CLASSES = ("G-long", "GC-equal", "C-long")
 
 
 def _collective_name(row: Row) -> str:
@@ -81,31 +77,26 @@ def collectives_table(measured: Measured) -> Table:
     return cells(lines)
 
 
-def _concurrent_means(measured: Measured) -> dict[str, dict[str, float]]:
-    """Return strategy -> class -> the mean fraction of the ideal speedup over the cases of the class."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in measured.rows:
-        of_class = found.setdefault(row["strategy"], {}).setdefault(row["class"], [])
-        of_class.append(need(row, "fraction_of_ideal"))
-    return {
-        strategy: {each: sum(values) / len(values) for each, values in classes.items()}
-        for strategy, classes in found.items()
-    }
+def _summary(measured: Measured) -> list[dict[str, Any]]:
+    """Return what the rows of each strategy show together, see `summarise`."""
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    *lines, _ = summarise([{**row, **{name: need(row, name) for name in numbers}} for row in measured.rows])
+    return lines
 
 
 def draw_concurrent(measured: Measured) -> Picture:
     """Draw the plot of `bench concurrent`."""
-    means = _concurrent_means(measured)
+    lines = _summary(measured)
     picture = Picture(measured.name, 3.4)
     (axes,) = picture.panels()
-    shades = dict(zip(_CLASSES, (("#d4d9df", ""), ("#1f6f8b", ""), ("#f0b27a", "////")), strict=True))
-    for i, (name, (colour, hatch)) in enumerate(shades.items()):
-        heights = [classes.get(name, 0.0) for classes in means.values()]
-        places = [place + (i - 1) * 0.27 for place in range(len(means))]
+    shades = (("#d4d9df", ""), ("#1f6f8b", ""), ("#f0b27a", "////"))
+    for i, (name, (colour, hatch)) in enumerate(zip(CLASSES, shades, strict=True)):
+        heights = [line[name] or 0.0 for line in lines]
+        places = [place + (i - 1) * 0.27 for place in range(len(lines))]
         axes.bar(places, heights, 0.25, color=colour, hatch=hatch, label=name, **EDGE)
     axes.axhline(1, label="ideal: the shorter of the two is hidden", **LIMIT)
     axes.axhline(0, color="black", lw=0.5)
-    axes.set_xticks(range(len(means)), list(means), rotation=30, ha="right", fontsize=7)
+    axes.set_xticks(range(len(lines)), [line["strategy"] for line in lines], rotation=30, ha="right", fontsize=7)
     axes.set_ylabel("mean fraction of the ideal speedup")
     picture.legend(axes)
     return picture
@@ -113,8 +104,5 @@ def draw_concurrent(measured: Measured) -> Picture:
 
 def concurrent_table(measured: Measured) -> Table:
     """Return the table of the numbers behind the plot of `bench concurrent`."""
-    lines: list[list[Any]] = [["strategy", *_CLASSES, "mean speedup of all cases"]]
-    for strategy, classes in _concurrent_means(measured).items():
-        own = [need(row, "speedup") for row in measured.rows if row["strategy"] == strategy]
-        lines.append([strategy, *(classes.get(each) for each in _CLASSES), sum(own) / len(own)])
-    return cells(lines)
+    shown = [[line[name] for name in ("strategy", *CLASSES, "mean_speedup")] for line in _summary(measured)]
+    return cells([["strategy", *CLASSES, "mean speedup of all cases"], *shown])

@@ -24,6 +24,7 @@ from dlrm_overlap.bench.report.plots import PLOTS, Plot
 from dlrm_overlap.bench.report.step_plots import step_title
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.run_log import write_atomically
+from dlrm_overlap.observe.text_table import markdown_table
 
 PAGE, MARKDOWN, JSON = "index.html", "report.md", "rows.json"
 _MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table
@@ -178,7 +179,7 @@ def markdown_page(sections: Sequence[Section]) -> str:
         f"{_COMMANDS}",
     ]
     if table := headline(sections):
-        parts.append(_markdown_table(table))
+        parts.append(markdown_table(table))
     for section in sections:
         measured, plot = section.measured, section.plot
         what, commands = _commands(measured, plot)
@@ -187,7 +188,7 @@ def markdown_page(sections: Sequence[Section]) -> str:
             plot.reading,
             *section.words,
             f"![{plot.title}]({measured.name}.svg)",
-            _markdown_table(section.table),
+            markdown_table(section.table),
             f"{hardware(measured.rows)}. {what.capitalize()}: {', '.join(f'`{each}`' for each in commands)}",
         ]
     return "\n\n".join(parts) + "\n"
@@ -218,8 +219,3 @@ def _html_table(table: Table) -> str:
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
     titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     return f'<div class="wide"><table><tr>{titles}</tr>{body}</table></div>'
-
-
-def _markdown_table(table: Table) -> str:
-    head, *lines = table
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])

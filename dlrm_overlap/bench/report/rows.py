@@ -16,11 +16,6 @@ from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.observe.text_table import format_table
 
 
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append `row` to the CSV file `path`; see `append_rows`."""
-    append_rows(path, [row])
-
-
 def command_line() -> str:
     """Return the command that this process is a rank of, as a user would type it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -79,12 +74,6 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise InputError(f"--output: {path} cannot be written ({error.strerror}); free it, or give another") from None
 
 
-def _show(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def report(
     rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, headline: str, columns: Sequence[str]
 ) -> None:
@@ -93,7 +82,7 @@ def report(
     Args:
         rows: if there is none, only the faults are printed.
         faults: one line each.
-        output: see `append_row`.
+        output: see `append_rows`.
         headline: printed above the table.
         columns: those that the table has, as far as a row has a value there. The CSV file has all columns.
 
@@ -118,4 +107,4 @@ def print_faults(faults: Iterable[str]) -> None:
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print `rows` as a table of those of `columns` in which a row has a value."""
     filled = [column for column in columns if any(row.get(column) is not None for row in rows)]
-    print(format_table([filled, *([_show(row.get(column)) for column in filled] for row in rows)]))
+    print(format_table([filled, *([_written(row.get(column)) or "-" for column in filled] for row in rows)]))

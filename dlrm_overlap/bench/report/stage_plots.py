@@ -91,7 +91,7 @@ def draw_backward(measured: Measured) -> Picture:
 
 
 def draw_scaling(measured: Measured) -> Picture:
-    """Draw the plot of `bench scaling`."""
+    """Draw the plot of `bench weak` and `bench strong`."""
     rows = [row for row in measured.rows if number(row, "scaling_factor") is not None]
     picture = Picture(measured.name, 3.6)
     times, factors, breakdown = picture.panels(3)
@@ -126,7 +126,7 @@ def draw_scaling(measured: Measured) -> Picture:
 
 
 def scaling_table(measured: Measured) -> Table:
-    """Return the table of the numbers behind the plot of `bench scaling`."""
+    """Return the table of the numbers behind that plot."""
     lines: list[list[Any]] = [
         ["GPUs", "contender", "median, ms", "scaling factor", "speedup", "lookup, ms", "All-to-All, ms", "unpack, ms"]
     ]
@@ -170,7 +170,7 @@ def draw_sweep(column: str, label: str) -> Callable[[Measured], Picture]:
 
 
 def sweep_table(column: str, label: str) -> Callable[[Measured], Table]:
-    """Return the table of the numbers behind the plot of `bench sweep`."""
+    """Return what makes the table of the numbers behind that plot."""
 
     def table(measured: Measured) -> Table:
         lines: list[list[Any]] = [["contender", label, "p10, ms", "median, ms", "p90, ms", "of the limit", "speedup"]]

@@ -85,8 +85,9 @@ def draw_ablation(measured: Measured) -> Picture:
 def ablation_table(measured: Measured) -> Table:
     """Return the table of the numbers behind the plot of `bench ablation`."""
     lines: list[list[Any]] = [["contender", "median, ms", "reference", "its median, ms", "difference, ms"]]
+    gains = _ablation_gains(measured)
     for row in measured.rows:
-        gain = _ablation_gains(measured).get(row["contender"])
+        gain = gains.get(row["contender"])
         times = [
             milliseconds(number(row, "median_ms")),
             row["reference"] or "-",
@@ -147,7 +148,7 @@ def draw_pairs(columns: Mapping[str, str], label: Callable[[Row], str]) -> Calla
 
 
 def pairs_table(columns: Mapping[str, str], label: Callable[[Row], str]) -> Callable[[Measured], Table]:
-    """Return the table of the numbers behind the plot of `bench pairs`."""
+    """Return what makes the table of the numbers behind that plot."""
 
     def table(measured: Measured) -> Table:
         lines: list[list[Any]] = [["run", *(f"{name}, ms" for name in columns.values())]]

@@ -1,12 +1,10 @@
 """The ablation of the whole step: one thing more or less, measured beside its reference."""
 
-import csv
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import ablation, step
@@ -14,9 +12,8 @@ from dlrm_overlap.bench.harness import training_runs
 from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, StepContender
 from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import LOOPBACK, World
-from dlrm_overlap.ranks import Ranks
-from tests.distributed.workers import quickstart
+from tests.conftest import read_rows
+from tests.distributed.workers import quickstart, ranks_here
 
 
 def _keys(name: str) -> dict[str, Any]:
@@ -53,10 +50,8 @@ def test_groups_take_turns_with_both_references(
     request = AblationRequest(
         "ablation", tmp_path / "a.csv", contenders=("pgas_eager", "torchrec_no_balance"), steps=4, batches=2
     )
-    world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
-    assert ablation.run(request, Ranks(config, None, world, torch.device("cpu"))) == 0
-    with request.output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    assert ablation.run(request, ranks_here(config)) == 0
+    rows = read_rows(request.output)
     assert [(row["group"], row["contender"], row["reference"], row["plan"]) for row in rows] == [
         ("0", "torchrec", "torchrec", "auto"),
         ("0", "pgas_graph", "pgas_graph", "auto"),

@@ -1,25 +1,18 @@
 """No time is reported where outputs disagree."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline
-from dlrm_overlap.bench.harness.workload import Ids, Workload, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import Config
-from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.launching.process_group import init_process_group
-from dlrm_overlap.ranks import Ranks
-
-WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
+from tests.distributed.workers import ranks_here
 
 
 class Wrong(Baseline):
@@ -36,19 +29,6 @@ class Wrong(Baseline):
         return pooled
 
 
-@pytest.fixture(scope="module")
-def config() -> Config:
-    return parse_config("", "", ["--config", "configs/bench/tiny.yaml"], lambda parser: None)[0]
-
-
-@pytest.fixture(scope="module")
-def workload(config: Config) -> Iterator[Workload]:
-    init_process_group(WORLD, CPU)
-    assert dist.group.WORLD is not None
-    yield make_workload(config, read_ids(config, dist.group.WORLD), dist.group.WORLD, CPU, 1, check_ids=False)
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("error", [0.0, 1e-8, 0.1, math.nan, math.inf])
 def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> None:
     right, wrong = check_outputs([Baseline(workload), Wrong(workload, error)], workload)
@@ -63,8 +43,7 @@ def test_a_disagreement_tells_no_time(
 ) -> None:
     monkeypatch.setattr("dlrm_overlap.bench.figures.forward.make_workload", lambda *_: workload)
     request = ForwardRequest("stage", tmp_path / "rows.csv", iterations=1)
-    ranks = Ranks(config, None, WORLD, CPU)
-    assert measure_forward(request, ranks, lambda *_: [Baseline(workload), Wrong(workload, 0.1)]) == 1
+    assert measure_forward(request, ranks_here(config), lambda *_: [Baseline(workload), Wrong(workload, 0.1)]) == 1
     out, err = capsys.readouterr()
     assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
     assert out == ""

@@ -23,12 +23,10 @@ from dlrm_overlap.bench.stage_request import BackwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.ranks import Ranks
 from tests.agreement import assert_same
+from tests.distributed.workers import ranks_here
 
-WORLD, CPU = World(0, 0, 1, 1, "", 0, "single"), torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class Off(CollectiveBaseline):
@@ -53,11 +51,6 @@ class Moody(CollectiveBaseline):
         super().step(batch)
         self.steps += 1
         rows_of(self.workload)[0][0][0] += 1e-8 * self.steps
-
-
-@pytest.fixture(scope="module")
-def config() -> Config:
-    return parse_config("", "", ["--config", "configs/bench/tiny.yaml"], lambda parser: None)[0]
 
 
 @pytest.fixture(params=["sgd", "rowwise_adagrad", "adagrad"])
@@ -180,7 +173,7 @@ def test_a_disagreement_tells_no_time(
 
     monkeypatch.setattr(backward, "make_contenders", make)
     request = BackwardRequest("backward", tmp_path / "rows.csv", iterations=1)
-    assert backward.run(request, Ranks(config, None, WORLD, CPU)) == 1
+    assert backward.run(request, ranks_here(config)) == 1
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith("dlrm-overlap: off, rowwise_adagrad: rows or state differ from the baseline's by ")

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
+from tests.conftest import is_alive, wait_until
 
 _DYING_RANK = """
 import os, signal
@@ -19,13 +19,6 @@ with sharing_core(core_of_rank(0, 1)) as neighbour:
     print(neighbour, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def _is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def _cpu_ticks(process: int) -> int:
@@ -44,11 +37,8 @@ def test_all_threads_share_the_core_with_a_busy_process_and_get_their_own_back()
         assert os.getpriority(os.PRIO_PROCESS, neighbour) == os.getpriority(os.PRIO_PROCESS, 0)
         made_meanwhile = threading.Thread(target=done.wait)
         made_meanwhile.start()
-        deadline = time.monotonic() + 20
-        while _cpu_ticks(neighbour) < 10:
-            assert time.monotonic() < deadline, "the neighbour is not busy"
-            time.sleep(0.02)
-    assert not _is_running(neighbour)
+        wait_until(lambda: _cpu_ticks(neighbour) >= 10, 20, "the neighbour is not busy")
+    assert not is_alive(neighbour)
     assert made_meanwhile.native_id is not None
     for each in (0, thread.native_id, made_meanwhile.native_id):
         assert os.sched_getaffinity(each) == before
@@ -58,19 +48,16 @@ def test_all_threads_share_the_core_with_a_busy_process_and_get_their_own_back()
 def test_a_failed_run_ends_its_neighbour() -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(RuntimeError, match="a step failed"), sharing_core(core_of_rank(0, 1)) as neighbour:  # noqa: PT012
-        assert _is_running(neighbour)
+        assert is_alive(neighbour)
         raise RuntimeError("a step failed")
-    assert not _is_running(neighbour)
+    assert not is_alive(neighbour)
     assert os.sched_getaffinity(0) == before
 
 
 def test_a_killed_rank_takes_its_neighbour_along() -> None:
     rank = subprocess.run([sys.executable, "-c", _DYING_RANK], capture_output=True, text=True, timeout=60, check=False)
     assert rank.returncode == -signal.SIGKILL, rank.stderr
-    deadline = time.monotonic() + 20
-    while _is_running(int(rank.stdout)):
-        assert time.monotonic() < deadline, "the neighbour runs on"
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(int(rank.stdout)), 20, "the neighbour runs on")
 
 
 def test_ranks_have_cores_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:

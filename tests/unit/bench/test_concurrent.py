@@ -1,6 +1,5 @@
 """A computation beside a communication: the numbers of a case, the cases, the checks, and a rehearsal on one rank."""
 
-import csv
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import Ranks
+from tests.conftest import read_rows
 
 CPU = torch.device("cpu")
 
@@ -96,10 +96,9 @@ def test_the_limit_by_memory_by_hand() -> None:
 
 def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_of_one: dist.ProcessGroup) -> None:
     request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=2)
-    ranks = SimpleNamespace(connect=lambda: None, device=CPU, world=SimpleNamespace(rank=0))
+    ranks = SimpleNamespace(connect=lambda: world_of_one, device=CPU, world=SimpleNamespace(rank=0))
     assert concurrent.run(request, cast(Ranks, ranks)) == 0
-    with request.output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(request.output)
     assert {row["device"] for row in rows} == {"cpu"}
     cases: dict[Any, list[str]] = {}
     for row in rows:
@@ -132,8 +131,7 @@ def test_the_page_shows_what_was_measured() -> None:
     numbers, expected = ("fraction_of_ideal", "speedup", "together_ms"), []
     columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
     for name in ("concurrent", "concurrent_captured"):
-        with Path(f"docs/results/{name}.csv").open(newline="") as file:
-            measured = list(csv.DictReader(file))
+        measured = read_rows(Path(f"docs/results/{name}.csv"))
         lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
         expected += [
             " | ".join([f"| `{line['strategy']}`", *(f"{line[key]:.2f}" for key in columns), f"{line['best']} |"])

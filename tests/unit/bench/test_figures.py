@@ -4,27 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import occupancy, scaling, schedule, slice, stage
 from dlrm_overlap.bench.harness.contenders import Contender, Overlap
-from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.parsing import parse_config
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def config() -> Config:
-    return parse_config("", "", ["--config", "configs/bench/tiny.yaml"], lambda parser: None)[0]
-
-
-@pytest.fixture
-def workload(config: Config, world_of_one: dist.ProcessGroup) -> Workload:
-    return make_workload(config, read_ids(config, world_of_one), world_of_one, CPU, 1)
 
 
 def _contenders(

@@ -15,15 +15,14 @@ from dlrm_overlap.bench.report.page import Section, headline, html_page, markdow
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
-from tests.conftest import dump_page, need_browser
+from tests.conftest import dump_page, need_browser, read_rows
 
 RESULTS = Path("docs/results")
 
 
 def _rewrite(source: Path, target: Path, contender: str, **changes: str) -> None:
     """Copy a CSV file with other values in the first row of `contender`."""
-    with source.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(source)
     next(row for row in rows if row["contender"] == contender).update(changes)
     with target.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

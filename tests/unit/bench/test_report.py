@@ -5,56 +5,54 @@ import pytest
 
 from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.plots import PLOTS
-from dlrm_overlap.bench.report.rows import append_row
+from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.doctor import environment
+from tests.conftest import read_rows
 
 
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     output = tmp_path / "other.csv"
     output.write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match=r"--output: .*other\.csv has other columns"):
-        append_row(output, {"steps": 4})
+        append_rows(output, [{"steps": 4}])
     assert output.read_text() == "a,b\n1,2\n"
 
 
 def test_rows_of_a_file_that_has_no_commands_yet_stay_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "rows.csv"
     monkeypatch.setattr("sys.argv", ["dlrm-overlap", "bench", "x", "--title", "two words"])
-    append_row(output, {"steps": 4})
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    append_rows(output, [{"steps": 4}])
+    rows = read_rows(output)
     assert rows[0].pop("command") == "dlrm-overlap bench x --title 'two words' --nproc 1"
     with output.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    append_row(output, {"steps": 5})
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    append_rows(output, [{"steps": 5}])
+    rows = read_rows(output)
     assert [(row["steps"], row["command"][:14]) for row in rows] == [("4", ""), ("5", "dlrm-overlap b")]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
 def test_a_full_disk_is_told_in_one_line() -> None:
     with pytest.raises(InputError, match=r"--output: /dev/full cannot be written \(No space left on device\)"):
-        append_row(Path("/dev/full"), {"steps": 4})
+        append_rows(Path("/dev/full"), [{"steps": 4}])
 
 
 def test_rows_are_appended_and_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
     output.touch()
     for steps in (4, 5):
-        append_row(output, {"steps": steps, "median_ms": 0.123456})
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        append_rows(output, [{"steps": steps, "median_ms": 0.123456}])
+    rows = read_rows(output)
     assert [(row["steps"], row["median_ms"]) for row in rows] == [("4", "0.1235"), ("5", "0.1235")]
     assert all(row["python"] for row in rows)
 
 
 def test_a_row_begins_with_what_was_measured_and_ends_with_command_and_environment(tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
-    append_row(output, {"kind": "stage", "contender": "pgas", "median_ms": 1.0, "limit_ms": None})
+    append_rows(output, [{"kind": "stage", "contender": "pgas", "median_ms": 1.0, "limit_ms": None}])
     header, line = output.read_text().splitlines()
     names = header.split(",")
     assert names[:4] == ["kind", "contender", "median_ms", "limit_ms"]

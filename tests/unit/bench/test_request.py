@@ -13,14 +13,14 @@ from dlrm_overlap.bench.stage_request import BackwardRequest, EveryoneRequest, S
 from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.parsing import parse_config
+from tests.conftest import configuration
 
 SHAPES = Path("configs/bench")
 OUTPUT = Path("unused.csv")
 
 
 def _config(shape: str, *options: str) -> Config:
-    return parse_config("", "", ["--config", str(SHAPES / f"{shape}.yaml"), *options], lambda parser: None)[0]
+    return configuration("--config", str(SHAPES / f"{shape}.yaml"), *options)
 
 
 def _request(kind: str, tables_per_rank: int | None = None) -> StageRequest:
@@ -55,7 +55,7 @@ def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["mlperf", "step_mlperf", "step_dot"])
 def test_mlperf_has_the_tables_of_the_training_configuration(shape: str) -> None:
-    trained = parse_config("", "", ["--config", "configs/mlperf_dcnv2.yaml"], lambda parser: None)[0]
+    trained = configuration("--config", "configs/mlperf_dcnv2.yaml")
     measured = _config(shape)
     assert measured.data.tables == replace(trained.data.tables, max_rows=4_000_000)
     assert (measured.model.dim, measured.embedding.lr) == (trained.model.dim, trained.embedding.lr)
@@ -78,7 +78,7 @@ def test_maps_have_their_shapes_in_order_of_their_tables() -> None:
     ]  # fmt: skip
     with pytest.raises(InputError, match="--tables_per_rank: 2, but the tables of a rank are swept"):
         GridRequest("grid", OUTPUT, tables_per_rank=2)
-    criteo = parse_config("", "", ["--data.kind", "criteo_tsv", "--data.path", "x"], lambda parser: None)[0]
+    criteo = configuration("--data.kind", "criteo_tsv", "--data.path", "x")
     with pytest.raises(InputError, match=r"data\.kind: criteo_tsv, but bench sweep takes shapes that no file has"):
         sweep.check_ranks(criteo, 4, "cuda")
 

@@ -1,6 +1,5 @@
 """The figure of the whole step: who takes part, what its floor is made of, and when a speedup is told."""
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,10 @@ from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, shards_of
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.model import build_model
-from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.traffic import DenseCounts, DividedCounts, count_dense, count_divided
-from tests.distributed.workers import quickstart
+from tests.conftest import read_rows
+from tests.distributed.workers import quickstart, ranks_here
 
 CPU = torch.device("cpu")
 SMALL = ["--train.batch_size", "64", "--train.steps", "4"]
@@ -177,11 +175,10 @@ def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, St
     """Return the exit code and the rows of the figure with `contenders`, in a world of one."""
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
-    ranks = Ranks(quickstart(folder, "run", *SMALL, *options), None, World(0, 0, 1, 1, LOOPBACK, 0, "single"), CPU)
+    ranks = ranks_here(quickstart(folder, "run", *SMALL, *options))
     request = StepRequest("step", folder / "step.csv", contenders=tuple(contenders), steps=6, batches=3)
     code = step.run(request, ranks)
-    with (folder / "step.csv").open(newline="") as file:
-        return code, list(csv.DictReader(file))
+    return code, read_rows(folder / "step.csv")
 
 
 _TORCHREC = {"torchrec": StepContender({"embedding.backend": "torchrec", **EAGER})}

@@ -1,13 +1,11 @@
 """The figure of a step's timeline, on a trace whose times are known."""
 
-import csv
 import gzip
 import json
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import timeline
@@ -16,10 +14,9 @@ from dlrm_overlap.bench.harness.training_runs import TrainingRun
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender
 from dlrm_overlap.bench.step_request import TimelineRequest
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.observe.trace_summary import Span
-from dlrm_overlap.ranks import Ranks
-from tests.distributed.workers import quickstart
+from tests.conftest import read_rows
+from tests.distributed.workers import quickstart, ranks_here
 
 _MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 # Name, stream, begin and end in us. Three steps: 100 .. 200, 200 .. 320, 320 .. 400, and work before and after them.
@@ -79,12 +76,10 @@ def test_the_figure_has_a_row_a_rank_and_a_picture(
     monkeypatch.setitem(STEP_CONTENDERS, "pgas", StepContender({"embedding.backend": "pgas", **eager}))
     monkeypatch.setattr(TrainingRun, "trace", lambda self, steps, path: _write(path))
     monkeypatch.setattr(timeline, "_UNTRACED_STEPS", 3)
-    world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
     config = quickstart(tmp_path, "run", "--train.batch_size", "64", "--train.steps", "4")
     request = TimelineRequest("timeline", tmp_path / "made" / "t.csv", contenders=("pgas",), batches=2)
-    assert timeline.run(request, Ranks(config, None, world, torch.device("cpu"))) == 0
-    with request.output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    assert timeline.run(request, ranks_here(config)) == 0
+    rows = read_rows(request.output)
     assert [(row["contender"], row["rank"], row["exposed_fraction"]) for row in rows] == [("pgas", "0", "0.37")]
     assert float(rows[0]["untraced_ms"]) > 0
     picture = ElementTree.parse(tmp_path / "made" / "t.svg").getroot()

@@ -1,6 +1,5 @@
 """The choice of a strategy: its arithmetic, a table fitted to cases of known slowdowns, and the measured cases."""
 
-import csv
 import itertools
 import math
 import subprocess
@@ -15,6 +14,7 @@ from dlrm_overlap.bench.report.slowdowns import RIGHT, fit_table, replay, write_
 from dlrm_overlap.comm import choose
 from dlrm_overlap.comm.choose import Communication, Computation, Slowdown
 from dlrm_overlap.config import InputError
+from tests.conftest import read_rows
 
 MEASURED = Path("docs/results/concurrent.csv")
 
@@ -180,8 +180,7 @@ def test_a_table_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_package_s_table_chooses_well_in_the_measured_cases() -> None:
-    with MEASURED.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(MEASURED)
     found = replay(rows, choose.read_table())
     assert len(found) >= 30
     wrong = [each for each in found if each.lost > RIGHT]

@@ -1,6 +1,5 @@
 """What a copy engine refuses, on CPU tensors: nothing reaches a GPU by then. What it copies is checked on GPUs."""
 
-import csv
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from dlrm_overlap.comm.collectives import COPIED_FROM_BYTES, choose
 from dlrm_overlap.comm.copy_engine import CopyEngine, _check
 from dlrm_overlap.config import InputError
+from tests.conftest import read_rows
 from tests.distributed.interpreted import without_streams
 
 BYTES, WORD = torch.zeros(6, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -64,13 +64,12 @@ def test_no_way_is_faster_than_the_chosen_one_by_more_than_a_twentieth() -> None
     made = runpy.run_path("docs/results/collectives_table.py")
     medians: dict[tuple[str, ...], dict[str, float]] = {}
     best: dict[tuple[str, ...], float] = {}
-    with Path("docs/results/collectives.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            case = row["operation"], row["beside"], row["captured"], row["mb_per_peer"]
-            median = float(row["median_ms"])
-            best[case] = min(median, best.get(case, median))
-            if made["is_todays"](row):
-                medians.setdefault(case, {})[row["contender"]] = median
+    for row in read_rows(Path("docs/results/collectives.csv")):
+        case = row["operation"], row["beside"], row["captured"], row["mb_per_peer"]
+        median = float(row["median_ms"])
+        best[case] = min(median, best.get(case, median))
+        if made["is_todays"](row):
+            medians.setdefault(case, {})[row["contender"]] = median
     assert best
     for case, least in best.items():
         way = choose(int(case[3]) << 20, case[1], case[2] == "True")

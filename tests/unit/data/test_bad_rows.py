@@ -10,13 +10,11 @@ import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
+from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText
 from dlrm_overlap.data.loader import make_loader, open_datasets
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
-from dlrm_overlap.launching.launcher import LOOPBACK, World
-from dlrm_overlap.trainer import Trainer
 from tests.conftest import read_metrics
-from tests.distributed.workers import quickstart
+from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.data.criteo_lines import random_lines
 
 N, ROWS = 60, 50
@@ -74,6 +72,16 @@ def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> No
     assert _same(data.read(2 * N - 3, 2 * N), clean.read(2 * N - 3, 2 * N)), "past the end"
     with pytest.raises(InputError, match=r"bad/day_0: label of sample 0 is 2\.0, not 0 or 1"):
         CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
+
+
+def test_a_bad_sample_of_multi_hot_arrays_is_replaced_too(tmp_path: Path) -> None:
+    tables = {str(t): np.full((4, 1 + t % 2), t, np.int32) for t in range(26)}
+    tables["3"][2] = ROWS
+    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **tables)  # pyright: ignore[reportArgumentType]
+    np.save(tmp_path / "day_0_dense.npy", np.zeros((4, 13), np.float32))
+    np.save(tmp_path / "day_0_labels.npy", np.array([[0], [1], [0], [1]], np.int32))
+    batch = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS), "skip").read(0, 4)
+    assert (batch.stand_ins, batch.labels.tolist()) == (1, [0, 1, 1, 1])
 
 
 def test_held_out_samples_and_those_to_train_on_never_stand_in_for_each_other(tmp_path: Path) -> None:
@@ -153,8 +161,7 @@ def test_a_run_logs_how_many_there_were(tmp_path: Path, caplog: pytest.LogCaptur
     options += ["--data.tables.count", "26", "--data.tables.multi_hot", "1", "--train.batch_size", "10"]
     options += ["--train.steps", "9", "--train.eval_every", "0", "--data.bad_rows", "skip", "--data.workers", "1"]
     config = quickstart(tmp_path, "run", *options)
-    world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
-    summary = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data)).fit()
+    summary = make_trainer(config).fit()
     assert summary["bad_rows"] == json.loads((tmp_path / "run" / "summary.json").read_text())["bad_rows"] == 3
     counted = read_metrics(tmp_path / "run", "data/bad_rows")
     assert list(counted) == list(range(1, 10))

@@ -15,6 +15,7 @@ from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, Slice, make_loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
+from tests.conftest import wait_until
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
 MESSAGE = "day_0: label of sample 17 is 3, not 0 or 1; correct the file"
@@ -50,18 +51,12 @@ def tensors(batch: Batch) -> list[list]:
     return [x.tolist() for x in (batch.dense, batch.sparse.lengths(), batch.sparse.values(), batch.labels)]
 
 
-def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
-
-
 @pytest.fixture
 def leaves_nothing_behind():
     threads = set(threading.enumerate())
     yield
-    assert wait_for(lambda: not multiprocessing.active_children() and set(threading.enumerate()) <= threads)
+    gone = lambda: not multiprocessing.active_children() and set(threading.enumerate()) <= threads  # noqa: E731
+    wait_until(gone, 10, "a reader lives on")
 
 
 @WORKERS
@@ -180,7 +175,7 @@ def test_thread_reads_ahead_and_no_further():
     dataset = Numbered()
     with load(dataset, 0, prefetch=3, last_step=100) as batches:
         next(batches)
-        assert wait_for(lambda: len(dataset.reads) == 4)
+        wait_until(lambda: len(dataset.reads) == 4, 10, "no batch is read ahead")
         time.sleep(0.05)
         assert dataset.reads == [0, 4, 8, 12]
 
@@ -201,7 +196,7 @@ def test_wait_counts_the_time_in_next_alone():
         next(batches)
         waited = batches.wait_s
         assert waited >= 0.05
-        assert wait_for(lambda: len(dataset.reads) == 2)
+        wait_until(lambda: len(dataset.reads) == 2, 10, "no batch is read ahead")
         time.sleep(0.05)  # the training step, in which the next batch becomes ready
         assert batches.wait_s == waited
         next(batches)

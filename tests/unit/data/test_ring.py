@@ -16,6 +16,7 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.ring import Ring, SlotShape
+from tests.conftest import wait_until
 
 SHAPE = SlotShape(samples=64, dense_features=3, tables=2, max_ids=5)
 
@@ -144,12 +145,9 @@ def test_readers_end_with_a_process_that_never_closes_its_ring(tmp_path: Path) -
     program += "print(*(reader.pid for reader in ring._workers), flush=True); "
     for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
         done = subprocess.run([sys.executable, "-c", program + end], capture_output=True, text=True, timeout=30)
-        deadline = time.monotonic() + 5
-        pids = [Path(f"/proc/{pid}") for pid in done.stdout.split()]
-        assert len(pids) == 2, done.stderr
-        while any(pid.exists() for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not [pid for pid in pids if pid.exists()]
+        readers = [Path(f"/proc/{pid}") for pid in done.stdout.split()]
+        assert len(readers) == 2, done.stderr
+        wait_until(lambda readers=readers: not any(reader.exists() for reader in readers), 5, "readers live on")
 
 
 @pytest.mark.gpu

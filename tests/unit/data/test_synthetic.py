@@ -29,14 +29,6 @@ def auroc(score: torch.Tensor, label: torch.Tensor) -> float:
     return float((rank[label > 0].sum() - clicks * (clicks + 1) / 2) / (clicks * (len(label) - clicks)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_the_same_global_batch(world_size: int):
-    dataset = Synthetic(DataConfig(tables=MIXED), "train")
-    b = 96 // world_size
-    parts = [sample for rank in range(world_size) for sample in samples(dataset.read(960 + rank * b, b))]
-    assert parts == samples(dataset.read(960, 96))
-
-
 def test_uneven_pieces_equal_the_whole():
     dataset = Synthetic(DataConfig(tables=MIXED), "train")
     parts = [sample for first, count in ((0, 1), (1, 6), (7, 93)) for sample in samples(dataset.read(first, count))]
@@ -170,39 +162,3 @@ def test_clicks_follow_the_sigmoid_of_the_teachers_logit():
     assert logit.max() > 16
     exact = torch.from_numpy(logit).sigmoid().numpy()
     np.testing.assert_allclose(teacher.click_probability(dense, lengths, values), exact, rtol=0, atol=3e-6)
-
-
-class TinyDLRM(torch.nn.Module):
-    """Bottom layer, a bag a table of one id, pairwise dot products, top MLP."""
-
-    def __init__(self, rows: int, tables: int, dim: int):
-        super().__init__()
-        self.bottom = torch.nn.Sequential(torch.nn.Linear(13, dim), torch.nn.ReLU())
-        self.rows = torch.nn.Parameter(torch.randn(tables * rows, dim) * 0.1)
-        self.first_row = torch.arange(tables)[:, None] * rows
-        self.pairs = torch.triu_indices(tables + 1, tables + 1, offset=1)
-        self.top = torch.nn.Sequential(
-            torch.nn.Linear(self.pairs.shape[1] + (tables + 1) * dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
-        )
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        ids = batch.sparse.values().view(len(self.first_row), -1) + self.first_row
-        features = torch.cat([self.bottom(batch.dense)[None], self.rows[ids]]).transpose(0, 1)
-        products = (features @ features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        return self.top(torch.cat([products, features.flatten(1)], dim=1)).squeeze(1)
-
-
-def test_a_small_dlrm_learns_it():
-    config = DataConfig(tables=LEARNABLE)
-    train, held_out = Synthetic(config, "train"), Synthetic(config, "eval").read(0, 8192)
-    torch.manual_seed(0)
-    model = TinyDLRM(rows=1000, tables=8, dim=8)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    for step in range(150):
-        batch = train.read(step * 1024, 1024)
-        optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels).backward()
-        optimizer.step()
-    with torch.no_grad():
-        reached = auroc(model(held_out), held_out.labels)
-    assert 0.75 < reached < auroc(train.click_probability(held_out), held_out.labels)

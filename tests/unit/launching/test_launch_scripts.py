@@ -4,10 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import wait_until
 
 SCRIPTS = ["torchrun.sh", "mpirun.sh", "slurm.sbatch"]
 
@@ -50,10 +51,7 @@ def test_slurm_job_that_saved_before_its_limit_is_requeued(
     _stub(tmp_path / "scontrol", 'echo "$@" > requeued')
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "77"}
     job = subprocess.Popen(["bash", Path("launch/slurm.sbatch").resolve(), "some.yaml"], cwd=tmp_path, env=environ)
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "up").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "up").exists, 10, "the job is not up")
     job.send_signal(number)
     assert job.wait(10) == code
     assert (tmp_path / "requeued").exists() == requeued

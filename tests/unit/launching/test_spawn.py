@@ -18,6 +18,7 @@ from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import SAVED
 from dlrm_overlap.launching.spawn import spawn
+from tests.conftest import is_alive, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 
 ROOT = Path(dlrm_overlap.__file__).parents[1]
@@ -84,27 +85,14 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_for_pids(prefix: Path, ranks: int) -> list[int]:
     paths = [Path(f"{prefix}.{rank}") for rank in range(ranks)]
-    deadline = time.monotonic() + 20
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, "the workers did not start"
-        time.sleep(0.01)
+    wait_until(lambda: all(path.exists() for path in paths), 20, "the workers did not start")
     return [int(pid) for path in paths for pid in path.read_text().split()]
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5  # a killed process takes a moment to go
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [pid for pid in pids if is_alive(pid)]
+    wait_until(lambda: not any(map(is_alive, pids)), 5, f"one of {pids} lives on")  # a killed one takes a moment
 
 
 @pytest.mark.usefixtures("worker")

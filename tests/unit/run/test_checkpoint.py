@@ -7,17 +7,16 @@ import pytest
 
 from dlrm_overlap.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.run_log import check_folder
 from dlrm_overlap.storage.branches import line, newest_checkpoint, read_manifests, surplus
 from dlrm_overlap.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
+from tests.conftest import configuration
 
 ROWS = [10, 20]
 
 
 def _config(*options: str) -> Config:
-    argv = ["--config", "configs/quickstart.yaml", *options]
-    return parse_config("train", "", argv, lambda parser: None)[0]
+    return configuration("--config", "configs/quickstart.yaml", *options)
 
 
 def _run(folder: Path, *options: str) -> Config:
@@ -117,8 +116,7 @@ def test_a_path_is_the_same_however_it_is_written(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
 
     def keys(path: str) -> dict[str, object]:
-        argv = ["--data.kind", "criteo_npy", "--data.path", path]
-        return trained_with(parse_config("train", "", argv, lambda parser: None)[0], 64)
+        return trained_with(configuration("--data.kind", "criteo_npy", "--data.path", path), 64)
 
     assert keys("days") == keys(str(tmp_path / "days"))
     assert keys("days") != keys("other_days")

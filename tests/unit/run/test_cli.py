@@ -14,8 +14,8 @@ import torch
 import dlrm_overlap
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.ranks import run_on_ranks
+from tests.conftest import configuration
 
 
 class Ended(BaseException):
@@ -73,20 +73,19 @@ cli.run()
 def test_options_override_the_file(tmp_path: Path) -> None:
     text = "train: {steps: 5, lr: 0.5}\ndata: {tables: {rows: [5, 6], multi_hot: [1, 0..3]}}\n"
     (tmp_path / "config.yaml").write_text(text)
-    argv = ["--config", str(tmp_path / "config.yaml"), "--train.steps", "7", "--data.tables.max_rows=3"]
-    config, _ = parse_config("test", "", argv, lambda parser: None)
+    config = configuration("--config", str(tmp_path / "config.yaml"), "--train.steps", "7", "--data.tables.max_rows=3")
     assert (config.train.steps, config.train.lr) == (7, 0.5)
     assert (config.data.tables.multi_hot, config.data.tables.max_rows) == ([1, "0..3"], 3)
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_committed_configurations_are_valid(path: Path) -> None:
-    config, _ = parse_config("test", "", ["--config", str(path)], lambda parser: None)
+    config = configuration("--config", str(path))
     assert config.model.bottom_mlp[-1] == config.model.dim
 
 
 def test_mlperf_shape() -> None:
-    config, _ = parse_config("test", "", ["--config", "configs/mlperf_dcnv2.yaml"], lambda parser: None)
+    config = configuration("--config", "configs/mlperf_dcnv2.yaml")
     tables = config.data.tables
     assert isinstance(tables.rows, list)
     assert isinstance(tables.multi_hot, list)

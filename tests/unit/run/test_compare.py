@@ -19,11 +19,11 @@ from dlrm_overlap.compare import (
     train_runs,
 )
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.launching.preflight import check_start
 from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison_board import comparison_markdown
 from dlrm_overlap.observe.finite import NotFiniteError
+from tests.conftest import configuration
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
 
@@ -42,8 +42,7 @@ def _run(folder: Path, losses: dict[int, float | None], step_ms: float = 10.0) -
 
 
 def _config(folder: Path, *options: str) -> Config:
-    argv = ["--config", "configs/quickstart.yaml", "--log.dir", str(folder), *options]
-    return parse_config("test", "", argv, lambda parser: None)[0]
+    return configuration("--config", "configs/quickstart.yaml", "--log.dir", str(folder), *options)
 
 
 def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

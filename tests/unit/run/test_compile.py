@@ -8,13 +8,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.preflight import check_start
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree
-from tests.distributed.workers import quickstart
+from tests.distributed.workers import make_trainer, quickstart
 
 CPU = torch.device("cpu")
 SMALL = ["--train.batch_size", "64", "--train.steps", "6", "--train.eval_every", "3", "--data.eval_samples", "256"]
@@ -22,7 +20,7 @@ COMPILED = ["--train.compile_dense", "true"]
 
 
 def _trainer(config: Config) -> Trainer:
-    return Trainer(config, World(0, 0, 1, 1, LOOPBACK, 0, "single"), CPU, *open_datasets(config.data))
+    return make_trainer(config)
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -13,15 +13,11 @@ from dlrm_overlap.config import (
     TrainConfig,
     parse_multi_hot,
 )
-from dlrm_overlap.launching.parsing import parse_config
-
-
-def _read(*argv: str) -> Config:
-    return parse_config("test", "", argv, lambda parser: None)[0]
+from tests.conftest import configuration
 
 
 def _quickstart(*options: str) -> Config:
-    return _read("--config", "configs/quickstart.yaml", *options)
+    return configuration("--config", "configs/quickstart.yaml", *options)
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])
@@ -144,12 +140,12 @@ def test_a_key_without_effect_is_refused(options: str, message: str) -> None:
 
 def test_the_order_of_files_has_no_seed() -> None:
     with pytest.raises(InputError, match=r"data\.seed: 5 has no effect on the samples of data\.kind criteo_npy"):
-        _read("--config", "configs/criteo_kaggle.yaml", "--data.seed", "5")
+        configuration("--config", "configs/criteo_kaggle.yaml", "--data.seed", "5")
 
 
 def test_samples_of_files_are_not_made() -> None:
     with pytest.raises(InputError, match=r"data\.generate: cpu has no effect on samples .*; set data\.kind synthetic"):
-        _read("--config", "configs/criteo_kaggle.yaml", "--data.generate", "cpu")
+        configuration("--config", "configs/criteo_kaggle.yaml", "--data.generate", "cpu")
     with pytest.raises(InputError, match=r"data\.generate"):
         _quickstart("--data.generate", "tpu")
 
@@ -159,10 +155,10 @@ def test_keys_that_others_give_an_effect_are_taken() -> None:
     options += " --model.cross_rank 5 --log.trace_first 5 --log.trace_steps 1 --data.seed 5"
     assert _quickstart(*options.split()).train.target_auroc == 0.8
     days = ["--data.kind", "criteo_multihot", "--data.path", "days", "--data.eval_path", "last"]
-    beside_a_synthetic_shape = _read("--config", "configs/mlperf_dcnv2.yaml", *days)
+    beside_a_synthetic_shape = configuration("--config", "configs/mlperf_dcnv2.yaml", *days)
     assert beside_a_synthetic_shape.data.eval_path == "last"
     overridden = ["--train.steps", "5", "--train.epochs", "2", "--train.batch_size", "8", "--data.eval_fraction", "0.5"]
-    trial = _read("--config", "configs/criteo_kaggle.yaml", *overridden, "--data.eval_path", "last")
+    trial = configuration("--config", "configs/criteo_kaggle.yaml", *overridden, "--data.eval_path", "last")
     assert trial.train.global_batch_size == 128
     tuned = _quickstart("--embedding.wait_timeout_s", "5", "--embedding.schedule", "linear")
     assert (tuned.embedding.backend, tuned.embedding.slice_bags) == ("torchrec", 128)

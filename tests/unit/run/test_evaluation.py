@@ -2,27 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.evaluation import evaluate, evaluate_exported, stored_config
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.ranks import Ranks
 from dlrm_overlap.storage.manifest import MANIFEST, Manifest, dump_manifest
-from dlrm_overlap.trainer import Trainer
 from tests.conftest import read_metrics
-from tests.distributed.workers import quickstart
+from tests.distributed.workers import make_trainer, quickstart, ranks_here
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-WORLD = World(0, 0, 1, 1, LOOPBACK, 0, "single")
-CPU = torch.device("cpu")
 KEYS = ("loss", "auroc", "ne", "accuracy")
 
 
@@ -31,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps that evaluated and saved every two, with optimizers that have states."""
     options = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "2", "--checkpoint.every", "2"]
     config = quickstart(tmp_path_factory.mktemp("eval"), "run", *options, "--data.eval_samples", "250")
-    trainer = Trainer(config, WORLD, CPU, *open_datasets(config.data))
+    trainer = make_trainer(config)
     trainer.fit()
     return trainer.folder
 
@@ -43,7 +35,7 @@ def stored(run: Path) -> Config:
 
 
 def _evaluate(path: Path, config: Config) -> dict[str, Any]:
-    return evaluate(Ranks(config, SimpleNamespace(), WORLD, CPU), path)
+    return evaluate(ranks_here(config), path)
 
 
 @pytest.mark.parametrize(("step", "backend"), [(2, "torchrec"), (4, "pgas")])
@@ -59,8 +51,7 @@ def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step:
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("none", 1e-6), ("int8", 1e-3)])
 def test_as_exported_it_differs_by_rounding(run: Path, stored: Config, quantize: str, tolerance: float) -> None:
-    ranks = Ranks(stored, SimpleNamespace(), WORLD, CPU)
-    found = evaluate_exported(ranks, run / "checkpoints" / "step_4", quantize)
+    found = evaluate_exported(ranks_here(stored), run / "checkpoints" / "step_4", quantize)
     assert found["loss"] == pytest.approx(read_metrics(run, "eval/loss")[4], rel=tolerance)
     assert (found["samples"], found["relative_rms_error_of_weights"] > 0) == (250, quantize == "int8")
 

@@ -19,12 +19,11 @@ from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.inference.export import export_for_inference
 from dlrm_overlap.inference.model import Scratch, Squares, build_for_inference, quantised_table, stored_table
 from dlrm_overlap.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.storage.load import open_checkpoint
 from dlrm_overlap.storage.manifest import read_manifest
 from dlrm_overlap.trainer import Trainer
 from tests.conftest import ROOT
-from tests.distributed.workers import quickstart
+from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.storage.test_format import NAME, ROWS, WRITERS, D, make_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -41,8 +40,7 @@ TOLERANCE = 1e-5  # of logits: sums in another order
 def _train(folder: Path, *options: str) -> tuple[Trainer, Path]:
     """Return the trainer of a finished run, and its checkpoint."""
     config = quickstart(folder, "run", *SHORT, *options, "--checkpoint.last", "true")
-    world = World(0, 0, 1, 1, LOOPBACK, 0, "single")
-    trainer = Trainer(config, world, torch.device("cpu"), *open_datasets(config.data))
+    trainer = make_trainer(config)
     trainer.fit()
     return trainer, trainer.folder / "checkpoints" / "step_2"
 

@@ -19,8 +19,8 @@ from dlrm_overlap.storage.manifest import read_manifest
 from dlrm_overlap.storage.parts import Part
 from dlrm_overlap.storage.snapshot import Snapshot, place_of_copy
 from tests.conftest import file_limit
-from tests.distributed.workers import quickstart
-from tests.unit.run.test_trainer import SMALL, checkpoints, make_trainer
+from tests.distributed.workers import make_trainer, quickstart
+from tests.unit.run.test_trainer import SMALL, checkpoints
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 BESIDE = ["--checkpoint.asynchronous", "true", "--checkpoint.keep", "9"]

@@ -11,26 +11,20 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.graphs.parts import innermost
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.preflight import check_runs
 from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.trainer import Trainer
 from tests.conftest import file_limit, read_metrics
-from tests.distributed.workers import quickstart
+from tests.distributed.workers import make_trainer, quickstart
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SMALL = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "0", "--data.eval_samples", "256"]
 SAVES = ["--checkpoint.last", "true"]
-
-
-def make_trainer(config: Config) -> Trainer:
-    return Trainer(config, World(0, 0, 1, 1, LOOPBACK, 0, "single"), torch.device("cpu"), *open_datasets(config.data))
 
 
 def _fit(folder: Path, *options: str) -> dict[str, Any]:

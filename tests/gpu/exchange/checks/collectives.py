@@ -1,6 +1,5 @@
 """All-to-all and all-gather into the peers' memory: against the group's own, under any delays, captured, lost peers."""
 
-import re
 import time
 from functools import partial
 from typing import Any
@@ -11,13 +10,11 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from tests.agreement import assert_same
-from tests.gpu.exchange.checks.stress import capture, take_late
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
 from tests.gpu.exchange.place import Check, Place
 
-TIMEOUT_S = 3.0
-CULPRIT = 1  # the rank that stalls or dies
 _WAYS = ("auto", "dma", "stores")
 # Rows of odd sizes; of more than one block of the kernel; of what copy engines are for.
 _ROWS: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -80,7 +77,8 @@ def _check_means(place: Place) -> None:
         if not dtype.is_floating_point:
             continue
         output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
-        sent, graph = torch.empty_like(output), torch.cuda.CUDAGraph()
+        sent = torch.empty_like(output)
+        reduce: Any = partial(lambda *tensors: collectives.all_reduce(*tensors).wait(), output, sent, shares)
         for times in range(6):
             sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
             whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
@@ -91,12 +89,8 @@ def _check_means(place: Place) -> None:
             _bytes(output).fill_(0x7F)
             _bytes(shares).fill_(0x7F)
             if times == 2:
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                    collectives.all_reduce(output, sent, shares).wait()
-            if times < 2:
-                collectives.all_reduce(output, sent, shares).wait()
-            else:
-                graph.replay()
+                reduce = capture(place, reduce)
+            reduce()
             assert_same(output, expected, f"{shape} {dtype}, time {times}")
             collectives.check()
     place.meet()
@@ -165,14 +159,8 @@ def _check_in_a_capture(place: Place) -> None:
     """The first call of its kind is refused there, with the cure."""
     collectives = PeerCollectives(place.group, place.device, 1 << 20, 60.0)
     output = collectives.empty((place.world_size, 8), torch.float32)
-    sent, graph, told = torch.zeros_like(output), torch.cuda.CUDAGraph(), ""
-    place.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        try:
-            collectives.all_to_all(output, sent)
-        except ValueError as error:
-            told = str(error)
-        sent.add_(1)  # a graph of nothing is warned of
+    sent = torch.zeros_like(output)
+    told = told_in_a_capture(place, lambda: collectives.all_to_all(output, sent), sent)
     assert "make one such call before the capture" in told, told
     collectives.all_to_all(output, sent.fill_(place.rank)).wait()
     expected = torch.arange(place.world_size, device=place.device).float()[:, None].expand_as(output).contiguous()
@@ -211,11 +199,9 @@ def _check_engine(place: Place) -> None:
     for times in range(1, 4):
         step()
         check("eager", times)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        step()
+    replay = capture(place, step)
     for times in range(4, 10):
-        graph.replay()
+        replay()
         check("replayed", times)
     arena.close()
 
@@ -240,23 +226,8 @@ def _check_lost_peer(place: Place, how: str) -> None:
             place.synchronize()
             time.sleep(2.5 * TIMEOUT_S)
         place.leave()
-    began, told = time.monotonic(), ""
-    try:
-        (replay or steps.take)()
-        place.synchronize()
-    except RuntimeError as error:
-        print(f"the GPU says: {error}", flush=True)
-    try:
-        steps.collectives.check()
-    except ExchangeTimeoutError as error:
-        told = str(error)
-    elapsed = time.monotonic() - began
-    match = re.match(
-        r"rank (\d+) waited 3 s for collective's flag 0 of rank (\d+): expected epoch (\d+), seen (\d+);", told
-    )
-    assert match, f"told: {told}"
-    assert list(map(int, match.groups())) == [place.rank, CULPRIT, seen + 1, seen], told
-    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"told after {elapsed:.1f} s"
+    flag, told = flag_told_of(place, steps.collectives.check, "collective's flag", replay or steps.take)
+    assert flag == [place.rank, 0, CULPRIT, seen + 1, seen], told
     place.leave()
 
 

@@ -11,16 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.stores import StoreOptions
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.place import Check, Place
 
-TIMEOUT_S = 3.0
-CULPRIT = 1  # the rank that stalls
 SHAPES = {"wide": (1000, 1301), "scale": (), "narrow": (3, 7), "bias": (100_003,), "last": (500, 700)}
 _BUCKETS = {"one": 1 << 30, "several": 1 << 20}  # bytes of a bucket, at least
 _EAGER, _REPLAYED = 50, 1000  # steps
@@ -145,18 +143,8 @@ def _check_lost_peer(place: Place, captured: bool) -> None:
     if place.rank == CULPRIT:
         time.sleep(3 * TIMEOUT_S)
         place.leave()
-    began, told = time.monotonic(), ""
-    try:
-        take()
-        place.synchronize()
-    except RuntimeError as error:
-        told = str(error)
-    try:
-        steps.buckets.check()
-    except ExchangeTimeoutError as error:
-        told = str(error)
-    assert f"for dense gradients' flag 0 of rank {CULPRIT}: expected epoch 5, seen 4" in told, told
-    assert time.monotonic() - began < 2 * TIMEOUT_S
+    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take)
+    assert flag == [place.rank, 0, CULPRIT, 5, 4], told
     place.leave()
 
 

@@ -94,49 +94,57 @@ def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool, what: 
         if not dies:
             time.sleep(2.5 * TIMEOUT_S)
         place.leave()
-    flag, told = flag_told_of(place, exchange, what, lambda: _step(stage, exchange, batch, train))
+    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train))
     rank, slot, peer, expected, seen = flag
     assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
     assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
     place.leave()
 
 
-def flag_told_of(place: Place, exchange: Exchange, what: str, work: Callable[[], object]) -> tuple[list[int], str]:
+def flag_told_of(
+    place: Place, check: Callable[[], None], what: str, work: Callable[[], object]
+) -> tuple[list[int], str]:
     """Return what the user is told of the flag that `work` waits for in vain, and in which words.
 
     Told are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs expected and
     seen.
+
+    Args:
+        place: of this rank.
+        check: raises what kernels have recorded.
+        what: a slot stands for.
+        work: waits, for up to TIMEOUT_S.
     """
-    told = _told_in_time(place, exchange, work)
-    wait = rf"rank (\d+) waited {exchange.options.wait_timeout_s:g} s for {what} (\d+) of rank (\d+)"
+    told = told_in_time(place, check, work)
+    wait = rf"rank (\d+) waited {TIMEOUT_S:g} s for {what} (\d+) of rank (\d+)"
     match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", told)
     assert match, told
     return list(map(int, match.groups())), told
 
 
-def _told_in_time(place: Place, exchange: Exchange, work: Callable[[], object]) -> str:
-    """Return what the user is told of a wait in `work` that expires, about when `exchange` allows it to."""
-    began, timeout_s = time.monotonic(), exchange.options.wait_timeout_s
-    late = threading.Timer(3 * timeout_s, _log_what_is_recorded, [exchange])  # the GPU may not come back
+def told_in_time(place: Place, check: Callable[[], None], work: Callable[[], object]) -> str:
+    """Return what the user is told of a wait in `work` that expires, about when it may."""
+    began = time.monotonic()
+    late = threading.Timer(3 * TIMEOUT_S, _log_what_is_recorded, [check])  # the GPU may not come back
     late.start()
     try:
         work()
         place.synchronize()
     except RuntimeError as error:
-        told = _what_is_told(exchange, error)
+        told = _what_is_told(check, error)
     else:
         raise AssertionError("no wait expired")
     finally:
         late.cancel()
     elapsed = time.monotonic() - began
-    assert 0.9 * timeout_s < elapsed < 3 * timeout_s, f"told after {elapsed:.1f} s: {told}"
+    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"told after {elapsed:.1f} s: {told}"
     return str(told)
 
 
-def _log_what_is_recorded(exchange: Exchange) -> None:
+def _log_what_is_recorded(check: Callable[[], None]) -> None:
     """Write to the rank's log what kernels have recorded; needs no answer of the GPU."""
     try:
-        exchange.check()
+        check()
         print("no kernel has recorded anything", flush=True)
     except (ExchangeTimeoutError, ValueError) as recorded:
         print(f"recorded, but the GPU does not come back: {recorded}", flush=True)
@@ -149,12 +157,12 @@ def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
             output.sum().backward()
 
 
-def _what_is_told(exchange: Exchange, error: RuntimeError) -> ExchangeTimeoutError:
+def _what_is_told(check: Callable[[], None], error: RuntimeError) -> ExchangeTimeoutError:
     """Return the error that the user sees: the GPU's own gives way to the record's, as in `Trainer.step`."""
     if isinstance(error, ExchangeTimeoutError):
         return error
     try:
-        exchange.check()
+        check()
     except ExchangeTimeoutError as told:
         return told
     raise AssertionError("nothing is recorded") from error

@@ -1,21 +1,17 @@
 """Products with their communication inside: every way against float64, under any delays, captured, lost peers."""
 
-import re
-import time
 from functools import partial
 
 import torch
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
-from tests.gpu.exchange.checks.stress import capture, take_late
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
 from tests.gpu.exchange.place import Check, Place
 
-TIMEOUT_S = 3.0
-CULPRIT = 1  # the rank that stalls or dies
 _HALF, _BRAIN = torch.float16, torch.bfloat16
 _CASES = (
     Case(1, 1, 1, _BRAIN, bias=False),
@@ -141,14 +137,7 @@ def _check_in_a_capture(place: Place) -> None:
     """The first call of its kind is refused there, with the cure."""
     x, weight = torch.ones(16, 8, device=place.device, dtype=_HALF), torch.ones(4, 8, device=place.device, dtype=_HALF)
     products = parallel_products(place.group, place.device)
-    graph, told = torch.cuda.CUDAGraph(), ""
-    place.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        try:
-            all_gather_matmul(x, weight, products=products)
-        except ValueError as error:
-            told = str(error)
-        x.add_(0)  # a graph of nothing is warned of
+    told = told_in_a_capture(place, lambda: all_gather_matmul(x, weight, products=products), x)
     assert "make one such call before the capture" in told, told
     out = all_gather_matmul(x, weight, products=products)
     assert_same(out, torch.full_like(out, 8), "a call behind the capture")
@@ -215,27 +204,12 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
 
     for _ in range(2):
         call()
-    replay = call
-    if how == "captured":
-        replay = capture(place, call)
+    replay = capture(place, call) if how == "captured" else call
     place.meet()
     if place.rank == CULPRIT:
         place.leave()
-    began, told = time.monotonic(), ""
-    try:
-        replay()
-        place.synchronize()
-    except RuntimeError as error:
-        print(f"the GPU says: {error}", flush=True)
-    try:
-        products.check()
-    except ExchangeTimeoutError as error:
-        told = str(error)
-    elapsed = time.monotonic() - began
-    match = re.match(r"rank (\d+) waited 3 s for product's part 0 of rank (\d+): expected epoch", told)
-    assert match, f"told: {told}"
-    assert list(map(int, match.groups())) == [place.rank, CULPRIT], told
-    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"told after {elapsed:.1f} s"
+    flag, told = flag_told_of(place, products.check, "product's part", replay)
+    assert flag[:3] == [place.rank, 0, CULPRIT], told
     place.leave()
 
 

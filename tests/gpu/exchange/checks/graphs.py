@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint import Checkpointer
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
@@ -22,9 +20,11 @@ from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
 from tests.gpu.exchange.checks.training import (
     SAMPLES,
     assert_agree,
+    check_goes_on,
     make_trainer,
     rows_of,
     small_config,
@@ -32,8 +32,6 @@ from tests.gpu.exchange.checks.training import (
 )
 from tests.gpu.exchange.place import Check, Place
 
-TIMEOUT_S = 3.0
-CULPRIT = 1  # the rank that stalls
 _STEPS = 40
 _BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single graph captured, one of a single step
 _BACKENDS = ("pgas", "fused")
@@ -157,21 +155,11 @@ def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool =
 
 
 def _check_checkpoint(place: Place, writer: str, reader: str, rows: int = 0) -> None:
-    """Half a run under one pipeline, its checkpoint under the other: the losses of a whole run under the first."""
-    half = _STEPS // 2
+    """A checkpoint of either pipeline is gone on from by the other; tables of at most `rows` are data-parallel."""
     config = small_config(place, "pgas", "adagrad")
     config = replace(config, embedding=replace(config.embedding, data_parallel_rows=rows))
-    first = make_trainer(place, replace(config, train=replace(config.train, pipeline=writer)))
-    train_steps(place, first, 0, half)
-    checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
-    checkpointer.save(half, first.model, first.optimizer)
-    expected = train_steps(place, first, half, _STEPS)
-    _close(place, first)
-    second = make_trainer(place, replace(config, train=replace(config.train, pipeline=reader)))
-    assert checkpointer.load(checkpointer.folder / f"step_{half}", second.model, second.optimizer) == half
-    losses = train_steps(place, second, half, _STEPS)
-    _close(place, second)
-    assert_agree(losses, expected, LOSS_TOLERANCE["adagrad"], f"{writer} then {reader}")
+    first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in (writer, reader))
+    check_goes_on(place, first, second, _STEPS)
 
 
 def _check_learning_rates(place: Place) -> None:
@@ -180,22 +168,9 @@ def _check_learning_rates(place: Place) -> None:
     found: dict[str, list[float]] = {}
     for pipeline in ("torchrec", "graph"):
         trainer = make_trainer(place, replace(config, train=replace(config.train, pipeline=pipeline, warmup_steps=30)))
-        found[pipeline] = _train_by_schedule(place, trainer)
+        found[pipeline] = train_steps(place, trainer, 0, _STEPS)
         _close(place, trainer)
     assert_agree(found["graph"], found["torchrec"], LOSS_TOLERANCE["adagrad"], "graph")
-
-
-def _train_by_schedule(place: Place, trainer: Trainer) -> list[float]:
-    batches = [
-        trainer.train_data.read((step * place.world_size + place.rank) * SAMPLES, SAMPLES) for step in range(_STEPS)
-    ]
-    losses, segment = [], iter(batches)
-    for step in range(_STEPS):
-        trainer.learning_rate.set(step)
-        losses.append(trainer.step(segment).detach().clone())
-    total = torch.stack(losses).cpu()
-    torch.distributed.all_reduce(total, group=place.group)
-    return (total / place.world_size).tolist()
 
 
 def _spoiled(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> Iterator[Batch]:
@@ -278,22 +253,13 @@ def _check_stalled_peer(place: Place) -> None:
     if place.rank == CULPRIT:
         time.sleep(3 * TIMEOUT_S)
         place.leave()
-    began = time.monotonic()
-    told: BaseException | None = None
-    try:
+
+    def steps() -> None:
         for _ in range(5):
             trainer.step(batches)
-        place.synchronize()
-    except RuntimeError as error:
-        told = error
-        if not isinstance(error, ExchangeTimeoutError):
-            try:
-                trainer._check_exchanges()
-            except ExchangeTimeoutError as recorded:
-                told = recorded
-    assert isinstance(told, ExchangeTimeoutError), told
-    assert f"of rank {CULPRIT}: expected epoch" in str(told), told
-    assert time.monotonic() - began < 4 * TIMEOUT_S
+
+    told = told_in_time(place, trainer._check_exchanges, steps)
+    assert f"of rank {CULPRIT}: expected epoch" in told, told
     place.leave()
 
 

@@ -1,9 +1,10 @@
 """Outputs to the last bit: against FBGEMM's lookup, `all_to_all_single` and unpacking, and beyond 2^31 elements."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 BACKENDS = ("nccl", "pgas", "fused")
 _DIMS = (4, 12, 64, 92, 128, 256, 512, 1024)
 _SAMPLES = 333  # a rank's: not a multiple of any block
+_WIRES = [{"wire_dtype": dtype} for dtype in (torch.bfloat16, torch.float16)]
+_SCHEDULES = [{"schedule": schedule} for schedule in ("linear", "remote_first", "balanced", "auto")]
+_SLICES = [{"slice_bags": bags, "programs_per_sm": most} for bags, most in product((4, 32, 128), (1, None))]
 
 
 def _by_put(backend: str) -> list[ExchangeOptions]:
@@ -69,31 +73,35 @@ def _check_dims(place: Place, backend: str, mean: bool) -> None:
         _assert_lookups(stage, options, batches, wanted)
 
 
-def _check_ids(place: Place, backend: str) -> None:
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
+def _stage(place: Place) -> Stage:
+    """Return a stage of `_tables`, filled."""
+    stage = Stage(place, _tables(place.world_size))
     stage.fill(integers=False)
-    sizes = [_SAMPLES] * place.world_size
-    batches = [Batch(place, tables, sizes, seed, ids) for seed, ids in enumerate((torch.int64, torch.int32) * 2)]
+    return stage
+
+
+def _batches(stage: Stage, count: int) -> list[Batch]:
+    return [Batch(stage.place, stage.tables, [_SAMPLES] * stage.place.world_size, seed) for seed in range(count)]
+
+
+def _check_ids(place: Place, backend: str) -> None:
+    stage, sizes = _stage(place), [_SAMPLES] * place.world_size
+    batches = [Batch(place, stage.tables, sizes, seed, ids) for seed, ids in enumerate((torch.int64, torch.int32) * 2)]
     _assert_lookups(stage, ExchangeOptions(backend), batches)
 
 
-def _check_wire(place: Place, backend: str) -> None:
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
-    stage.fill(integers=False)
-    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
-    for wire in (torch.bfloat16, torch.float16):
-        for options in _by_put(backend):
-            _assert_lookups(stage, replace(options, wire_dtype=wire), batches)
+def _check_options(place: Place, backend: str, every: Sequence[Mapping[str, Any]]) -> None:
+    """Under each of `every` options, and each put."""
+    stage = _stage(place)
+    batches = _batches(stage, 2)
+    for changes, options in product(every, _by_put(backend)):
+        _assert_lookups(stage, replace(options, **changes), batches)
 
 
 def _check_in_place(place: Place, backend: str) -> None:
     """Outputs of the wire's type, lent behind columns that this rank alone fills."""
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
-    stage.fill(integers=False)
-    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(4)]
+    stage = _stage(place)
+    batches = _batches(stage, 4)
     shapes = ((torch.bfloat16, 64), (torch.bfloat16, 12), (torch.float16, 8), (torch.float32, 128))
     for (wire, leading), by_put in product(shapes, _by_put(backend)):
         options = replace(by_put, wire_dtype=wire, output_dtype=wire, leading_columns=leading)
@@ -111,47 +119,25 @@ def _check_in_place(place: Place, backend: str) -> None:
         exchange.close()
 
 
-def _check_schedules(place: Place, backend: str) -> None:
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
-    stage.fill(integers=False)
-    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
-    for schedule, options in product(("linear", "remote_first", "balanced", "auto"), _by_put(backend)):
-        _assert_lookups(stage, replace(options, schedule=schedule), batches)
-
-
-def _check_slices(place: Place) -> None:
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
-    stage.fill(integers=False)
-    batches = [Batch(place, tables, [_SAMPLES] * place.world_size, seed) for seed in range(2)]
-    for slice_bags, programs_per_sm, options in product((4, 32, 128), (1, None), _by_put("fused")):
-        _assert_lookups(stage, replace(options, slice_bags=slice_bags, programs_per_sm=programs_per_sm), batches)
-
-
 def _check_sizes(place: Place, backend: str) -> None:
     """Ranks with one sample, none, or many; batches that grow, so that windows are made anew; no id at all."""
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
-    stage.fill(integers=False)
+    stage = _stage(place)
     uneven = [(17, 1, 0, 5)[rank % 4] for rank in range(place.world_size)]
     grown = [(3, 700, 64, 333)[rank % 4] for rank in range(place.world_size)]
     sizes = ([1] * place.world_size, uneven, uneven[::-1], grown, [_SAMPLES] * place.world_size, uneven)
-    batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
-    batches.insert(4, Batch(place, tables, grown, seed=9, empty=True))
+    batches = [Batch(place, stage.tables, each, seed) for seed, each in enumerate(sizes)]
+    batches.insert(4, Batch(place, stage.tables, grown, seed=9, empty=True))
     for options in _by_put(backend):
         _assert_lookups(stage, options, batches)
 
 
 def _check_many_bags(place: Place, backend: str) -> None:
     """So many bags that the persistent kernel takes larger tasks, and few again, with what it keeps for many."""
-    tables = _tables(place.world_size)
-    stage = Stage(place, tables)
-    stage.fill(integers=False)
+    stage = _stage(place)
     many = (1 << 17) // place.world_size + 1 if place.on_gpu else 300
     crowded = [many if rank == 0 else 1 for rank in range(place.world_size)]
     sizes = ([many - 8] * place.world_size, crowded, [many] * place.world_size, crowded)
-    batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
+    batches = [Batch(place, stage.tables, each, seed) for seed, each in enumerate(sizes)]
     for slice_bags, options in product((32, 4), _by_put(backend)):
         _assert_lookups(stage, replace(options, slice_bags=slice_bags), batches)
 
@@ -230,10 +216,13 @@ CHECKS = (
     {f"dims_{backend}": Check(partial(_check_dims, backend=backend, mean=False), timeout_s=150) for backend in BACKENDS}
     | {f"mean_{backend}": Check(partial(_check_dims, backend=backend, mean=True)) for backend in BACKENDS}
     | {f"ids_{backend}": Check(partial(_check_ids, backend=backend)) for backend in BACKENDS}
-    | {f"wire_{backend}": Check(partial(_check_wire, backend=backend)) for backend in BACKENDS}
+    | {f"wire_{backend}": Check(partial(_check_options, backend=backend, every=_WIRES)) for backend in BACKENDS}
     | {f"wire_in_place_{backend}": Check(partial(_check_in_place, backend=backend)) for backend in ("pgas", "fused")}
-    | {f"schedules_{backend}": Check(partial(_check_schedules, backend=backend)) for backend in BACKENDS[1:]}
-    | {"slices_fused": Check(_check_slices)}
+    | {
+        f"schedules_{backend}": Check(partial(_check_options, backend=backend, every=_SCHEDULES))
+        for backend in BACKENDS[1:]
+    }
+    | {"slices_fused": Check(partial(_check_options, backend="fused", every=_SLICES))}
     | {f"sizes_{backend}": Check(partial(_check_sizes, backend=backend)) for backend in BACKENDS}
     | {f"many_bags_{backend}": Check(partial(_check_many_bags, backend=backend)) for backend in BACKENDS}
     | {f"large_tables_{backend}": Check(partial(_check_large_tables, backend=backend)) for backend in BACKENDS}

@@ -97,10 +97,13 @@ def train_steps(place: Place, trainer: Trainer, first: int, end: int) -> list[fl
     samples = place.world_size * SAMPLES
     batches = [trainer.train_data.read(step * samples + place.rank * SAMPLES, SAMPLES) for step in range(first, end)]
     trainer.pipeline.reset()
-    segment = iter(batches)
-    losses = torch.stack([trainer.step(segment).detach().clone() for _ in batches])  # a graph's outputs are its own
-    dist.all_reduce(losses, group=place.group)
-    return (losses / place.world_size).tolist()
+    segment, losses = iter(batches), []
+    for step in range(first, end):
+        trainer.learning_rate.set(step)
+        losses.append(trainer.step(segment).detach().clone())  # a graph's outputs are its own
+    total = torch.stack(losses)
+    dist.all_reduce(total, group=place.group)
+    return (total / place.world_size).tolist()
 
 
 def rows_of(trainer: Trainer) -> _Rows:
@@ -158,22 +161,26 @@ def _check_graphed(place: Place) -> None:
         assert_all_near(rows, expected_rows, 0.0, f"run {run}:")
 
 
-def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
-    """Half a run under one backend, its checkpoint under another: the losses of a whole run under the first."""
-    optimizer, half = "rowwise_adagrad", _STEPS // 2
-    first = make_trainer(place, small_config(place, writer, optimizer))
+def check_goes_on(place: Place, writer: Config, reader: Config, steps: int) -> None:
+    """Half a run of one configuration, its checkpoint under another: the losses of a whole run of the first."""
+    first, half = make_trainer(place, writer), steps // 2
     train_steps(place, first, 0, half)
     checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
     checkpointer.save(half, first.model, first.optimizer)
-    expected = train_steps(place, first, half, _STEPS)
+    expected = train_steps(place, first, half, steps)
     place.meet()
     first.close()
-    second = make_trainer(place, small_config(place, reader, optimizer))
+    second = make_trainer(place, reader)
     assert checkpointer.load(checkpointer.folder / f"step_{half}", second.model, second.optimizer) == half
-    losses = train_steps(place, second, half, _STEPS)
+    losses = train_steps(place, second, half, steps)
     place.meet()
     second.close()
-    assert_agree(losses, expected, LOSS_TOLERANCE[optimizer], f"{writer} then {reader}")
+    assert_agree(losses, expected, LOSS_TOLERANCE[writer.embedding.optimizer], "behind the checkpoint")
+
+
+def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
+    first, second = (small_config(place, backend, "rowwise_adagrad") for backend in (writer, reader))
+    check_goes_on(place, first, second, _STEPS)
 
 
 @dataclass(frozen=True)

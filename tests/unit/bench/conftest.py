@@ -1,0 +1,19 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.config import Config
+from tests.conftest import configuration
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    """The shape of rehearsals."""
+    return configuration("--config", "configs/bench/tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def workload(config: Config, world_of_one: dist.ProcessGroup) -> Workload:
+    """Its tables and ids, of a rank alone."""
+    return make_workload(config, read_ids(config, world_of_one), world_of_one, torch.device("cpu"), 1)
