@@ -74,7 +74,8 @@ class Launch:
         driver, metadata = _driver(), compiled.metadata
         assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "a kernel that is given no scratch"
         assert metadata.num_ctas == 1, "a launch without clusters"
-        assert not (metadata.launch_cooperative_grid or metadata.launch_pdl), "a launch without attributes"
+        assert not metadata.launch_cooperative_grid, "a launch that is not cooperative"
+        assert not metadata.launch_pdl, "a launch that waits for the one before"
         self._function = ctypes.c_void_p(compiled.function)
         places = _parameters(driver, self._function)
         # Behind the arguments are Triton's own, for scratch memory: of a kernel that has none, null pointers.
