@@ -34,7 +34,8 @@ class Launch:
     """A kernel with its arguments, of which some are given anew by each call.
 
     It belongs to one caller, whose calls follow each other: two threads must not call one at the same time. What it is
-    made with must stay true: the tensors that stay are held, those that are given anew have the types of the first.
+    made with must stay true: the tensors that stay are held, those that are given anew have the types of the first,
+    which Triton's interpreter asserts.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
@@ -63,7 +64,7 @@ class Launch:
         self._arguments = list(arguments)
         self._changing = [kernel.arguments.index(name) for name in changing]
         self._device = arguments[0].device.index
-        self._interpreted = INTERPRETED
+        self._interpreted, self._types = INTERPRETED, [_type_of(arguments[index]) for index in self._changing]
         if not INTERPRETED and programs:
             self._pack(kernel.compiled(dtypes, *arguments))
         for index in self._changing:  # else they would be held until the last call
@@ -85,7 +86,7 @@ class Launch:
         self._buffer = ctypes.create_string_buffer(self._size.value)
         fields = []
         for argument, (offset, size) in zip(self._arguments, places, strict=False):
-            fields.append(_type_of(argument, size).from_buffer(self._buffer, offset))
+            fields.append(_stored(argument, size).from_buffer(self._buffer, offset))
             fields[-1].value = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
         self._fields = [fields[index] for index in self._changing]
         self._config = _Config((self._programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
@@ -97,7 +98,8 @@ class Launch:
     def __call__(self, *changed: Any) -> None:
         """Launch on the current stream, with `changed` in place of the arguments that change."""
         if self._interpreted:
-            for index, argument in zip(self._changing, changed, strict=True):
+            for index, argument, kind in zip(self._changing, changed, self._types, strict=True):
+                assert _type_of(argument) == kind, f"{self._kernel.name}: {_type_of(argument)}, prepared for {kind}"
                 self._arguments[index] = argument
             self._kernel(self._programs, self._dtypes, *self._arguments)
             return
@@ -111,7 +113,12 @@ class Launch:
             raise RuntimeError(f"{self._kernel.name}: {_error(status)}")
 
 
-def _type_of(argument: Any, size: int) -> Any:
+def _type_of(argument: Any) -> Any:
+    """Return the type of a number, or of a tensor's elements."""
+    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
+
+
+def _stored(argument: Any, size: int) -> Any:
     """Return how an argument is stored in a parameter of `size` bytes."""
     kinds = {torch.Tensor: "pointer", int: "integer", float: "float"}
     kind = next(kind for known, kind in kinds.items() if isinstance(argument, known))
