@@ -19,7 +19,7 @@ pytestmark = interpreted
 
 
 @triton.jit(do_not_specialize=["count", "epoch"])
-def _store(into, values, count, factor, epoch: tl.int64, BLOCK: tl.constexpr):
+def _store(into, values, count, factor, epoch, BLOCK: tl.constexpr):
     tl.store(into, tl.load(values) * factor)
     tl.store(into + 1, count + epoch)
 

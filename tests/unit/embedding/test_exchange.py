@@ -1,5 +1,7 @@
 """An exchange in a world of one: who holds a window, and ids outside their table."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -364,7 +366,7 @@ def test_prepared_launches_serve_their_sizes_types_and_rows_alone(
     forward = interpreted_forward(stage, world_of_one, options, samples=3)
     for number, (samples, dtype) in enumerate([(2, torch.int64), (3, torch.int64), (2, torch.int32), (2, torch.int64)]):
         _assert_pooled(stage, forward, number, samples, dtype, factor=1)
-    (lookup,) = stage.tables.lookups
+    lookup: Any = stage.tables.lookups[0]
     before = lookup.weights_host.detach()
     lookup.weights_host = torch.nn.Parameter(2 * before)  # as where rows are moved
     before.fill_(torch.nan)
