@@ -1,5 +1,6 @@
 """A block on another stream comes back to the one before, and the current stream's object is kept while it is it."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -38,9 +39,9 @@ def _stream(number: int) -> OnStream:
 def test_a_block_comes_back_to_the_stream_before(current: list[int]) -> None:
     with _stream(7):
         assert current == [7]
-        with pytest.raises(ValueError, match="inside"), _stream(8):
+        with suppress(ValueError), _stream(8):
             assert current == [8]
-            raise ValueError("inside")
+            raise ValueError
         assert current == [7]
     assert current == [5]
 
