@@ -34,8 +34,8 @@ class Launch:
     """A kernel with its arguments, of which some are given anew by each call.
 
     It belongs to one caller, whose calls follow each other: two threads must not call one at the same time. What it is
-    made with must stay true: the tensors that stay are held, those that are given anew have the types of the first,
-    which Triton's interpreter asserts.
+    made with must stay true: the tensors that stay are held, those that are given anew are of the type and on the
+    device of the first. Nothing looks at that but Triton's interpreter, at the types.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
@@ -73,6 +73,8 @@ class Launch:
     def _pack(self, compiled: Any) -> None:
         """Lay the arguments out as the kernel's function has its parameters, and prepare the driver's call."""
         driver, metadata = _driver(), compiled.metadata
+        devices = {argument.device for argument in self._arguments if isinstance(argument, torch.Tensor)}
+        assert len(devices) == 1, f"{self._kernel.name}: tensors on {' and '.join(sorted(map(str, devices)))}"
         assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "a kernel that is given no scratch"
         assert metadata.num_ctas == 1, "a launch without clusters"
         assert not metadata.launch_cooperative_grid, "a launch that is not cooperative"
@@ -87,7 +89,8 @@ class Launch:
         fields = []
         for argument, (offset, size) in zip(self._arguments, places, strict=False):
             fields.append(_stored(argument, size).from_buffer(self._buffer, offset))
-            fields[-1].value = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+            fields[-1].value = value = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+            assert isinstance(value, float) or fields[-1].value == value, f"{value} in a parameter of {size} bytes"
         self._fields = [fields[index] for index in self._changing]
         self._config = _Config((self._programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
         told = _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END

@@ -55,10 +55,13 @@ def test_a_tensor_of_another_type_is_refused() -> None:
         launch(values.double())
 
 
+_PLACES = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))
+
+
 class _Driver:
     """The driver's functions, for a kernel with the parameters of `_store` and Triton's two scratch pointers."""
 
-    PLACES = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))
+    PLACES = _PLACES
 
     def __init__(self) -> None:
         self.launched: list[Any] = []
@@ -127,6 +130,14 @@ def test_parameters_that_are_not_the_arguments_are_refused(driver: _Driver, monk
     monkeypatch.setattr(_Driver, "PLACES", ((0, 8), (8, 4), *_Driver.PLACES[2:]))
     with pytest.raises(AssertionError, match="pointer in a parameter of 4 bytes"):
         Launch(_kernel(), 1, (), arguments)
+    monkeypatch.setattr(_Driver, "PLACES", _PLACES)
+    with pytest.raises(AssertionError, match="4294967296 in a parameter of 4 bytes"):
+        Launch(_kernel(), 1, (), (values, values, 2**32, 0.5, 0))
     monkeypatch.setattr(_Driver, "PLACES", ((0, 8), (8, 8)))
     with pytest.raises(AssertionError, match="5 arguments for 2 parameters"):
         Launch(_kernel(), 1, (), arguments)
+
+
+def test_tensors_on_two_devices_are_refused(driver: _Driver) -> None:
+    with pytest.raises(AssertionError, match="_store: tensors on cpu and meta"):
+        Launch(_kernel(), 1, (), (torch.zeros(4), torch.zeros(4, device="meta"), 10, 0.5, 0))

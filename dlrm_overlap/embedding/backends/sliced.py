@@ -6,6 +6,7 @@ import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.zero_copy import OwnFlags, ZeroCopyForward
+from dlrm_overlap.embedding.device.lookup import type_and_place
 from dlrm_overlap.embedding.device.peers import flags_among
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import Step, make_room
@@ -75,7 +76,7 @@ class SlicedForward(ZeroCopyForward):
         for i, table in enumerate(tables):
             ids = step.inputs[self.lookup.pooled_together[i][0].input]
             values, offsets = ids.values(), ids.offsets()
-            key = table, windows, step.batch, values.dtype, offsets.dtype
+            key = table, windows, step.batch, *type_and_place(values), *type_and_place(offsets)
             put = self._puts.get(key)
             if put is None:
                 put = self._prepare(i, table, windows, flags, step)

@@ -18,6 +18,11 @@ from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.launches import Launch
 
 
+def type_and_place(ids: torch.Tensor) -> tuple[torch.dtype, int]:
+    """Return what a launch that was prepared for a tensor takes for granted of another: its type and its GPU."""
+    return ids.dtype, ids.get_device()
+
+
 class DeviceLookup:
     """The kernels that pool this rank's shards, one for each kind of shards that can be pooled together."""
 
@@ -123,7 +128,7 @@ class DeviceLookup:
         for shards, table in zip(self.pooled_together, tables, strict=True):
             ids = step.inputs[shards[0].input]
             values, offsets = ids.values(), ids.offsets()
-            key = table, windows, step.batch, ranks, values.dtype, offsets.dtype
+            key = table, windows, step.batch, ranks, *type_and_place(values), *type_and_place(offsets)
             launch = self._launches.get(key)
             if launch is None:
                 options = self.pooling_options(tuning_for(table.dim))
