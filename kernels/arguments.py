@@ -26,7 +26,7 @@ class Bags(NamedTuple):
     """samples of the rank that has most, b"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FeatureTable:
     """The features that one launch pools, whose tables have one dim and one type."""
 
@@ -43,7 +43,7 @@ class FeatureTable:
     """elements, a power of two up to 16, that divide every column"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Windows:
     """The memory that kernels store into, one window at each destination rank."""
 

@@ -80,7 +80,8 @@ class CompiledKernel:
         if libraries:
             self._options["extern_libs"] = dict(libraries)
         self._prepare = prepare
-        self._arguments, self._values = tuple(arguments), tuple(constants.values())
+        self.arguments, self._values = tuple(arguments), tuple(constants.values())
+        """names of the run-time arguments"""
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
@@ -96,8 +97,7 @@ class CompiledKernel:
         compiled = self._compiled.get((device, dtypes))
         if compiled is None:
             if self._prepare is not None:
-                self._compiled[device, dtypes] = compiled = self.compile(*arguments)
-                self._prepare(compiled.module)
+                compiled = self.compiled(dtypes, *arguments)
             else:
                 self.check(*arguments)
                 compiled = self._kernel[(programs,)](*arguments, **self.constants, **self._options)
@@ -107,6 +107,20 @@ class CompiledKernel:
         stream = torch._C._cuda_getCurrentRawStream(device)
         metadata, values = compiled.packed_metadata, self._values
         compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments, *values)
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self._kernel.__name__
+
+    def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
+        """Return the compiled kernel that launches with such arguments run, which is compiled the first time."""
+        key = arguments[0].device.index, dtypes
+        if key not in self._compiled:
+            self._compiled[key] = self.compile(*arguments)
+            if self._prepare is not None:
+                self._prepare(self._compiled[key].module)
+        return self._compiled[key]
 
     def compile(self, *arguments: Any) -> Any:
         """Return the compiled kernel for these arguments without launching it."""
@@ -118,13 +132,13 @@ class CompiledKernel:
     def check(self, *arguments: Any) -> None:
         """Assert that these arguments keep to the class's rules, as far as their values show it."""
         kernel = self._kernel
-        assert len(arguments) == len(self._arguments), (
-            f"{kernel.__name__}: {len(arguments)} arguments are passed for {len(self._arguments)} parameters; pass "
-            f"{', '.join(self._arguments)}"
+        assert len(arguments) == len(self.arguments), (
+            f"{kernel.__name__}: {len(arguments)} arguments are passed for {len(self.arguments)} parameters; pass "
+            f"{', '.join(self.arguments)}"
         )
         named = vars(kernel) if isinstance(kernel, triton.JITFunction) else kernel.kwargs
         general, unaligned = named["do_not_specialize"] or (), named["do_not_specialize_on_alignment"] or ()
-        for name, argument in zip(self._arguments, arguments, strict=True):
+        for name, argument in zip(self.arguments, arguments, strict=True):
             if isinstance(argument, int):
                 assert name in general, (
                     f"{kernel.__name__}: {name} is specialised on; name it in the kernel's do_not_specialize"

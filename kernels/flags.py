@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -10,11 +11,12 @@ import triton.language as tl
 from dlrm_overlap.kernels import primitives
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.launches import Launch
 
 _GENERAL = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot", "epoch", "timeout"]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flags:
     """The ready flags of all ranks, and how this rank waits for those that its peers raise here.
 
@@ -119,8 +121,18 @@ def _awaiting(block: int) -> CompiledKernel:
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
     """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all before it."""
-    ranks, slots = flags.addresses.numel(), flags.local.shape[1]
-    _raising(ranks)(1, (), flags.addresses, flags.clock, rank, ranks, slots, slot, epoch)
+    _raising(flags.addresses.numel())(1, (), *_raise_arguments(flags, rank, slot, epoch))
+
+
+def raising_flags(flags: Flags, rank: int, slot: int) -> Launch:
+    """Return the launch of `raise_flags` that is called with the epoch alone."""
+    arguments = _raise_arguments(flags, rank, slot, epoch=0)
+    return Launch(_raising(flags.addresses.numel()), 1, (), arguments, changing=("epoch",))
+
+
+def _raise_arguments(flags: Flags, rank: int, slot: int, epoch: int) -> tuple[Any, ...]:
+    """Return the arguments in the order of `_RAISE_ARGUMENTS`."""
+    return flags.addresses, flags.clock, rank, flags.addresses.numel(), flags.local.shape[1], slot, epoch
 
 
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
@@ -128,14 +140,26 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
 
     A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work.
     """
+    block, programs = _awaited_blocks(flags)
+    _awaiting(block)(programs, (), *_await_arguments(flags, rank, epoch))
+
+
+def awaiting_flags(flags: Flags, rank: int) -> Launch:
+    """Return the launch of `wait_flags` that is called with the epoch alone."""
+    block, programs = _awaited_blocks(flags)
+    return Launch(_awaiting(block), programs, (), _await_arguments(flags, rank, epoch=0), changing=("epoch",))
+
+
+def _awaited_blocks(flags: Flags) -> tuple[int, int]:
+    """Return how many flags a program awaits, and the programs."""
+    block = min(1024, power_of_2(flags.local.numel()))
+    return block, -(-flags.local.numel() // block)
+
+
+def _await_arguments(flags: Flags, rank: int, epoch: int) -> tuple[Any, ...]:
+    """Return the arguments in the order of `_AWAIT_ARGUMENTS`."""
     world_size, slots = flags.local.shape
-    block = min(1024, power_of_2(world_size * slots))
-    programs = -(-world_size * slots // block)
-    kernel = _awaiting(block)
-    kernel(
-        programs, (),
-        flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout,
-    )  # fmt: skip
+    return flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout
 
 
 def meet(flags: Flags, rank: int) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
+_HERE = nullcontext()
+
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
@@ -48,7 +50,7 @@ def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters
 
     @wraps(part)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        self = cast("Exchange", args[0])
+        self: Any = args[0]
         if self._failure is not None:
             raise RuntimeError(
                 f"exchange: {self._failure} on this rank, which cannot go on where the others wait for that step; end "
@@ -198,19 +200,18 @@ class Exchange:
         """Start to pool and to send."""
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
-        forward = self._require(step.batch.most).forward
+        halves = self._require(step.batch.most)
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             step.ids_ready = torch.cuda.current_stream(self.device).record_event()
-        local = self._open().local
         with self._beside():
-            forward.start(step)
-            if local is not None:
-                local.pool(step)
+            halves.forward.start(step)
+            if halves.local is not None:
+                halves.local.pool(step)
         self._pending = step
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which a captured step looks up, beside what its model computes until it waits."""
-        return torch.cuda.stream(self._lookup_stream) if self.order.active else nullcontext()
+        return torch.cuda.stream(self._lookup_stream) if self.order.active else _HERE
 
     def _require(self, samples: int) -> Halves:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""

@@ -57,7 +57,7 @@ class FinishExchange(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, exchange: "Exchange", step: Step) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return exchange.finish_forward(step).to(exchange.options.output_dtype)
+        return finish_in_type(exchange, step)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -65,6 +65,12 @@ class FinishExchange(torch.autograd.Function):
         (gradient,) = gradients
         ctx.exchange.start_backward(ctx.step, gradient)
         return gradient.new_empty(ctx.token, dtype=torch.float32), None, None
+
+
+def finish_in_type(exchange: "Exchange", step: Step) -> torch.Tensor:
+    """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
+    pooled, dtype = exchange.finish_forward(step), exchange.options.output_dtype
+    return pooled if pooled.dtype == dtype else pooled.to(dtype)
 
 
 class PooledAwaitable(Awaitable[torch.Tensor]):
@@ -79,7 +85,7 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
-            return self._exchange.finish_forward(self._step).to(self._exchange.options.output_dtype)
+            return finish_in_type(self._exchange, self._step)
         return FinishExchange.apply(self._token, self._exchange, self._step)
 
     _wait_impl = wait

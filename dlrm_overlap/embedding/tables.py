@@ -50,6 +50,7 @@ class LocalTables:
 
     def __init__(self, lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
         self.lookups = list(lookups)
+        self._rows: list[tuple[Any, str]] = [(tbe, "weights_host" if tbe.use_cpu else "weights_dev") for tbe in lookups]
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
         self._states: list[list[list[torch.Tensor]]] = []
@@ -71,7 +72,7 @@ class LocalTables:
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
-        return tuple((tbe.weights_host if tbe.use_cpu else tbe.weights_dev).data_ptr() for tbe in self.lookups)  # type: ignore
+        return tuple([getattr(tbe, name).data_ptr() for tbe, name in self._rows])
 
     def _split(self) -> None:
         if (storage := self.storage()) != self._storage:

@@ -32,6 +32,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, W
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, raise_flags, task_at
 
 # Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
@@ -296,7 +297,16 @@ class SlicedPut(NamedTuple):
         Args:
             programs: of the grid, best as many as the GPU holds at once, see `resident_programs`; more find no task.
         """
-        self._kernel()(programs, (self.bags.values.dtype, self.bags.offsets.dtype), *self._arguments(epoch))
+        self.launch(programs)(self.bags.values, self.bags.offsets, epoch)
+
+    def launch(self, programs: int) -> Launch:
+        """Return the launch of `launch_kernel` that is called with other `values` and `offsets`, and with the epoch.
+
+        They are of the types and samples of `bags`. It holds all else, the rows not among it: it may be called as long
+        as they are where `features` says.
+        """
+        dtypes, changing = (self.bags.values.dtype, self.bags.offsets.dtype), ("values", "offsets", "epoch")
+        return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)
 
     def resident_programs(self) -> int:
         """Return how many programs of this launch one multiprocessor holds at once; the grid's size follows from it."""

@@ -19,6 +19,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
 from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import task_at
 
 
@@ -82,13 +83,28 @@ def store_pooled(
     Args:
         status: [3] int64, see `Flags`; the kernel records an id outside its table there.
     """
+    storing_pooled(bags, features, windows, status, options)(bags.values, bags.offsets)
+
+
+def storing_pooled(
+    bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
+) -> Launch:
+    """Return the launch of `store_pooled` that is called with other `values` and `offsets`.
+
+    They are of the types and samples of `bags`. It holds all else, the rows not among it: it may be called as long as
+    they are where `features` says.
+    """
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // options.tuning.task_bags)
-    kernel = _compiled(PoolingShape.fields_of(features, windows, options))
-    kernel(
-        world_size * features_here * blocks,
-        (bags.values.dtype, bags.offsets.dtype),
+    arguments = (
         bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses, status,
         options.rank, world_size, features_here, blocks, bags.samples,
     )  # fmt: skip
+    return Launch(
+        _compiled(PoolingShape.fields_of(features, windows, options)),
+        world_size * features_here * blocks,
+        (bags.values.dtype, bags.offsets.dtype),
+        arguments,
+        changing=("values", "offsets"),
+    )

@@ -57,6 +57,13 @@ def without_streams() -> Iterator[None]:
     stream = MagicMock(return_value=MagicMock())
     with (
         patch.multiple(torch.cuda, Stream=stream, Event=stream, current_stream=stream, stream=contextlib.nullcontext),
+        patch.multiple(
+            torch._C,
+            create=True,
+            _cuda_getCurrentRawStream=stream,
+            _cuda_getCurrentStream=lambda _: (),
+            _cuda_setStream=stream,
+        ),
         patch.object(torch.Tensor, "record_stream", lambda *_: None),
         patch.object(torch.ops.fbgemm, "transpose_embedding_input", _transpose_embedding_input),
     ):

@@ -94,7 +94,7 @@ class ZeroCopyAcross(ZeroCopyForward):
 
     def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
         """Store what has come into the windows of this host's ranks, and raise the senders' flags, when it is here."""
-        windows, flags = self.peers[epoch % 2], self.flags_of(step)
+        windows, flags = self.peers[epoch % 2], self.flags_of(step).flags
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
             here = self.reached.index(self.rank)
             self._carrier.put(step, slot, self._places[message.peer], windows, first_sample, here)

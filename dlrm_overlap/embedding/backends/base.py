@@ -10,6 +10,7 @@ import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Region
+from dlrm_overlap.comm.streams import CurrentStream
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.gradients import GradientLayout
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
@@ -51,8 +52,8 @@ class Forward(Half):
         super().__init__(context, windows)
         self.bad_ids = BadIds(self.tables.bounds_check)
         self._on_gpu = self.device.type == "cuda"
+        self._current = CurrentStream(self.device)
         self._stream: torch.cuda.Stream | None = None
-        self._raw_stream = -1
 
     @abstractmethod
     def start(self, step: Step) -> None:
@@ -74,12 +75,11 @@ class Forward(Half):
         """
         if not self._on_gpu:
             return
-        raw = torch._C._cuda_getCurrentRawStream(self.device.index)  # in a tenth of what a Stream takes
-        if raw != self._raw_stream:
-            current = torch.cuda.current_stream(self.device)
+        current = self._current()
+        if current is not self._stream:
             if self._stream is not None:
                 current.wait_stream(self._stream)
-            self._stream, self._raw_stream = current, raw
+            self._stream = current
 
 
 class Backward(Half):

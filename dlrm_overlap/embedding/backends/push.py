@@ -14,6 +14,7 @@ from math import gcd
 import torch
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.streams import CurrentStream, OnStream
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange, in_readable_rows
@@ -25,7 +26,8 @@ from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
 from dlrm_overlap.kernels.backward.update_rows import update_rows
-from dlrm_overlap.kernels.flags import Flags, wait_flags
+from dlrm_overlap.kernels.flags import awaiting_flags
+from dlrm_overlap.kernels.launches import Launch
 
 _REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
 _ALONE_PROGRAMS = 66  # a rank alone has no links to fill, and its memory takes more
@@ -43,11 +45,13 @@ class Push(WindowBackward):
         # then the main stream's (of priority -1, see `process_group`), then updates, needed by the next step.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
         self._update_stream = torch.cuda.Stream(self.device, priority=0)
-        self._issued = torch.cuda.Event()
+        self._current = CurrentStream(self.device)
+        self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
         self._peers = peer_windows(windows, 0, self.options)  # gradients have no rows of one stride
-        self._flags = [self._flags_of(part) for part in range(self.gradients.parts)]
+        self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
+        """the waits for the gradients up to each part, called with the epoch"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
@@ -58,11 +62,11 @@ class Push(WindowBackward):
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
 
-    def _flags_of(self, part: int) -> Flags:
-        """Return the flags of the parts up to `part`, of all ranks that this one awaits."""
+    def _awaiting_of(self, part: int) -> Launch:
+        """Return the wait for the flags of the parts up to `part`, of all ranks that this one awaits."""
         counts = torch.full((self.world_size,), part + 1, dtype=torch.int32)
         counts[self.rank] *= self.awaits_itself
-        return ready_flags(self.windows, counts, self._record.status, self.options)
+        return awaiting_flags(ready_flags(self.windows, counts, self._record.status, self.options), self.rank)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int]) -> ShardTable:
         """Return what of a gradient, whose columns `column` tells, goes where, for the shards of one dim reached."""
@@ -109,7 +113,7 @@ class Push(WindowBackward):
         """Mark where on the stream no id is outside its table any more: the lookup replaces them, or the arrival."""
         super().note_forward(step)
         if step.ids_ready is None:
-            step.ids_ready = torch.cuda.current_stream(self.device).record_event()
+            step.ids_ready = self._current().record_event()
         for ids in step.inputs:
             ids.values().record_stream(self._update_stream)
             ids.offsets().record_stream(self._update_stream)
@@ -117,7 +121,7 @@ class Push(WindowBackward):
     def prepare(self, step: Step) -> None:
         """Sort the ids, beside the main stream."""
         self._update_stream.wait_event(step.ids_ready)
-        with torch.cuda.stream(self._update_stream):
+        with OnStream(self._update_stream):
             step.runs = [rows.sort(step.inputs[rows.input], step.batch.total) for rows in self._input_rows()]
             # A captured step begins behind all that was issued; the ids of another may be here before that.
             if self.order.active and self.tables.kept is not None:
@@ -128,7 +132,7 @@ class Push(WindowBackward):
         self.check()
         gradient = in_readable_rows(gradient)
         self.windows.begin()
-        self._issued.record(torch.cuda.current_stream(self.device))
+        self._issued.record(self._current())
         self._push_stream.wait_event(self._issued)
         if self._updating:  # by the step before: peers that see this one's flags may store over what it reads
             self._push_stream.wait_stream(self._update_stream)
@@ -138,13 +142,13 @@ class Push(WindowBackward):
         if self.order.active:
             arrivals = self._push_in_order(step, gradient)
         else:
-            with torch.cuda.stream(self._push_stream):
+            with OnStream(self._push_stream):
                 self.push(step, gradient, 0, self.gradients.parts)
         if not step.runs:
             self.prepare(step)
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
-        with torch.cuda.stream(self._update_stream):
+        with OnStream(self._update_stream):
             if not self.order.active and self.tables.kept is not None:
                 self.tables.kept.keep(step.runs)
             self.store_own(step, gradient)
@@ -193,7 +197,7 @@ class Push(WindowBackward):
 
     def _await(self, part: int) -> None:
         """Make the current stream wait for the gradients up to `part`."""
-        wait_flags(self._flags[part], self.rank, self.windows.counter.argument)
+        self._awaiting[part](self.windows.counter.argument)
 
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
         """Send and await the gradient part by part, and return the events after which each part is here.
@@ -202,7 +206,7 @@ class Push(WindowBackward):
         sent, which leaves the links idle for some microseconds, and lets the update of its rows begin at once.
         """
         arrivals = []
-        with torch.cuda.stream(self._push_stream):
+        with OnStream(self._push_stream):
             for part in range(self.gradients.parts):
                 with self.order:
                     self.push(step, gradient, part, part + 1)
@@ -228,9 +232,11 @@ class Push(WindowBackward):
 
     def finish(self, step: Step) -> None:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._update_stream)
-        current.wait_stream(self._push_stream)  # which is done by then, but a capture asks for it
+        current = self._current()
+        self._updated.record(self._update_stream)
+        self._pushed_all.record(self._push_stream)  # which is done by then, but a capture asks for it
+        current.wait_event(self._updated)
+        current.wait_event(self._pushed_all)
         self._updating = False
         step.runs = ()
 
@@ -249,5 +255,5 @@ class Push(WindowBackward):
 
     def close(self) -> None:
         """Forget what has a view of the windows."""
-        self._peers, self._flags = [], []
+        self._peers, self._awaiting = [], []
         super().close()

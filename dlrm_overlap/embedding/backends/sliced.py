@@ -1,21 +1,34 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
+from dlrm_overlap.embedding.backends.zero_copy import OwnFlags, ZeroCopyForward
+from dlrm_overlap.embedding.device.lookup import type_and_place
 from dlrm_overlap.embedding.device.peers import flags_among
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.protocol.step import Step, make_room
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, tuning_for
+from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.forward.puts import put_by_stores
+from dlrm_overlap.kernels.launches import Launch
 
 _PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: what `Slices.put` says
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
+
+
+class PreparedPut(NamedTuple):
+    """A kernel with all that it takes in each step of some batch sizes, but the ids and the epoch."""
+
+    launch: Launch
+    """called with values, offsets and the epoch"""
+    staging: torch.Tensor
+    """see `SliceState`"""
+    task_bags: int
+    """see `Tuning`"""
 
 
 class SlicedForward(ZeroCopyForward):
@@ -43,6 +56,8 @@ class SlicedForward(ZeroCopyForward):
         super().__init__(context, windows)
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
+        self._puts: dict[tuple[Any, ...], PreparedPut] = {}
+        """by all that they were made of, but `_states`; of these as they are"""
         self.traces: dict[int, torch.Tensor] = {}
         """under `options.trace`: what each kernel records, see `TRACE_COLUMNS`"""
 
@@ -56,28 +71,45 @@ class SlicedForward(ZeroCopyForward):
             return
         self.check()
         flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
-        epoch, raised = self.begin(step), flags_among(flags, self.reached)
-        first_slot, last = 0, len(self.lookup.pooled_together) - 1
-        for i, (shards, table) in enumerate(zip(self.lookup.pooled_together, tables, strict=True)):
-            bags = self.lookup.bags(shards, step, self.reached)
-            options = self.pooling_options(table, bags)
-            end_wait = self.ends_with_wait and i == last
-            put = SlicedPut(
-                bags=bags,
-                features=table,
-                windows=self.peers[epoch % 2],
-                flags=raised,
-                state=self.state(i, bags, table, options.tuning),
-                options=options,
-                slices=Slices(self.options.slice_bags, first_slot, self.put, raises=i == last, end_wait=end_wait),
-            )
-            self.launch(i, put, step)
-            first_slot += len(shards) * self.slices(self.options, bags.samples_per_rank)
+        epoch = self.begin(step)
+        windows = self.peers[epoch % 2]
+        for i, table in enumerate(tables):
+            ids = step.inputs[self.lookup.pooled_together[i][0].input]
+            values, offsets = ids.values(), ids.offsets()
+            key = table, windows, step.batch, *type_and_place(values), *type_and_place(offsets)
+            put = self._puts.get(key)
+            if put is None:
+                put = self._prepare(i, table, windows, flags, step)
+                make_room(self._puts)
+                self._puts[key] = put
+            self.launch(i, put, step, values, offsets)
 
-    def launch(self, i: int, put: SlicedPut, step: Step) -> None:
+    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> PreparedPut:
+        """Prepare the launches of kernel i for steps of this one's batch sizes and types of ids."""
+        bags, last = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached), i == self._last
+        options = self.pooling_options(table, bags)
+        end_wait = self.ends_with_wait and last
+        before = sum(map(len, self.lookup.pooled_together[:i]))
+        first_slot = before * self.slices(self.options, bags.samples_per_rank)
+        put = SlicedPut(
+            bags=bags,
+            features=table,
+            windows=windows,
+            flags=flags_among(flags.flags, self.reached),
+            state=self.state(i, bags, table, options.tuning),
+            options=options,
+            slices=Slices(self.options.slice_bags, first_slot, self.put, raises=last, end_wait=end_wait),
+        )
+        return PreparedPut(put.launch(self.grid(i, put)), put.state.staging, options.tuning.task_bags)
+
+    @property
+    def _last(self) -> int:
+        return len(self.lookup.pooled_together) - 1
+
+    def launch(self, i: int, put: PreparedPut, step: Step, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """Launch kernel i, whose programs raise flags and await them."""
         with self.order:
-            put.launch_kernel(self.windows.counter.argument, self.grid(i, put))
+            put.launch(values, offsets, self.windows.counter.argument)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Lend the window, or copy it: the stream is behind the kernel that has awaited the flags, if one has."""
@@ -115,6 +147,7 @@ class SlicedForward(ZeroCopyForward):
                 trace=self.traces.get(i),
             )
             self._states[i] = state
+            self._puts.clear()
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:
@@ -137,5 +170,5 @@ class SlicedForward(ZeroCopyForward):
 
     def close(self) -> None:
         """Forget the windows, what has a view of them, and what else is as large."""
-        self._states, self.traces = {}, {}
+        self._states, self.traces, self._puts = {}, {}, {}
         super().close()

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.embedding.backends.sliced import SlicedForward
+from dlrm_overlap.embedding.backends.sliced import PreparedPut, SlicedForward
 from dlrm_overlap.embedding.device.copied_regions import CopiedLaunch
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning
-from dlrm_overlap.kernels.forward.put_slices import COPIED, SlicedPut, SliceState
+from dlrm_overlap.kernels.forward.put_slices import COPIED, SliceState
 
 
 class CopiedSlicesForward(SlicedForward):
@@ -57,20 +57,21 @@ class CopiedSlicesForward(SlicedForward):
             size = bags.samples_per_rank, self.world_size
             launch = CopiedLaunch(columns, table.dim, *size, self.options.wire_dtype, self.device)
             self._launches[i] = launch
+            self._puts.clear()
         return replace(super().state(i, bags, table, tuning), regions=launch.regions)
 
-    def launch(self, i: int, put: SlicedPut, step: Step) -> None:
+    def launch(self, i: int, put: PreparedPut, step: Step, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """Launch kernel i and issue its copies; behind those of the last kernel the peers' flags."""
         self._launches[i].begin()
         self._engine.follow()  # a wait that did not come behind `begin` would find the counts of the step before
-        put.launch_kernel(self.windows.counter.argument, self.grid(i, put))
+        put.launch(values, offsets, self.windows.counter.argument)
         last = i == len(self.lookup.pooled_together) - 1
-        most, tuning = put.bags.samples_per_rank, put.options.tuning
-        rows = -(-most // tuning.task_bags) * tuning.task_bags
+        most = step.batch.most
+        rows = -(-most // put.task_bags) * put.task_bags
         slices = -(-most // self.options.slice_bags)
         with torch.cuda.stream(self._engine.stream), self.order:
             self.windows.counter.settle()
-            sent = self._launches[i].issue(self._engine, self.windows, put.state.staging, step.batch, rows, slices)
+            sent = self._launches[i].issue(self._engine, self.windows, put.staging, step.batch, rows, slices)
             for peer in sent:
                 if last:
                     self._engine.write_flag(self._flags_at[peer], self.windows.counter.number)

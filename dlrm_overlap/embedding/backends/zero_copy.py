@@ -3,6 +3,8 @@
 Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from dlrm_overlap.embedding.backends.base import WindowForward
@@ -11,7 +13,18 @@ from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.kernels.flags import Flags, awaiting_flags, raising_flags
+from dlrm_overlap.kernels.launches import Launch
+
+
+class OwnFlags(NamedTuple):
+    """The flags of the steps whose shards have as many slices: of all ranks awaited, to be raised at those reached."""
+
+    flags: Flags
+    raising: Launch
+    """of this rank's own flag, called with the epoch"""
+    awaiting: Launch
+    """of the wait for the others', called with the epoch"""
 
 
 class ZeroCopyForward(WindowForward):
@@ -24,16 +37,19 @@ class ZeroCopyForward(WindowForward):
         self.peers = peer_windows(windows, self.stride, self.options)
         """the windows of the ranks reached: of even epochs, of odd ones"""
         self.reached = windows.arena.reached
-        self._flags: dict[int, Flags] = {}
-        """by slices of a shard: of all ranks awaited, and to be raised at those reached"""
+        self._flags: dict[int, OwnFlags] = {}
+        """by slices of a shard"""
 
-    def flags_of(self, step: Step) -> Flags:
-        """Return the flags that this rank awaits in `step`."""
+    def flags_of(self, step: Step) -> OwnFlags:
+        """Return the flags that this rank raises and awaits in `step`."""
         slices = self.slices(self.options, step.batch.most)
-        if slices not in self._flags:
+        found = self._flags.get(slices)
+        if found is None:
             status = self.lookup.record.status
-            self._flags[slices] = ready_flags(self.windows, self.awaited_flags(step), status, self.options)
-        return self._flags[slices]
+            flags = ready_flags(self.windows, self.awaited_flags(step), status, self.options)
+            found = OwnFlags(flags, raising_flags(flags, self.rank, 0), awaiting_flags(flags, self.rank))
+            self._flags[slices] = found
+        return found
 
     def begin(self, step: Step) -> int:
         """Begin the step on the current stream and return its epoch; what goes to other hosts is sent behind that."""
@@ -48,13 +64,13 @@ class ZeroCopyForward(WindowForward):
         epoch = self.begin(step)
         self.lookup.store(self.peers[epoch % 2], step, tables, self.reached)
         with self.order:
-            raise_flags(flags, self.rank, 0, self.windows.counter.argument)
+            flags.raising(self.windows.counter.argument)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, and lend the window or copy it."""
         self.join_stream()
         with self.order:
-            wait_flags(self.flags_of(step), self.rank, self.windows.counter.argument)
+            self.flags_of(step).awaiting(self.windows.counter.argument)
         return self.output(step, copy)
 
     def skip(self) -> None:

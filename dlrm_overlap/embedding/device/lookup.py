@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from math import gcd
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -13,7 +14,13 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
-from dlrm_overlap.kernels.forward.store_pooled import store_pooled
+from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
+from dlrm_overlap.kernels.launches import Launch
+
+
+def type_and_place(ids: torch.Tensor) -> tuple[torch.dtype, int]:
+    """Return what a launch that was prepared for a tensor takes for granted of another: its type and its GPU."""
+    return ids.dtype, ids.get_device()
 
 
 class DeviceLookup:
@@ -42,11 +49,15 @@ class DeviceLookup:
         self._storage: tuple[int, ...] | None = None
         self._tables: list[FeatureTable] = []
         self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
+        self._destinations: dict[tuple[int, int, torch.dtype, BatchSizes], Windows] = {}
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+        """by all that they were made of; of the tables as they are"""
 
     def tables(self) -> list[FeatureTable]:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
         if (storage := self._rows.storage()) != self._storage:
             self._tables = [self._table(shards) for shards in self.pooled_together]
+            self._launches.clear()
             self._storage = storage
         return self._tables
 
@@ -95,9 +106,15 @@ class DeviceLookup:
 
     def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
         """Return the rows [b_w, D_local] of each rank w in a send buffer [B, D_local], as windows to store into."""
-        row_bytes = send.shape[1] * send.dtype.itemsize
-        first = self.first_samples(step.batch)[:-1]
-        return Windows(send.data_ptr() + first.long() * row_bytes, send.shape[1], send.dtype, gcd(16, row_bytes))
+        key = send.data_ptr(), send.shape[1], send.dtype, step.batch
+        found = self._destinations.get(key)
+        if found is None:
+            make_room(self._destinations)
+            row_bytes = send.shape[1] * send.dtype.itemsize
+            addresses = send.data_ptr() + self.first_samples(step.batch)[:-1].long() * row_bytes
+            found = Windows(addresses, send.shape[1], send.dtype, gcd(16, row_bytes))
+            self._destinations[key] = found
+        return found
 
     def store(self, windows: Windows, step: Step, tables: list[FeatureTable], ranks: range | None = None) -> None:
         """Pool every bag of the samples of `ranks`, None for all, into its rank's window, by the zero-copy kernel.
@@ -109,8 +126,16 @@ class DeviceLookup:
             ranks: that follow one another.
         """
         for shards, table in zip(self.pooled_together, tables, strict=True):
-            options = self.pooling_options(tuning_for(table.dim))
-            store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
+            ids = step.inputs[shards[0].input]
+            values, offsets = ids.values(), ids.offsets()
+            key = table, windows, step.batch, ranks, *type_and_place(values), *type_and_place(offsets)
+            launch = self._launches.get(key)
+            if launch is None:
+                options = self.pooling_options(tuning_for(table.dim))
+                launch = storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
+                make_room(self._launches)
+                self._launches[key] = launch
+            launch(values, offsets)
 
     def check(self) -> None:
         """Raise what a kernel has recorded; under bounds check WARNING, log an id outside its table.

@@ -9,6 +9,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.protocol.step import make_room
 from dlrm_overlap.embedding.tables import StoredRows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
@@ -75,6 +76,8 @@ class InputRows:
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
+        self._infos: dict[tuple[int, int], tuple[int, int]] = {}
+        """by samples and features, the bits of an info that hold the sample, and their mask"""
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
@@ -137,7 +140,10 @@ class InputRows:
         if values.numel() == 0:
             return None
         features = (offsets.numel() - 1) // samples
-        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
+        if (samples, features) not in self._infos:
+            make_room(self._infos)
+            self._infos[samples, features] = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
+        bits, mask = self._infos[samples, features]
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
             self._keys(features),

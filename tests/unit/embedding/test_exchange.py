@@ -1,5 +1,7 @@
 """An exchange in a world of one: who holds a window, and ids outside their table."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.embedding.backends.base import WindowForward
+from dlrm_overlap.embedding.backends.base import Forward, WindowForward
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
@@ -352,3 +354,30 @@ def test_windows_grow_between_a_forward_and_its_backward(world_of_one: dist.Proc
         expected = before[shard.name] - LEARNING_RATE * torch.bincount(ids, minlength=ROWS)[:, None]
         assert_near(stage.tables.weight(shard), expected, WEIGHT_TOLERANCE["fp32"], shard.name)
     exchange.close()
+
+
+@interpreted
+@every_window
+def test_prepared_launches_serve_their_sizes_types_and_rows_alone(
+    world_of_one: dist.ProcessGroup, backend: str
+) -> None:
+    stage = Stage([([4], [])], rank=0)
+    options = ExchangeOptions(backend=backend, slice_bags=2, wait_timeout_s=20.0)
+    forward = interpreted_forward(stage, world_of_one, options, samples=3)
+    for number, (samples, dtype) in enumerate([(2, torch.int64), (3, torch.int64), (2, torch.int32), (2, torch.int64)]):
+        _assert_pooled(stage, forward, number, samples, dtype, factor=1)
+    lookup: Any = stage.tables.lookups[0]
+    before = lookup.weights_host.detach()
+    lookup.weights_host = torch.nn.Parameter(2 * before)  # as where rows are moved
+    before.fill_(torch.nan)
+    _assert_pooled(stage, forward, 4, 2, torch.int64, factor=2)
+    forward.close()
+
+
+def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dtype: torch.dtype, factor: int) -> None:
+    """Take a step of other ids, and compare with `factor` times what the rows give that the stage was made with."""
+    (ids,), expected = stage.inputs(number, (samples,))
+    given = KeyedJaggedTensor(ids.keys(), ids.values().to(dtype), lengths=ids.lengths().to(dtype))
+    step = Step([given], BatchSizes.of((samples,)))
+    forward.start(step)
+    assert_same(forward.finish(step, copy=True), factor * expected, f"step {number}")

@@ -87,3 +87,26 @@ def test_garbage_in_a_cycle_does_not_hold(windows: WindowPair) -> None:
     cycle["self"] = cycle
     del cycle
     assert windows.begin() == 2
+
+
+def test_what_is_kept_of_the_shapes_lent_holds_nothing(windows: WindowPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_overlap.comm.arena._MOST_SHAPES", 2)
+    for rows, first_column in ((3, 0), (2, 0), (2, 1), (3, 0), (1, 2)):
+        for _ in windows.names:
+            epoch = windows.begin()
+            windows.local.fill_(epoch)
+            lent = windows.lend(rows, first_column)
+            assert tuple(lent.shape) == (rows, 6 - first_column)
+            assert lent.stride() == (6, 1)
+            assert (lent == epoch).all()
+            with pytest.raises(WindowHeldError):
+                windows.begin()
+            del lent
+
+
+def test_a_window_that_was_lent_in_inference_is_lent_to_training(windows: WindowPair) -> None:
+    with torch.inference_mode():
+        for _ in windows.names:
+            _produce(windows)
+    lent = _produce(windows)
+    assert not lent.is_inference(), "no backward could save it"

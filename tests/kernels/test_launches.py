@@ -1,0 +1,143 @@
+"""What a `Launch` gives the driver, and that calls change what they name and nothing else."""
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels import launches
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.launches import Launch
+from tests.kernels.emulation import interpreted
+
+pytestmark = interpreted
+
+
+@triton.jit(do_not_specialize=["count", "epoch"])
+def _store(into, values, count, factor, epoch, BLOCK: tl.constexpr):
+    tl.store(into, tl.load(values) * factor)
+    tl.store(into + 1, count + epoch)
+
+
+_ARGUMENTS = ("into", "values", "count", "factor", "epoch")
+
+
+def _kernel() -> CompiledKernel:
+    return CompiledKernel(_store, _ARGUMENTS, {"BLOCK": 4}, num_warps=2)
+
+
+def test_a_call_changes_what_it_names() -> None:
+    into, first, second = torch.zeros(4), torch.full((4,), 2.0), torch.full((4,), 3.0)
+    launch = Launch(_kernel(), 1, (), (into, first, 10, 0.5, 0), changing=("values", "epoch"))
+    assert into.tolist() == [0, 0, 0, 0], "nothing is launched before the first call"
+    launch(second, 4)
+    assert into.tolist() == [1.5, 14, 0, 0]
+    launch(first, 5)
+    assert into.tolist() == [1, 15, 0, 0]
+
+
+def test_a_launch_holds_no_tensor_that_changes() -> None:
+    into, values = torch.zeros(4), torch.full((4,), 2.0)
+    launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
+    assert any(held is into for held in launch._arguments)
+    assert not any(held is values for held in launch._arguments)
+
+
+def test_a_tensor_of_another_type_is_refused() -> None:
+    into, values = torch.zeros(4), torch.zeros(4)
+    launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
+    with pytest.raises(AssertionError, match=r"_store: torch\.float64, prepared for torch\.float32"):
+        launch(values.double())
+
+
+_PLACES = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))
+
+
+class _Driver:
+    """The driver's functions, for a kernel with the parameters of `_store` and Triton's two scratch pointers."""
+
+    PLACES = _PLACES
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.status = 0
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:  # noqa: N802
+        if index.value >= len(self.PLACES):
+            return 1
+        offset._obj.value, size._obj.value = self.PLACES[index.value]
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, told: Any) -> int:  # noqa: N802
+        words = (ctypes.c_void_p * 5).from_address(told.value)
+        assert (words[0], words[2], words[4], parameters) == (1, 2, None, None)
+        size = ctypes.c_size_t.from_address(words[3] or 0).value
+        given = struct.unpack("@QQifqQQ", ctypes.string_at(words[1] or 0, size))
+        self.launched.append((function.value, struct.unpack("@7IxxxxQQI", ctypes.string_at(config.value, 52)), given))
+        return self.status
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"an illegal address"
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> _Driver:
+    fake = _Driver()
+    names = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    metadata = SimpleNamespace(num_warps=2, shared=64, num_ctas=1, **dict.fromkeys(names, 0))
+    compiled = SimpleNamespace(function=77, metadata=metadata)
+    monkeypatch.setattr(launches, "INTERPRETED", False)
+    monkeypatch.setattr(launches, "_driver", lambda: fake)
+    monkeypatch.setattr(CompiledKernel, "compiled", lambda *_: compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 9, raising=False)
+    return fake
+
+
+def test_the_driver_is_given_each_argument_where_the_kernel_has_it(driver: _Driver) -> None:
+    into, first, second = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    launch = Launch(_kernel(), 3, (), (into, first, 10, 0.5, 0), changing=("values", "epoch"))
+    launch(second, 2**40)
+    launch(first, -1)
+    config = 3, 1, 1, 64, 1, 1, 64, 9, 0, 0  # programs, threads, shared bytes, stream; no attributes
+    assert driver.launched == [
+        (77, config, (into.data_ptr(), second.data_ptr(), 10, 0.5, 2**40, 0, 0)),
+        (77, config, (into.data_ptr(), first.data_ptr(), 10, 0.5, -1, 0, 0)),
+    ]
+
+
+def test_no_program_is_no_launch(driver: _Driver) -> None:
+    values = torch.zeros(4)
+    Launch(_kernel(), 0, (), (values, values, 10, 0.5, 0), changing=("epoch",))(1)
+    assert driver.launched == []
+
+
+def test_a_refused_launch_names_the_kernel(driver: _Driver) -> None:
+    values, driver.status = torch.zeros(4), 700
+    launch = Launch(_kernel(), 1, (), (values, values, 10, 0.5, 0), changing=("epoch",))
+    with pytest.raises(RuntimeError, match="_store: CUDA error 700: an illegal address"):
+        launch(1)
+
+
+def test_parameters_that_are_not_the_arguments_are_refused(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.zeros(4)
+    arguments = (values, values, 10, 0.5, 0)
+    monkeypatch.setattr(_Driver, "PLACES", ((0, 8), (8, 4), *_Driver.PLACES[2:]))
+    with pytest.raises(AssertionError, match="pointer in a parameter of 4 bytes"):
+        Launch(_kernel(), 1, (), arguments)
+    monkeypatch.setattr(_Driver, "PLACES", _PLACES)
+    with pytest.raises(AssertionError, match="4294967296 in a parameter of 4 bytes"):
+        Launch(_kernel(), 1, (), (values, values, 2**32, 0.5, 0))
+    monkeypatch.setattr(_Driver, "PLACES", ((0, 8), (8, 8)))
+    with pytest.raises(AssertionError, match="5 arguments for 2 parameters"):
+        Launch(_kernel(), 1, (), arguments)
+
+
+def test_tensors_on_two_devices_are_refused(driver: _Driver) -> None:
+    with pytest.raises(AssertionError, match="_store: tensors on cpu and meta"):
+        Launch(_kernel(), 1, (), (torch.zeros(4), torch.zeros(4, device="meta"), 10, 0.5, 0))
