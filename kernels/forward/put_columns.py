@@ -100,13 +100,13 @@ def _put_columns(
 
 @triton.jit(
     do_not_specialize=[
-        "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
+        "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_rows", "parts",
         "group_parts", "signals", "epoch", "timeout",
     ]
 )  # fmt: skip
 def _put_arrived(
     message, columns, windows, first_sample, clock_word, status,
-    rank, source, ranks, words, pitch, stride: tl.int64, blocks, part_blocks, parts,
+    rank, source, ranks, words, pitch, stride: tl.int64, blocks, part_rows, parts,
     group_parts, signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -118,10 +118,11 @@ def _put_arrived(
 
     Memory: as `_put_columns`; the message is in this rank's heap, and so are the signals of its parts.
 
-    Order: the program awaits its part, of `epoch` + `clock_word` [1], see `aggregate.await_parts`, then
-    copies. The sender waits for nobody before it puts, so it puts also while programs here wait.
+    Order: the program awaits the parts in which its rows are, of `part_rows` rows each, of `epoch` + `clock_word` [1],
+    see `aggregate.await_parts`, then copies. The sender waits for nobody before it puts, so it puts also while programs
+    here wait.
 
-    Example: as of `_put_columns`, with ROWS 2 and parts of 2 blocks: tasks 0 and 1 are rank 2's samples 5, 6 and 7,
+    Example: as of `_put_columns`, with ROWS 2 and parts of 4 rows: tasks 0 and 1 are rank 2's samples 5, 6 and 7,
     its part 0; task 2 is rank 3's samples 8 and 9. Task 3 is behind its last one: nothing is awaited.
 
     Source: ours; the last leg of a hierarchical All-to-All.
@@ -133,9 +134,11 @@ def _put_arrived(
         block = task % blocks
         samples = tl.load(first_sample + place + 1) - tl.load(first_sample + place)
         if block * ROWS < samples:
-            part = block // part_blocks  # of the run
+            part = block * ROWS // part_rows  # of the run
+            count = tl.cdiv(tl.minimum(block * ROWS + ROWS, samples), part_rows) - part
             await_parts(
-                words_at, place * parts, part, 1, group_parts, rank, source, epoch, timeout, status, FORM, INTERPRETED
+                words_at, place * parts, part, count, group_parts, rank, source, epoch, timeout, status,
+                FORM, INTERPRETED,
             )  # fmt: skip
             _copy_rows(message, columns, windows, first_sample, place, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
@@ -148,7 +151,7 @@ _ARGUMENTS = (
 
 _ARRIVED_ARGUMENTS = (
     "message", "columns", "windows", "first_sample", "clock_word", "status",
-    "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
+    "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_rows", "parts",
     "group_parts", "signals", "epoch", "timeout",
 )  # fmt: skip
 
@@ -160,9 +163,8 @@ def _compiled(word_bytes: int, block: int) -> CompiledKernel:
 
 
 @lru_cache
-def _arriving(word_bytes: int, block: int, most_rows: int, form: str, options: tuple) -> CompiledKernel:
-    rows = min(most_rows, max(1, _ARRIVAL_WORDS // block))
-    constants: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
+def _arriving(word_bytes: int, block: int, form: str, options: tuple) -> CompiledKernel:
+    constants: dict[str, Any] = {"ROWS": max(1, _ARRIVAL_WORDS // block), "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
     constants |= {"FORM": form, "INTERPRETED": INTERPRETED}
     return CompiledKernel(_put_arrived, _ARRIVED_ARGUMENTS, constants, num_warps=_ARRIVAL_WARPS, **dict(options))
 
@@ -225,13 +227,13 @@ def put_arrived(
         clock: [1] int64; the signals are awaited to reach `epoch` + `clock`.
     """
     words, ranks = put.columns.numel(), windows.numel()
-    kernel = _arriving(put.word_bytes, min(1024, power_of_2(words)), parts.rows, heap.form, heap.options())
+    kernel = _arriving(put.word_bytes, min(1024, power_of_2(words)), heap.form, heap.options())
     rows = kernel.constants["ROWS"]
     blocks, each = -(-most_samples // rows), message.element_size()
     kernel(
         min(_ARRIVAL_PROGRAMS, ranks * blocks), (),
         message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample, clock, waiting.status,
         heap.rank, arriving.source, ranks, words,
-        message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, parts.rows // rows,
+        message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, parts.rows,
         parts.each, parts.group, arriving.signals, epoch, waiting.timeout,
     )  # fmt: skip

@@ -61,6 +61,7 @@ class ZeroCopyAcross(ZeroCopyForward):
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # what peers wait for comes first
+        self._send_stream = torch.cuda.Stream(self.device, priority=0) if context.puts else None
         self._places: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
             shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
@@ -72,12 +73,20 @@ class ZeroCopyAcross(ZeroCopyForward):
         super().start(step)
 
     def begin(self, step: Step) -> int:
-        """Begin the step, then pool for the other hosts, and start to send and to pass on what they send."""
+        """Begin the step, then pool for the other hosts, and start to send and to pass on what they send.
+
+        What puts while it pools does so beside the pooling for this host: its last programs put when the GPU has room.
+        """
         epoch = super().begin(step)
-        self._carrier.send(step, self._sent_tables)
+        current = torch.cuda.current_stream(self.device)
         first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
+        sending = self._send_stream or current
+        if self._send_stream is not None:
+            self._send_stream.wait_stream(current)
+        with torch.cuda.stream(sending):
+            self._carrier.send(step, self._sent_tables)
         # Behind what this rank sends: what follows may wait for a rank that waits for it.
-        self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._pass_stream.wait_stream(sending)
         with torch.cuda.stream(self._pass_stream), self.order:
             self._carrier.receive(step)
             self._pass_on(step, epoch, first_sample)
