@@ -61,7 +61,9 @@ class ZeroCopyAcross(ZeroCopyForward):
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # what peers wait for comes first
-        self._send_stream = torch.cuda.Stream(self.device, priority=0) if context.puts else None
+        # Not where the lookup replaces ids outside their table, which the sort awaits on the stream of the start.
+        beside = context.puts and context.ids is not None
+        self._send_stream = torch.cuda.Stream(self.device, priority=0) if beside else None
         self._places: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
             shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
