@@ -172,7 +172,11 @@ class PushAcross(Push):
             current.wait_stream(self._pass_stream)
 
         def pack(message: Message, sent: torch.Tensor) -> None:
-            torch.mul(gradient.index_select(1, self._sent_columns[message.host]), self.sent_scale, out=sent)
+            columns = self._sent_columns[message.host]
+            if self.sent_scale == 1.0 and gradient.dtype == sent.dtype:
+                torch.index_select(gradient, 1, columns, out=sent)
+            else:
+                torch.mul(gradient.index_select(1, columns), self.sent_scale, out=sent)
 
         self._carrier.send(step, pack)
         sent = current.record_event()

@@ -119,10 +119,22 @@ class MessageHeap:
         put_message(self.network, out, rows, message.pitch * self._item, parts, counter.word, counter.argument)
 
     def await_run(self, slot: int, message: Message, rows: int) -> None:
-        """Make the current stream wait for what `put` has sent."""
+        """Make the current stream wait for a message of one run of `rows` rows, which `put` has sent."""
+        self._await(slot, message, rows, None)
+
+    def await_runs(self, slot: int, message: Message, longest: int, first_sample: torch.Tensor) -> None:
+        """Make the current stream wait for a message whose runs are the samples of this host's ranks.
+
+        Args:
+            longest: rows of the longest run of any message.
+            first_sample: [ranks + 1] int32 of these ranks.
+        """
+        self._await(slot, message, longest, first_sample)
+
+    def _await(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None) -> None:
         counter, arriving = self._windows.counter, self.incoming(slot, message, self.parity)
-        parts = self.parts(rows, message.pitch)
-        await_message(self.network, arriving, rows, parts, self.waiting, counter.word, counter.argument)
+        parts, epoch = self.parts(rows, message.pitch), counter.argument
+        await_message(self.network, arriving, rows, parts, self.waiting, counter.word, epoch, first_sample)
 
     def skip(self, messages: Messages, status: torch.Tensor) -> None:
         """Take an epoch in which messages are signals alone, on the current stream."""

@@ -14,7 +14,7 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_arrived
+from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 
 
@@ -76,31 +76,19 @@ class PooledByPuts(PooledCarrier):
         return self._tables[batch]
 
     def receive(self, step: Step) -> None:
-        """Each part is awaited by the kernel that takes it."""
+        """Each message is awaited where it is passed on."""
 
     def put(
         self, step: Step, slot: int, place: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
     ) -> None:
-        """Store the message in `slot` into the windows of this host's ranks, part by part as it comes."""
-        heap, counter = self._heap, self._windows.counter
-        message, parity = self._crossing.pooled(step.batch).received[slot], heap.parity
+        """Await the message in `slot`, then store it into the windows of this host's ranks."""
+        heap, message = self._heap, self._crossing.pooled(step.batch).received[slot]
         if not message.elements:
             heap.await_run(slot, message, 0)
             return
-        put_arrived(
-            heap.network,
-            heap.incoming(slot, message, parity),
-            heap.arrived(slot, message, parity),
-            place,
-            windows.addresses,
-            first_sample,
-            windows.stride,
-            step.batch.most,
-            heap.parts(step.batch.most, message.pitch),
-            heap.waiting,
-            counter.word,
-            counter.argument,
-        )
+        heap.await_runs(slot, message, step.batch.most, first_sample)
+        rows = heap.arrived(slot, message, heap.parity)
+        put_columns(rows, place, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
     def skip(self, status: torch.Tensor) -> bool:
         """Take an epoch in which signals go alone."""
@@ -125,16 +113,22 @@ class GradientsByPuts(GradientCarrier):
         shapes = [(most, crossing.pitch(host)) for host in crossing.reach.hosts]
         self._heap = MessageHeap(context, windows, 1, shapes, context.options.wire_dtype)
         self._windows, self._crossing = windows, crossing
+        self._put_stream = torch.cuda.Stream(context.device, priority=-2)
 
     def send(self, step: Step, pack: Pack) -> None:
-        """Let `pack` fill each message, and put it."""
-        for number, message in enumerate(self._crossing.gradients(step.batch).sent):
+        """Let `pack` fill each message, then put all of them beside what follows on the current stream."""
+        messages = self._crossing.gradients(step.batch).sent
+        for number, message in enumerate(messages):
             if message.elements:
                 pack(message, self._heap.staged(number, message, self._heap.parity))
-            self._heap.put(number, message, message.rows if message.elements else 0)
+        self._put_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._put_stream):
+            for number, message in enumerate(messages):
+                self._heap.put(number, message, message.rows if message.elements else 0)
 
     def receive(self, step: Step, slot: int) -> torch.Tensor:
-        """Make the current stream wait for the message in `slot`, and return it."""
+        """Make the current stream wait for the message in `slot`, behind this rank's own, and return it."""
+        torch.cuda.current_stream().wait_stream(self._put_stream)
         message = self._crossing.gradients(step.batch).received[slot]
         self._heap.await_run(slot, message, message.rows if message.elements else 0)
         return self._heap.arrived(slot, message, self._heap.parity)
