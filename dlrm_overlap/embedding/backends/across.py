@@ -6,7 +6,7 @@
 
     or by puts:
     current stream    | pool and put part by part| pool for this host | raise |   bottom MLP ..   | await all | output
-    passing stream                               | await parts, put each into windows, raise for the sender |
+    passing stream                               | await all parts | put into windows, raise for the sender |
 
 A rank pools what each other host needs into one message, which goes to that host's rank that takes its messages
 (`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
@@ -61,9 +61,6 @@ class ZeroCopyAcross(ZeroCopyForward):
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # what peers wait for comes first
-        # Not where the lookup replaces ids outside their table, which the sort awaits on the stream of the start.
-        beside = context.puts and context.ids is not None
-        self._send_stream = torch.cuda.Stream(self.device, priority=0) if beside else None
         self._places: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
             shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
@@ -75,20 +72,12 @@ class ZeroCopyAcross(ZeroCopyForward):
         super().start(step)
 
     def begin(self, step: Step) -> int:
-        """Begin the step, then pool for the other hosts, and start to send and to pass on what they send.
-
-        What puts while it pools does so beside the pooling for this host: its last programs put when the GPU has room.
-        """
+        """Begin the step, then pool for the other hosts, and start to send and to pass on what they send."""
         epoch = super().begin(step)
-        current = torch.cuda.current_stream(self.device)
+        self._carrier.send(step, self._sent_tables)
         first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
-        sending = self._send_stream or current
-        if self._send_stream is not None:
-            self._send_stream.wait_stream(current)
-        with torch.cuda.stream(sending):
-            self._carrier.send(step, self._sent_tables)
         # Behind what this rank sends: what follows may wait for a rank that waits for it.
-        self._pass_stream.wait_stream(sending)
+        self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._pass_stream), self.order:
             self._carrier.receive(step)
             self._pass_on(step, epoch, first_sample)

@@ -113,22 +113,16 @@ class GradientsByPuts(GradientCarrier):
         shapes = [(most, crossing.pitch(host)) for host in crossing.reach.hosts]
         self._heap = MessageHeap(context, windows, 1, shapes, context.options.wire_dtype)
         self._windows, self._crossing = windows, crossing
-        self._put_stream = torch.cuda.Stream(context.device, priority=-2)
 
     def send(self, step: Step, pack: Pack) -> None:
-        """Let `pack` fill each message, then put all of them beside what follows on the current stream."""
-        messages = self._crossing.gradients(step.batch).sent
-        for number, message in enumerate(messages):
+        """Let `pack` fill each message, and put it."""
+        for number, message in enumerate(self._crossing.gradients(step.batch).sent):
             if message.elements:
                 pack(message, self._heap.staged(number, message, self._heap.parity))
-        self._put_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._put_stream):
-            for number, message in enumerate(messages):
-                self._heap.put(number, message, message.rows if message.elements else 0)
+            self._heap.put(number, message, message.rows if message.elements else 0)
 
     def receive(self, step: Step, slot: int) -> torch.Tensor:
-        """Make the current stream wait for the message in `slot`, behind this rank's own, and return it."""
-        torch.cuda.current_stream().wait_stream(self._put_stream)
+        """Make the current stream wait for the message in `slot`, and return it."""
         message = self._crossing.gradients(step.batch).received[slot]
         self._heap.await_run(slot, message, message.rows if message.elements else 0)
         return self._heap.arrived(slot, message, self._heap.parity)
