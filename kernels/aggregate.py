@@ -156,41 +156,68 @@ def put_signal_value(epoch, count):
 
 @triton.jit
 def await_parts(
-    signals, run, first, count, group_parts, rank, peer, epoch, timeout, status,
-    FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    signals, first, parts, group_parts, rank, peer, epoch, timeout, status,
+    LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until the parts [first, first + count) of a run have come, which begins with part `run` of its message.
+    """Wait until `parts` parts of a message have come, from part `first` on, with which a run begins.
 
-    When `timeout` ns have passed for one signal (turns, under the interpreter), the program records which is missing
-    and stops the kernel, as `primitives.await_flags` does for a flag.
+    A lane takes a group, so that groups are looked at side by side: a look takes about a microsecond. When `timeout` ns
+    have passed for a signal (turns, under the interpreter), the program records which is missing and stops the kernel,
+    as `primitives.await_flags` does for a flag.
 
     Memory: `signals` [parts] int64 are those of the message of `peer` for one window, in this rank's memory. Words of
     a later epoch do not come before this one's are awaited no more.
 
-    Order: each signal is read relaxed until it has come. Then it is acquired at system scope, of NVSHMEM by its own
+    Order: signals are read relaxed until they have come. Then they are acquired at system scope, of NVSHMEM by its own
     wait, which makes the bytes visible that a network card has written. A barrier follows, so that no thread reads a
     part before the threads that acquired.
 
-    Example: a message of one run, groups of 4, epoch 5; parts 6 and 7 are awaited. Signal 4 is 5 * 256 + 1, signal 5 is
-    5 * 256 + 3: parts 5 .. 7 have come.
+    Example: groups of 4, epoch 5, parts 0 .. 6 are awaited. Signals 0 and 4 are 5 * 256 + 4 and 5 * 256 + 1: parts
+    0 .. 4 have come. Signal 5 becomes 5 * 256 + 2: so have 5 and 6.
     """
-    at = run + first // group_parts * group_parts
     least = epoch.to(tl.int64) << _COUNT_BITS
-    lane = tl.arange(0, 1)
     expired = False
-    while (at < run + first + count) & (not expired):
-        if poll(signals + at + lane, lane == 0, least, timeout, INTERPRETED) < least:
-            record(status, EXPIRED, rank, peer, at, epoch, tl.load(signals + at) >> _COUNT_BITS)
+    for begin in range(0, tl.cdiv(parts, group_parts), LANES):
+        at = first + (begin + tl.arange(0, LANES)) * group_parts
+        end = tl.minimum(at + group_parts, first + parts)
+        at, expired = _next_signals(
+            signals, at, end, expired, least, rank, peer, epoch, timeout, status, LANES, FORM, INTERPRETED
+        )  # fmt: skip
+        if tl.max(end - at, 0) > 0:  # some groups have left as several puts
+            for _ in range(1, group_parts):
+                at, expired = _next_signals(
+                    signals, at, end, expired, least, rank, peer, epoch, timeout, status, LANES, FORM, INTERPRETED
+                )  # fmt: skip
+    tl.debug_barrier()
+
+
+@triton.jit
+def _next_signals(
+    signals, at, end, expired, least, rank, peer, epoch, timeout, status,
+    LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Await and acquire the signals `at` [LANES] where these are below `end`; return which come next in each group.
+
+    Nothing is awaited where a wait has expired, which is what is returned second.
+    """
+    waiting = at < end
+    if (tl.max(waiting.to(tl.int32), 0) != 0) & (not expired):
+        flags = signals + tl.where(waiting, at, 0)
+        if poll(flags, waiting, least, timeout, INTERPRETED, LANES) < least:
+            seen = tl.load(flags, mask=waiting, other=least, volatile=True)
+            lane = tl.argmin(seen, 0)
+            missing = tl.sum(tl.where(tl.arange(0, LANES) == lane, at, 0), 0)
+            record(status, EXPIRED, rank, peer, missing, epoch, tl.min(seen, 0) >> _COUNT_BITS)
             if not INTERPRETED:
                 tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
                 stop(rank)
             expired = True
         else:
-            here = signals + at
             if FORM == "nvshmem":
-                signal_wait(here.to(tl.int64), AT_LEAST, least)
-                seen = tl.load(here, volatile=True)
+                value = tl.where(waiting, least, 0)  # a lane that awaits nothing is through at once
+                signal_wait(flags.to(tl.int64), tl.zeros_like(at) + AT_LEAST, value)
+                seen = tl.load(flags, mask=waiting, other=0, volatile=True)
             else:
-                seen = tl.atomic_add(here, 0, sem="acquire", scope="sys")
-            at += (seen - least).to(tl.int32)
-    tl.debug_barrier()
+                seen = tl.atomic_add(flags, tl.zeros((LANES,), tl.int64), mask=waiting, sem="acquire", scope="sys")
+            at += tl.where(waiting, seen - least, 0).to(tl.int32)
+    return at, expired

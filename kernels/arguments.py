@@ -81,6 +81,17 @@ def tuning_for(dim: int, groups: int = 1) -> Tuning:
     return Tuning(bags * groups, unroll, max(1, block // 256), groups)
 
 
+@lru_cache
+def put_tuning_for(dim: int) -> Tuning:
+    """Return the same for what is put to other hosts: four times as many bags by four times as many warps.
+
+    All warps of the program that completes a group put it. Where NVSHMEM copies, over NVLink, one warp takes 25 us for
+    64 KB.
+    """
+    tuning = tuning_for(dim)
+    return tuning._replace(task_bags=4 * tuning.task_bags, num_warps=4 * tuning.num_warps)
+
+
 def power_of_2(n: int) -> int:
     """Return the least power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

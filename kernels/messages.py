@@ -19,8 +19,9 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.grouping import Grouping
 from dlrm_overlap.kernels.network import Network, put_signal
 
-_LEAST_ROWS = 8  # of a part: a task of pooling, which has at most 2, lies in one part
+_LEAST_ROWS = 8  # of a part: a task of pooling, which has as many at most, lies in one part
 _NUM_WARPS = 8
+_LANES = 128  # groups that a program awaits at a time, a thread each
 
 
 class Parts(NamedTuple):
@@ -103,30 +104,44 @@ def _put_message(
     put_signal(heaps, rank, peer, source, source + shift, size_bytes, signal, value, FORM)
 
 
-@triton.jit(do_not_specialize=["rank", "source", "parts", "group_parts", "signals", "epoch", "timeout"])
+@triton.jit(
+    do_not_specialize=["rank", "source", "rows", "part_rows", "each", "group_parts", "signals", "epoch", "timeout"]
+)  # fmt: skip
 def _await_message(
-    clock_word, status, rank, source, parts, group_parts,
+    clock_word, status, first_sample, rank, source, rows, part_rows, each, group_parts,
     signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    RUNS: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Await the first `parts` parts of a message, as one program.
+    """Await the parts of run p of a message as program p.
 
-    Memory: the parts' signals in this rank's heap are read.
+    Memory: the program reads the signals of the run's parts, from number p * `each` on. With RUNS, the run has as many
+    rows as `first_sample` [runs + 1] int32 says; else the message has one run, of `rows` rows, whose first part's
+    signal is awaited even if there are none.
 
-    Order: see `aggregate.await_parts`. Kernels that follow on the stream see all of the message.
+    Order: see `aggregate.await_parts`. What the sender put is seen by the kernels that follow on the stream.
 
-    Example: 5 parts, groups of 2: signals 0, 2 and 4.
+    Example: 20 rows, parts of 8 rows, groups of 2: signals 0 and 2 are awaited.
     """
+    run = tl.program_id(0)
+    if RUNS:
+        parts = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), part_rows)
+    else:
+        parts = tl.maximum(1, tl.cdiv(rows, part_rows))
     words = signals.to(tl.pointer_type(tl.int64))
     epoch = epoch + tl.load(clock_word)
-    await_parts(words, 0, 0, parts, group_parts, rank, source, epoch, timeout, status, FORM, INTERPRETED)
+    await_parts(
+        words, run * each, parts, group_parts, rank, source, epoch, timeout, status, LANES, FORM, INTERPRETED
+    )  # fmt: skip
 
 
 _PUT_ARGUMENTS = (
     "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "part_rows", "group_parts",
     "address", "shift", "signals", "epoch",
 )  # fmt: skip
-_AWAIT_ARGUMENTS = ("clock_word", "status", "rank", "source", "parts", "group_parts", "signals", "epoch", "timeout")
+_AWAIT_ARGUMENTS = (
+    "clock_word", "status", "first_sample", "rank", "source", "rows", "part_rows", "each", "group_parts",
+    "signals", "epoch", "timeout",
+)  # fmt: skip
 
 
 @lru_cache
@@ -135,9 +150,9 @@ def _putting(form: str, options: tuple) -> CompiledKernel:
 
 
 @lru_cache
-def _awaiting(form: str, options: tuple) -> CompiledKernel:
-    constants = {"FORM": form, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_await_message, _AWAIT_ARGUMENTS, constants, num_warps=1, **dict(options))
+def _awaiting(runs: bool, form: str, options: tuple) -> CompiledKernel:
+    constants = {"RUNS": runs, "LANES": _LANES, "FORM": form, "INTERPRETED": INTERPRETED}
+    return CompiledKernel(_await_message, _AWAIT_ARGUMENTS, constants, num_warps=_LANES // 32, **dict(options))
 
 
 def put_message(
@@ -159,15 +174,26 @@ def put_message(
 
 
 def await_message(
-    heap: Network, message: Incoming, rows: int, parts: Parts, waiting: Waiting, clock: torch.Tensor, epoch: int
+    heap: Network,
+    message: Incoming,
+    rows: int,
+    parts: Parts,
+    waiting: Waiting,
+    clock: torch.Tensor,
+    epoch: int,
+    first_sample: torch.Tensor | None = None,
 ) -> None:
-    """Make the current stream wait for a message of one run; arguments as of `put_message`.
+    """Make the current stream wait for a message, by one program a run; arguments as of `put_message`.
 
     A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
+
+    Args:
+        first_sample: [runs + 1] int32: run r has the rows of the samples [first_sample[r], first_sample[r + 1]), and
+            `rows` is not read; None is one run of `rows` rows.
     """
-    count = max(1, -(-rows // parts.rows))
-    kernel = _awaiting(heap.form, heap.options())
+    kernel = _awaiting(first_sample is not None, heap.form, heap.options())
     kernel(
-        1, (),
-        clock, waiting.status, heap.rank, message.source, count, parts.group, message.signals, epoch, waiting.timeout,
+        1 if first_sample is None else first_sample.numel() - 1, (),
+        clock, waiting.status, clock if first_sample is None else first_sample, heap.rank, message.source, rows,
+        parts.rows, parts.each, parts.group, message.signals, epoch, waiting.timeout,
     )  # fmt: skip

@@ -12,20 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.aggregate import await_parts
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
-from dlrm_overlap.kernels.messages import Incoming, Parts, Waiting
-from dlrm_overlap.kernels.network import Network
+from dlrm_overlap.kernels.compiled import CompiledKernel
 
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
 _TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
 _NUM_WARPS = 8
-# Those that wait for parts are few, so that a product whose grid fills the GPU finds most multiprocessors free however
-# late a part comes, and large, to copy as fast all the same.
-_ARRIVAL_PROGRAMS = 32
-_ARRIVAL_WARPS = 32
-_ARRIVAL_WORDS = 8192
 
 
 class PutColumns(NamedTuple):
@@ -98,58 +90,9 @@ def _put_columns(
     _copy_rows(message, columns, windows, first_sample, rank, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
-        "group_parts", "signals", "epoch", "timeout",
-    ]
-)  # fmt: skip
-def _put_arrived(
-    message, columns, windows, first_sample, clock_word, status,
-    rank, source, ranks, words, pitch, stride: tl.int64, blocks, part_blocks, parts,
-    group_parts, signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Await the parts of a message and copy them into the windows of the ranks whose samples they are.
-
-    Task i of blocks * ranks is block i % blocks, of ROWS rows, for rank i / blocks of the host: the order in which the
-    sender pools. Program p of P takes tasks p, p + P, and so forth, so few programs suffice, and hold little of the
-    GPU while they wait.
-
-    Memory: as `_put_columns`; the message is in this rank's heap, and so are the signals of its parts.
-
-    Order: the program awaits its part, of `epoch` + `clock_word` [1], see `aggregate.await_parts`, then
-    copies. The sender waits for nobody before it puts, so it puts also while programs here wait.
-
-    Example: as of `_put_columns`, with ROWS 2 and parts of 2 blocks: tasks 0 and 1 are rank 2's samples 5, 6 and 7,
-    its part 0; task 2 is rank 3's samples 8 and 9. Task 3 is behind its last one: nothing is awaited.
-
-    Source: ours; the last leg of a hierarchical All-to-All.
-    """
-    words_at = signals.to(tl.pointer_type(tl.int64))
-    epoch = epoch + tl.load(clock_word)
-    for task in range(tl.program_id(0), ranks * blocks, tl.num_programs(0)):
-        place = task // blocks
-        block = task % blocks
-        samples = tl.load(first_sample + place + 1) - tl.load(first_sample + place)
-        if block * ROWS < samples:
-            part = block // part_blocks  # of the run
-            await_parts(
-                words_at, place * parts, part, 1, group_parts, rank, source, epoch, timeout, status, FORM, INTERPRETED
-            )  # fmt: skip
-            _copy_rows(message, columns, windows, first_sample, place, block, words, pitch, stride, ROWS, BLOCK, WORD)
-
-
 _ARGUMENTS = (
     "message", "columns", "windows", "first_sample",
     "ranks", "words", "pitch", "stride", "blocks", "place",
-)  # fmt: skip
-
-
-_ARRIVED_ARGUMENTS = (
-    "message", "columns", "windows", "first_sample", "clock_word", "status",
-    "rank", "source", "ranks", "words", "pitch", "stride", "blocks", "part_blocks", "parts",
-    "group_parts", "signals", "epoch", "timeout",
 )  # fmt: skip
 
 
@@ -157,14 +100,6 @@ _ARRIVED_ARGUMENTS = (
 def _compiled(word_bytes: int, block: int) -> CompiledKernel:
     constants: dict[str, Any] = {"ROWS": max(1, _TASK_WORDS // block), "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
     return CompiledKernel(_put_columns, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
-
-
-@lru_cache
-def _arriving(word_bytes: int, block: int, most_rows: int, form: str, options: tuple) -> CompiledKernel:
-    rows = min(most_rows, max(1, _ARRIVAL_WORDS // block))
-    constants: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
-    constants |= {"FORM": form, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_put_arrived, _ARRIVED_ARGUMENTS, constants, num_warps=_ARRIVAL_WARPS, **dict(options))
 
 
 def put_columns(
@@ -197,41 +132,4 @@ def put_columns(
         ranks * blocks, (),
         message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample,
         ranks, words, message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, place,
-    )  # fmt: skip
-
-
-def put_arrived(
-    heap: Network,
-    arriving: Incoming,
-    message: torch.Tensor,
-    put: PutColumns,
-    windows: torch.Tensor,
-    first_sample: torch.Tensor,
-    stride: int,
-    most_samples: int,
-    parts: Parts,
-    waiting: Waiting,
-    clock: torch.Tensor,
-    epoch: int,
-) -> None:
-    """Await a message part by part, and store its rows into the windows of the host's ranks. No flag is raised.
-
-    Args:
-        heap: of this rank, which has the message.
-        arriving: who sends it, and its signals.
-        message: as of `put_columns`, and so are the arguments up to `most_samples`; it has columns.
-        parts: how it is cut; its runs are the samples of the host's ranks.
-        waiting: how long at most.
-        clock: [1] int64; the signals are awaited to reach `epoch` + `clock`.
-    """
-    words, ranks = put.columns.numel(), windows.numel()
-    kernel = _arriving(put.word_bytes, min(1024, power_of_2(words)), parts.rows, heap.form, heap.options())
-    rows = kernel.constants["ROWS"]
-    blocks, each = -(-most_samples // rows), message.element_size()
-    kernel(
-        min(_ARRIVAL_PROGRAMS, ranks * blocks), (),
-        message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample, clock, waiting.status,
-        heap.rank, arriving.source, ranks, words,
-        message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, parts.rows // rows,
-        parts.each, parts.group, arriving.signals, epoch, waiting.timeout,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.reach import find_reach
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends import id_carriers
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange, HostIdExchange, IdExchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.protocol.crossing import arrival_regions
@@ -47,13 +49,13 @@ def _bound(stage: Stage, sizes: Sizes) -> BatchBound:
     return BatchBound(SAMPLES, {key: sizes[key] for key in _keys(stage)})
 
 
-def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange], hosts: int = 1) -> IdExchange:
+def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange], hosts: int = 1, puts: bool = False) -> IdExchange:
     """Return an exchange of ids by itself, on a host, or on a GPU as the interpreter has it."""
     layout = joined(stage.layout)
     ids = IdLayout(layout, _keys(stage), _bound(stage, sizes))
-    options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind])
+    options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind], aggregate_bytes=0)  # each part of a message by itself
     counters = StepCounters(CPU)
-    context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
+    context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids, puts=puts)
     reach = find_reach(world(), CPU, hosts)
     regions = {**ids.windows.regions(world().size()), **arrival_regions(ids.windows, reach)}
     arena = open_arena(regions, world(), CPU, reach)
@@ -89,11 +91,16 @@ def _assert_arrived(arrived: ArrivedIds, stage: Stage, batches: Sequence[KeyedJa
     assert len(arrived.ids.keys()) - len(names) in (0, 1), what
 
 
-def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype, hosts: int = 1) -> None:
+def _check_what_arrives(
+    kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype, hosts: int = 1, puts: bool = False
+) -> None:
     stage = Stage(owners, dist.get_rank())
-    exchange = _open(stage, sizes, kind, hosts)
+    exchange = _open(stage, sizes, kind, hosts, puts)
     before: tuple[ArrivedIds, list[KeyedJaggedTensor]] | None = None
     for step, samples in enumerate((SAMPLES, SAMPLES, 2, 2, 3, SAMPLES, SAMPLES)):  # an evaluation's are fewer
+        if puts and step == 3:
+            exchange.skip()  # whose signals go alone
+            before = None
         batches = [_batch(stage, sizes, step, rank, samples, dtype) for rank in range(2)]
         arrived = exchange.send(_mine(batches))
         exchange.check()
@@ -101,8 +108,14 @@ def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype
         if before is not None and before[0].batch == arrived.batch:
             _assert_arrived(*_with_stage(before, stage), f"step {step - 1}, when the next has been sent")
         before = arrived, batches
-    assert exchange.windows.epoch == 7
+    assert exchange.windows.epoch == 7 + puts
     exchange.close()
+
+
+def _check_put_between_hosts(sizes: Sizes) -> None:
+    """By puts of kernels, of windows in several parts."""
+    with patch.object(id_carriers, "_ROW_WORDS", 4):
+        _check_what_arrives(DeviceIdExchange, BOTH, sizes, torch.int32, hosts=2, puts=True)
 
 
 def _with_stage(
@@ -308,6 +321,7 @@ for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
         CASES[f"{_of} between hosts"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int32, hosts=2)
         if _kind is DEVICE:
             CASES[f"{_of} shapes stay"] = partial(_check_shapes_stay, _kind, _sizes)
+            CASES[f"{_of} put between hosts"] = partial(_check_put_between_hosts, _sizes)
 
 
 def _run(case: str) -> None:

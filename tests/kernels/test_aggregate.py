@@ -40,10 +40,12 @@ def _finish(
 
 
 @triton.jit
-def _await(signals, run, first, count, group_parts, epoch, timeout, status, INTERPRETED: tl.constexpr):
+def _await(
+    signals, first, parts, group_parts, epoch, timeout, status, LANES: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
     rank = tl.program_id(0)
     await_parts(
-        signals, run, first, count, group_parts, rank, rank + 1, epoch, timeout, status, "stores", INTERPRETED
+        signals, first, parts, group_parts, rank, rank + 1, epoch, timeout, status, LANES, "stores", INTERPRETED
     )  # fmt: skip
 
 
@@ -94,15 +96,15 @@ def test_what_has_come_is_found_along_the_signals() -> None:
     message.signals[:] = 3 << 8 | 4  # of two epochs before, gathered otherwise
     message.finish([1, 0, 4, 5, 7, 3, 6], [0, 10, 11, 12, 13, 14, 15], epoch=5, wait=3, rows=1)
 
-    def missing(first: int, count: int, run: int = 0) -> list[int] | None:
+    def missing(parts: int, first: int = 0) -> list[int] | None:
         record = Record(CPU)
         kernel: Any = _await
-        kernel[(1,)](message.signals, run, first, count, 4, 5, 3, record.status, INTERPRETED=INTERPRETED)
+        kernel[(1,)](message.signals, first, parts, 4, 5, 3, record.status, LANES=2, INTERPRETED=INTERPRETED)
         return record.expired()
 
-    assert missing(0, 2) is None
-    assert missing(4, 4) is None
-    assert missing(5, 1) is None
-    assert missing(1, 3, run=4) is None
-    assert missing(1, 2) == [0, 1, 2, 5, 3]
-    assert missing(6, 4) == [0, 1, 8, 5, 3]
+    assert missing(2) is None
+    assert missing(4, first=4) is None
+    assert missing(11) == [0, 1, 2, 5, 3]
+    assert missing(7, first=4) == [0, 1, 8, 5, 3]
+    message.finish([9, 2, 8, 10], [20, 21, 22, 23], epoch=5, wait=3, rows=1)
+    assert missing(11) is None

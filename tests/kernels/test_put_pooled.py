@@ -8,7 +8,7 @@ import torch
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_arrived
+from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
 from dlrm_overlap.kernels.network import Network
@@ -60,11 +60,11 @@ def test_parts_of_a_message_are_pooled_put_and_taken(longest_wait_us: float | No
     record = Record(CPU)
 
     def take() -> None:
-        put_arrived(
-            Network("stores", addresses, 2), Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0), arrived,
-            PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU), torch.tensor([window.data_ptr() for window in windows]),
-            host, 20, 9, _PARTS, Waiting(9, record.status), CLOCK, 2,
-        )  # fmt: skip
+        incoming = Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0)
+        await_message(Network("stores", addresses, 2), incoming, 9, _PARTS, Waiting(9, record.status), CLOCK, 2, host)
+        places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
+        addressed = torch.tensor([window.data_ptr() for window in windows])
+        put_columns(arrived, places, addressed, host, 20, 9, place=1)
 
     take()
     assert record.empty

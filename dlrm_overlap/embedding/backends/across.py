@@ -6,7 +6,7 @@
 
     or by puts:
     current stream    | pool and put part by part| pool for this host | raise |   bottom MLP ..   | await all | output
-    passing stream                               | await parts, put each into windows, raise for the sender |
+    passing stream                               | await all parts | put into windows, raise for the sender |
 
 A rank pools what each other host needs into one message, which goes to that host's rank that takes its messages
 (`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
@@ -161,7 +161,11 @@ class PushAcross(Push):
             current.wait_stream(self._pass_stream)
 
         def pack(message: Message, sent: torch.Tensor) -> None:
-            torch.mul(gradient.index_select(1, self._sent_columns[message.host]), self.sent_scale, out=sent)
+            columns = self._sent_columns[message.host]
+            if self.sent_scale == 1.0 and gradient.dtype == sent.dtype:
+                torch.index_select(gradient, 1, columns, out=sent)
+            else:
+                torch.mul(gradient.index_select(1, columns), self.sent_scale, out=sent)
 
         self._carrier.send(step, pack)
         sent = current.record_event()

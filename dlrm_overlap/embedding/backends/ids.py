@@ -13,6 +13,7 @@ from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.host import meet_on_host, skip_on_host
+from dlrm_overlap.embedding.backends.id_carriers import IdCarrier, IdsByCollective, IdsByPuts
 from dlrm_overlap.embedding.backends.messages import send_window
 from dlrm_overlap.embedding.device.id_pull import Bags, IdPull
 from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
@@ -229,6 +230,9 @@ class DeviceIdExchange(IdExchange):
         self._pull_own: IdPull | None = None
         if self.replicated:
             self._pull_own = IdPull(ids, windows, range(self.rank, self.rank + 1), self.replicated, rows[1])
+        self._carrier: IdCarrier | None = None
+        if not windows.arena.reach.whole:
+            self._carrier = (IdsByPuts if context.puts else IdsByCollective)(context, windows)
         counts = torch.ones(self.world_size, dtype=torch.int32)
         self._flags = ready_flags(windows, counts, self._pull.record.status, self.options)
 
@@ -237,9 +241,9 @@ class DeviceIdExchange(IdExchange):
         argument, parity = self.windows.counter.argument, self.windows.epoch % 2
         with self.order:
             raise_flags(self._flags, self.rank, 0, argument)
-            if not (reach := self.windows.arena.reach).whole:
-                send_window(self.windows, self.group)
-            for source in reach.sources:
+            if self._carrier is not None:
+                self._carrier.bring()
+            for source in self.windows.arena.reach.sources:
                 raise_flags(self._flags, source, 0, argument)
             wait_flags(self._flags, self.rank, argument)
         shards = self._pull(samples, parity, self.bad_ids.mode != BoundsCheckMode.NONE)
@@ -250,7 +254,8 @@ class DeviceIdExchange(IdExchange):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
-        skip_epoch(self.windows, self._pull.record.status, self.options)
+        if self._carrier is None or not self._carrier.skip(self._pull.record.status):
+            skip_epoch(self.windows, self._pull.record.status, self.options)
 
     def check(self) -> None:
         """Raise what a kernel has recorded.
@@ -262,6 +267,14 @@ class DeviceIdExchange(IdExchange):
         self._raise(self._pull.record, self._shards, 0)
         if self._pull_own is not None:
             self._raise(self._pull_own.record, self.layout.replicated, self.rank)
+        if self._carrier is not None:
+            self._carrier.check()
+
+    def close(self) -> None:
+        """Forget the windows, and give the memory of what goes to other hosts back."""
+        if self._carrier is not None:
+            self._carrier.close()
+        super().close()
 
     def _raise(self, record: Record, shards: Sequence[FeatureShard], first_rank: int) -> None:
         """Raise what is in a record, whose kernels count `shards`, and ranks from `first_rank` on."""

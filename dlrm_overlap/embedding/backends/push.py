@@ -30,7 +30,7 @@ from dlrm_overlap.kernels.flags import awaiting_flags
 from dlrm_overlap.kernels.launches import Launch
 
 _REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
-_ALONE_PROGRAMS = 66  # a rank alone has no links to fill, and its memory takes more
+_ALONE_PROGRAMS = 66  # a rank that reaches no other has no links to fill, and its memory takes more
 
 
 class Push(WindowBackward):
@@ -165,9 +165,9 @@ class Push(WindowBackward):
 
     @property
     def programs(self) -> int:
-        """Programs of a launch: they take remote and local rows in turns, remote ones (W - 1) / W of the time."""
-        others = self.world_size - 1
-        return round(_REMOTE_PROGRAMS * self.world_size / others) if others else _ALONE_PROGRAMS
+        """Programs of a launch: among N ranks that are reached, (N - 1) / N of the rows that they take are remote."""
+        reached = len(self.windows.arena.reached)
+        return round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Send the parts [first, end) of the gradient, on the current stream."""
