@@ -77,7 +77,7 @@ def tuning_for(dim: int, groups: int = 1) -> Tuning:
     Two rows of up to 128 elements side by side, four deep, keep a warp's loads in flight.
     """
     block = power_of_2(dim)
-    bags, unroll = (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
+    bags, unroll = (4, 8) if block <= 32 else (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
     return Tuning(bags * groups, unroll, max(1, block // 256), groups)
 
 
