@@ -71,13 +71,20 @@ class Tuning(NamedTuple):
 
 
 @lru_cache
-def tuning_for(dim: int, groups: int = 1) -> Tuning:
-    """Return how to cut a launch for dim D, by what was fastest on H200 (docs/results/stage.md).
+def tuning_for(dim: int, itemsize: int, groups: int = 1) -> Tuning:
+    """Return how to cut a launch for rows of `dim` elements of `itemsize` bytes.
 
-    Two rows of up to 128 elements side by side, four deep, keep a warp's loads in flight.
+    By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a program has 4 KB of rows in flight, in rows
+    of up to 512 bytes that are those of two bags side by side, or of four where a lane would else load less than 16
+    bytes at a time.
     """
     block = power_of_2(dim)
-    bags, unroll = (4, 8) if block <= 32 else (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
+    if block * itemsize <= 128:
+        bags, unroll = 4, 8
+    elif block * itemsize <= 256:
+        bags, unroll = 2, 8
+    else:
+        bags, unroll = (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
     return Tuning(bags * groups, unroll, max(1, block // 256), groups)
 
 

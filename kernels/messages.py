@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.grouping import Grouping
 from dlrm_overlap.kernels.network import Network, put_signal
 
-_LEAST_ROWS = 8  # of a part: a task of pooling, which has at most 2, lies in one part
+_LEAST_ROWS = 8  # of a part: a task of pooling, which has at most 4, lies in one part
 _NUM_WARPS = 8
 
 

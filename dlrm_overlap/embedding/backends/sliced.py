@@ -15,7 +15,7 @@ from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS, SlicedPut, Sl
 from dlrm_overlap.kernels.forward.puts import put_by_stores
 
 _PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: what `Slices.put` says
-_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
+_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
 
 
 class SlicedForward(ZeroCopyForward):
@@ -88,8 +88,11 @@ class SlicedForward(ZeroCopyForward):
 
     def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
         """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
+        tuning = tuning_for(table.dim, table.weight_dtype.itemsize)
         many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
-        options = self.lookup.pooling_options(tuning_for(table.dim, groups=2 if many else 1))
+        if many and 2 * tuning.task_bags <= self.options.slice_bags:  # a task lies in one slice
+            tuning = tuning_for(table.dim, table.weight_dtype.itemsize, groups=2)
+        options = self.lookup.pooling_options(tuning)
         return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:

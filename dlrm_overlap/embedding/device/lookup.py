@@ -109,7 +109,7 @@ class DeviceLookup:
             ranks: that follow one another.
         """
         for shards, table in zip(self.pooled_together, tables, strict=True):
-            options = self.pooling_options(tuning_for(table.dim))
+            options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize))
             store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
