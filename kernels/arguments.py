@@ -74,9 +74,9 @@ class Tuning(NamedTuple):
 def tuning_for(dim: int, itemsize: int, groups: int = 1) -> Tuning:
     """Return how to cut a launch for rows of `dim` elements of `itemsize` bytes.
 
-    By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a program has 4 KB of rows in flight, in rows
-    of up to 512 bytes that are those of two bags side by side, or of four where a lane would else load less than 16
-    bytes at a time.
+    By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a warp awaits up to 4 KB of rows at a time.
+    Of rows of up to 128 bytes these are those of four bags side by side, so that a lane loads 16 bytes; of two bags up
+    to 128 elements, and of one beyond.
     """
     block = power_of_2(dim)
     if block * itemsize <= 128:

@@ -18,6 +18,17 @@ _PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `Exchang
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
 
 
+def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int) -> Tuning:
+    """Return how to cut a persistent launch for the bags of `samples` samples, in slices of `slice_bags` bags.
+
+    A program pays for each task, so it takes one of twice as many bags where there are many, if slices have so many.
+    """
+    once = tuning_for(table.dim, table.weight_dtype.itemsize)
+    twice = tuning_for(table.dim, table.weight_dtype.itemsize, groups=2)
+    many = table.entries.shape[0] * samples >= _MANY_BAGS
+    return twice if many and twice.task_bags <= slice_bags else once
+
+
 class SlicedForward(ZeroCopyForward):
     """Persistent kernels, one for each kind of shards; the last returns when all flags have been raised.
 
@@ -87,11 +98,8 @@ class SlicedForward(ZeroCopyForward):
         return self.output(step, copy)
 
     def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
-        """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
-        tuning = tuning_for(table.dim, table.weight_dtype.itemsize)
-        many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
-        if many and 2 * tuning.task_bags <= self.options.slice_bags:  # a task lies in one slice
-            tuning = tuning_for(table.dim, table.weight_dtype.itemsize, groups=2)
+        """Return what a persistent launch takes beside its tensors, cut as `persistent_tuning` says."""
+        tuning = persistent_tuning(table, bags.samples, self.options.slice_bags)
         options = self.lookup.pooling_options(tuning)
         return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
