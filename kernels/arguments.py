@@ -71,25 +71,32 @@ class Tuning(NamedTuple):
 
 
 @lru_cache
-def tuning_for(dim: int, groups: int = 1) -> Tuning:
-    """Return how to cut a launch for dim D, by what was fastest on H200 (docs/results/stage.md).
+def tuning_for(dim: int, itemsize: int, groups: int = 1) -> Tuning:
+    """Return how to cut a launch for rows of `dim` elements of `itemsize` bytes.
 
-    Two rows of up to 128 elements side by side, four deep, keep a warp's loads in flight.
+    By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a warp awaits up to 4 KB of rows at a time.
+    Of rows of up to 128 bytes these are those of four bags side by side, so that a lane loads 16 bytes; of two bags up
+    to 128 elements, and of one beyond.
     """
     block = power_of_2(dim)
-    bags, unroll = (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
+    if block * itemsize <= 128:
+        bags, unroll = 4, 8
+    elif block * itemsize <= 256:
+        bags, unroll = 2, 8
+    else:
+        bags, unroll = (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
     return Tuning(bags * groups, unroll, max(1, block // 256), groups)
 
 
 @lru_cache
-def put_tuning_for(dim: int) -> Tuning:
-    """Return the same for what is put to other hosts: four times as many bags by four times as many warps.
+def put_tuning_for(dim: int, itemsize: int) -> Tuning:
+    """Return the same for what is put to other hosts: four times as many warps, and bags, but 8 bags at most.
 
     All warps of the program that completes a group put it. Where NVSHMEM copies, over NVLink, one warp takes 25 us for
-    64 KB.
+    64 KB. A part of a message has 8 rows at least (kernels/messages.py), and a task lies in one part.
     """
-    tuning = tuning_for(dim)
-    return tuning._replace(task_bags=4 * tuning.task_bags, num_warps=4 * tuning.num_warps)
+    tuning = tuning_for(dim, itemsize)
+    return tuning._replace(task_bags=min(8, 4 * tuning.task_bags), num_warps=4 * tuning.num_warps)
 
 
 def power_of_2(n: int) -> int:

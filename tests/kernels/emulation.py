@@ -97,7 +97,7 @@ class World:
         self.case = case
         generator = torch.Generator().manual_seed(seed)
         self.first_sample = torch.tensor([0, *case.batch_sizes]).cumsum(0).int()
-        self.tuning = case.tuning or tuning_for(case.dim)
+        self.tuning = case.tuning or tuning_for(case.dim, case.weights.itemsize)
         self.samples = max(case.batch_sizes)
         self.ids = [Ids(case, count, self.ROWS, generator) for count in case.features]
         # Each rank's tables are in one allocation, the second behind the first, and rows that belong to no table last.

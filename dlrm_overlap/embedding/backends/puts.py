@@ -52,7 +52,7 @@ class PooledByPuts(PooledCarrier):
                     table,
                     windows,
                     lookup.record.status,
-                    lookup.pooling_options(put_tuning_for(table.dim)),
+                    lookup.pooling_options(put_tuning_for(table.dim, table.weight_dtype.itemsize)),
                     heap.network,
                     out,
                     parts,

@@ -17,7 +17,18 @@ from dlrm_overlap.kernels.forward.puts import put_by_stores
 from dlrm_overlap.kernels.launches import Launch
 
 _PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: what `Slices.put` says
-_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4
+_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
+
+
+def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int) -> Tuning:
+    """Return how to cut a persistent launch for the bags of `samples` samples, in slices of `slice_bags` bags.
+
+    A program pays for each task, so it takes one of twice as many bags where there are many, if slices have so many.
+    """
+    once = tuning_for(table.dim, table.weight_dtype.itemsize)
+    twice = tuning_for(table.dim, table.weight_dtype.itemsize, groups=2)
+    many = table.entries.shape[0] * samples >= _MANY_BAGS
+    return twice if many and twice.task_bags <= slice_bags else once
 
 
 class PreparedPut(NamedTuple):
@@ -119,9 +130,9 @@ class SlicedForward(ZeroCopyForward):
         return self.output(step, copy)
 
     def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
-        """Return how to cut a persistent launch: a program pays for each task, so it takes larger ones of many."""
-        many = table.entries.shape[0] * bags.samples >= _MANY_BAGS
-        options = self.lookup.pooling_options(tuning_for(table.dim, groups=2 if many else 1))
+        """Return what a persistent launch takes beside its tensors, cut as `persistent_tuning` says."""
+        tuning = persistent_tuning(table, bags.samples, self.options.slice_bags)
+        options = self.lookup.pooling_options(tuning)
         return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:

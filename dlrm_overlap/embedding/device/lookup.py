@@ -131,7 +131,7 @@ class DeviceLookup:
             key = table, windows, step.batch, ranks, *type_and_place(values), *type_and_place(offsets)
             launch = self._launches.get(key)
             if launch is None:
-                options = self.pooling_options(tuning_for(table.dim))
+                options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize))
                 launch = storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
                 make_room(self._launches)
                 self._launches[key] = launch
