@@ -6,9 +6,9 @@
 The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
 that has room. Rows, by far the most of it, are copied a few at a time, between steps, and each step puts by those that
 it is about to update and the copy has not come to (`embedding.device.kept_rows`). All else is copied at once between
-step s and step s + 1: the dense part, and rows that our kernels do not update. Without room on the GPU, all of it goes
-to page-locked memory of the host at once, as fast as the bus is. The thread has a process group of its own, so that its
-collectives meet none of the training's.
+step s and step s + 1, in the place of as many bytes of rows: the dense part, and rows that our kernels do not update.
+Without room on the GPU, all of it goes to page-locked memory of the host at once, as fast as the bus is. The thread has
+a process group of its own, so that its collectives meet none of the training's.
 """
 
 import gc
@@ -86,12 +86,11 @@ class BackgroundSaves:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
-        self._parts: list[Part] = []
         self._kept: list[KeptRows] = []
         if place.type == "cuda":
             self._kept = [kept for each in exchanges(model) if (kept := each.keep_rows()) is not None]
-        self._spread: list[Part] = []
-        """copies of the parts that are made beside steps"""
+        self._copies: list[Part] = []
+        """of all parts: those made between two steps, then those made beside steps"""
         self._is_spreading = False
         self._snapshot = Snapshot(device, place)
         if not self._kept:
@@ -123,16 +122,14 @@ class BackgroundSaves:
         if not self.awaits_loss:
             self._told.set()
         self._find_parts()
-        parts = [*self._snapshot.take(self._parts), *self._spread]
+        taken_bytes = self._snapshot.take()
         for kept in self._kept:
             kept.begin()
         self._copied = threading.Event()
         self._is_spreading = True
-        self._copy_on(_PIECE_BYTES)
+        self._copy_on(_PIECE_BYTES - taken_bytes)
         issued_s = time.perf_counter() - begin
-        self._thread = threading.Thread(
-            target=self._write, args=(step, parts, metrics, issued_s), name="save", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(step, metrics, issued_s), name="save", daemon=True)
         self._thread.start()
 
     def tell_loss(self, loss: torch.Tensor) -> None:
@@ -154,14 +151,15 @@ class BackgroundSaves:
         are loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off.
         They stay loaded anyway, so the collector is told to leave them out.
         """
-        if not self._parts:
+        if not self._copies:
+            at_once, spread = [], []
             for part in parts_to_store(self._model, self._optimizer):
                 copy = next((copy for kept in self._kept if (copy := kept.of(part.tensor)) is not None), None)
                 if copy is None:
-                    self._parts.append(part)
+                    at_once.append(part)
                 else:
-                    self._spread.append(replace(part, tensor=copy))
-            self._snapshot.reserve(self._parts)
+                    spread.append(replace(part, tensor=copy))
+            self._copies = [*self._snapshot.reserve(at_once), *spread]
             gc.freeze()
 
     def _copy_on(self, most_bytes: int) -> None:
@@ -212,7 +210,7 @@ class BackgroundSaves:
         if self._thread.is_alive() or self._error is not None:
             log.warning("checkpoint: the state after step %d was being written, and is not saved", self.step)
 
-    def _write(self, step: int, parts: list[Part], metrics: dict[str, float] | None, issued_s: float) -> None:
+    def _write(self, step: int, metrics: dict[str, float] | None, issued_s: float) -> None:
         begin = time.perf_counter()
         try:
             if self._device.type == "cuda":
@@ -220,7 +218,7 @@ class BackgroundSaves:
             self._copied.wait()
             copied_s = self._snapshot.await_copies()
             to_host = self._snapshot.to_host
-            path = self._checkpointer.write(step, parts, metrics, self._group, to_host, self._refusal)
+            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_host, self._refusal)
             gigabytes, written_s = self._snapshot.read_bytes / 1e9, time.perf_counter() - begin
             text = (
                 "checkpoint: %s, %.3g GB a rank copied in %.4f s, issued in %.4f s, written beside training in %.1f s"
