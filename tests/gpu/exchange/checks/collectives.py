@@ -76,11 +76,16 @@ def _check_equal(place: Place, way: Any) -> None:
 def _check_means(place: Place) -> None:
     """As a sum in the order of the ranks, to the last bit, eager and replayed, behind calls that share its memory."""
     ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 64 << 20, 20.0)
+
+    def reduce(output: torch.Tensor, sent: torch.Tensor, shares: torch.Tensor) -> None:
+        collectives.all_reduce(output, sent, shares).wait()
+
     for number, (shape, dtype) in enumerate(_ROWS):
         if not dtype.is_floating_point:
             continue
         output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
-        sent, graph = torch.empty_like(output), torch.cuda.CUDAGraph()
+        sent = torch.empty_like(output)
+        take = partial(reduce, output, sent, shares)
         for times in range(6):
             sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
             whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
@@ -91,12 +96,8 @@ def _check_means(place: Place) -> None:
             _bytes(output).fill_(0x7F)
             _bytes(shares).fill_(0x7F)
             if times == 2:
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                    collectives.all_reduce(output, sent, shares).wait()
-            if times < 2:
-                collectives.all_reduce(output, sent, shares).wait()
-            else:
-                graph.replay()
+                take = capture(place, take)
+            take()
             assert_same(output, expected, f"{shape} {dtype}, time {times}")
             collectives.check()
     place.meet()
@@ -165,14 +166,17 @@ def _check_in_a_capture(place: Place) -> None:
     """The first call of its kind is refused there, with the cure."""
     collectives = PeerCollectives(place.group, place.device, 1 << 20, 60.0)
     output = collectives.empty((place.world_size, 8), torch.float32)
-    sent, graph, told = torch.zeros_like(output), torch.cuda.CUDAGraph(), ""
-    place.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    sent, told = torch.zeros_like(output), ""
+
+    def step() -> None:
+        nonlocal told
         try:
             collectives.all_to_all(output, sent)
         except ValueError as error:
             told = str(error)
         sent.add_(1)  # a graph of nothing is warned of
+
+    capture(place, step)
     assert "make one such call before the capture" in told, told
     collectives.all_to_all(output, sent.fill_(place.rank)).wait()
     expected = torch.arange(place.world_size, device=place.device).float()[:, None].expand_as(output).contiguous()
@@ -211,11 +215,9 @@ def _check_engine(place: Place) -> None:
     for times in range(1, 4):
         step()
         check("eager", times)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        step()
+    replay = capture(place, step)
     for times in range(4, 10):
-        graph.replay()
+        replay()
         check("replayed", times)
     arena.close()
 

@@ -16,7 +16,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.stores import StoreOptions
-from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.checks.stress import capture, dawdle
 from tests.gpu.exchange.place import Check, Place
 
 TIMEOUT_S = 3.0
@@ -78,16 +78,17 @@ class _Steps:
 
     def capture(self) -> Callable[[], None]:
         """Capture a step, and return what takes it."""
-        graph = torch.cuda.CUDAGraph()
-        self.place.synchronize()
         counters = self.buckets.counters
         values = [counter.value for each in counters for counter in each.each]
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+
+        def take_counted() -> None:
             for each in counters:
                 each.advance()
             self.order.begin()
             self.take()
             self.order.end()
+
+        launch = capture(self.place, take_counted)
         assert [counter.value for each in counters for counter in each.each] == [value + 1 for value in values]
         arguments = [[counter.argument for counter in each.each] for each in counters]
         pending = [True]  # the capture has counted its first replay
@@ -98,7 +99,7 @@ class _Steps:
                     each.count_step()
                 assert [counter.argument for counter in each.each] == captured
             pending[0] = False
-            graph.replay()
+            launch()
 
         return replay
 
