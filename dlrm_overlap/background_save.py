@@ -6,9 +6,9 @@
 The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
 that has room. Rows, by far the most of it, are copied a few at a time, between steps, and each step puts by those that
 it is about to update and the copy has not come to (`embedding.device.kept_rows`). All else is copied at once between
-step s and step s + 1, in the place of as many bytes of rows: the dense part, and rows that our kernels do not update.
-Without room on the GPU, all of it goes to page-locked memory of the host at once, as fast as the bus is. The thread has
-a process group of its own, so that its collectives meet none of the training's.
+step s and step s + 1, and no rows with it: the dense part, and rows that our kernels do not update. Without room on the
+GPU, all of it goes to page-locked memory of the host at once, as fast as the bus is. The thread has a process group of
+its own, so that its collectives meet none of the training's.
 """
 
 import gc
@@ -122,12 +122,12 @@ class BackgroundSaves:
         if not self.awaits_loss:
             self._told.set()
         self._find_parts()
-        taken_bytes = self._snapshot.take()
+        self._snapshot.take()
         for kept in self._kept:
             kept.begin()
         self._copied = threading.Event()
         self._is_spreading = True
-        self._copy_on(_PIECE_BYTES - taken_bytes)
+        self._copy_on(0)  # the step that follows puts by more rows than any after it: the first piece comes behind it
         issued_s = time.perf_counter() - begin
         self._thread = threading.Thread(target=self._write, args=(step, metrics, issued_s), name="save", daemon=True)
         self._thread.start()

@@ -61,8 +61,8 @@ class Snapshot:
         return [replace(part, tensor=self._held[part.key]) for part in parts]
 
     @torch.no_grad()
-    def take(self) -> int:
-        """Copy what `reserve` was given on the current stream, behind all that was issued there; return its bytes.
+    def take(self) -> None:
+        """Copy what `reserve` was given on the current stream, behind all that was issued there.
 
         On a GPU the copies are only issued; `to_host` waits for them. Those that stay there are a kernel for dozens of
         tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
@@ -75,7 +75,6 @@ class Snapshot:
             torch._foreach_copy_(targets, sources, non_blocking=True)  # type: ignore[no-untyped-call]
         self.end_copies()
         self._taken_s = time.perf_counter() - begin
-        return sum(target.nbytes for targets, _ in self._pairs.values() for target in targets)
 
     def end_copies(self) -> None:
         """Have `await_copies` wait for all that was issued on the current stream by now."""

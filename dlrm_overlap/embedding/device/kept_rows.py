@@ -105,7 +105,6 @@ class KeptRows:
         self._copies += 1
         self._at = 0, 0
         for control in self._control:
-            control[1].zero_()
             control[0].fill_(self._copies)
 
     def advance(self, most_bytes: int) -> bool:
@@ -114,7 +113,7 @@ class KeptRows:
             index, key = self._at
             if index == len(self._ranges):
                 for control in self._control:
-                    control[0].zero_()
+                    control.zero_()
                 self._at = None
                 break
             at = self._ranges[index]

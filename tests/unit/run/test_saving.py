@@ -115,7 +115,7 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
     source[1, 1] = value
     snapshot = Snapshot(torch.device("cpu"), torch.device("cpu"))
     (copy,) = snapshot.reserve([_part(name, source)])
-    assert snapshot.take() == 24
+    snapshot.take()
     before = source.clone()
     source.zero_()
     torch.testing.assert_close(snapshot.to_host(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
