@@ -7,8 +7,8 @@ The copy is made on the stream of the steps, and is the state after step s and n
 that has room. Rows, by far the most of it, are copied a few at a time, between steps, and each step puts by those that
 it is about to update and the copy has not come to (`embedding.device.kept_rows`). All else is copied at once between
 step s and step s + 1, and no rows with it: the dense part, and rows that our kernels do not update. Without room on the
-GPU, all of it goes to page-locked memory of the host at once, as fast as the bus is. The thread has a process group of
-its own, so that its collectives meet none of the training's.
+GPU, all of it goes to page-locked memory of the host at once, as fast as the bus is. The thread starts when all of it
+has been issued. It has a process group of its own, so that its collectives meet none of the training's.
 """
 
 import gc
@@ -96,10 +96,14 @@ class BackgroundSaves:
         if not self._kept:
             self._snapshot.reserve(parts_to_store(model, optimizer))
         self._thread: threading.Thread | None = None
+        self._begun: tuple[int, dict[str, float] | None, float] = 0, None, 0.0
+        """step, metrics and the seconds of `begin`, of the save under way"""
+        self._is_spreading = False
+        """whether the copies are still to be completed, behind which the thread starts"""
         self._error: BaseException | None = None
         self._loss: torch.Tensor | None = None
         self._loss_known: torch.cuda.Event | None = None
-        self._told, self._copied = threading.Event(), threading.Event()
+        self._told = threading.Event()
         self._is_abandoned = False
 
     @property
@@ -115,6 +119,7 @@ class BackgroundSaves:
             metrics: of an evaluation after this step; without one the save needs `tell_loss`.
         """
         assert self._thread is None, "the save before is waited for"
+        assert not self._is_spreading, "the save before is waited for"
         begin = time.perf_counter()
         self.step, self.awaits_loss = step, metrics is None
         self._loss = self._loss_known = None
@@ -125,12 +130,9 @@ class BackgroundSaves:
         self._snapshot.take()
         for kept in self._kept:
             kept.begin()
-        self._copied = threading.Event()
+        # All else is left to `tell_loss`: the GPU may be waiting for the next step, which puts by the most rows, too.
         self._is_spreading = True
-        self._copy_on(0)  # the step that follows puts by more rows than any after it: the first piece comes behind it
-        issued_s = time.perf_counter() - begin
-        self._thread = threading.Thread(target=self._write, args=(step, metrics, issued_s), name="save", daemon=True)
-        self._thread.start()
+        self._begun = step, metrics, time.perf_counter() - begin
 
     def tell_loss(self, loss: torch.Tensor) -> None:
         """Take `loss` [], of the step that was taken last, which the save under way may wait for."""
@@ -163,14 +165,16 @@ class BackgroundSaves:
             gc.freeze()
 
     def _copy_on(self, most_bytes: int) -> None:
-        """Copy so many bytes more of the rows, where a copy is under way, and let the thread begin behind the last."""
+        """Copy so many bytes more of the rows, where a copy is under way, and start the thread behind the last."""
         if not self._is_spreading:
             return
         complete = [kept.advance(most_bytes) for kept in self._kept]
         if all(complete):
-            self._snapshot.end_copies()
+            if complete:
+                self._snapshot.end_copies()
             self._is_spreading = False
-            self._copied.set()
+            self._thread = threading.Thread(target=self._write, args=self._begun, name="save", daemon=True)
+            self._thread.start()
 
     def wait(self) -> None:
         """Wait until the save under way, if any, is done.
@@ -181,9 +185,9 @@ class BackgroundSaves:
             RuntimeError: what CUDA or a collective has reported.
         """
         assert not self.awaits_loss, "tell_loss comes first"
+        self._copy_on(_ALL)
         if self._thread is None:
             return
-        self._copy_on(_ALL)
         read = 0
         while self._thread.is_alive():
             self._thread.join(_BEAT_S)
@@ -197,17 +201,17 @@ class BackgroundSaves:
 
     def close(self, patience_s: float) -> None:
         """Give the save under way so many seconds, where the run ends by an error. It is not kept without its loss."""
-        if self._thread is None:
+        if self._thread is None and not self._is_spreading:
             return
+        self._is_abandoned |= self.awaits_loss
+        self._told.set()
         try:
             self._copy_on(_ALL)
         except RuntimeError:  # the GPU has stopped
             self._is_abandoned = True
-        self._is_abandoned |= self.awaits_loss
-        self._told.set()
-        self._copied.set()
-        self._thread.join(patience_s)
-        if self._thread.is_alive() or self._error is not None:
+        if self._thread is not None:
+            self._thread.join(patience_s)
+        if self._thread is None or self._thread.is_alive() or self._error is not None:
             log.warning("checkpoint: the state after step %d was being written, and is not saved", self.step)
 
     def _write(self, step: int, metrics: dict[str, float] | None, issued_s: float) -> None:
@@ -215,7 +219,6 @@ class BackgroundSaves:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self._copied.wait()
             copied_s = self._snapshot.await_copies()
             to_host = self._snapshot.to_host
             path = self._checkpointer.write(step, self._copies, metrics, self._group, to_host, self._refusal)
