@@ -10,7 +10,7 @@ from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, copy_rows, keep_
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 16  # as many as there is room for: a step's update waits for its rows to be put by
 
 
 @dataclass(frozen=True)
