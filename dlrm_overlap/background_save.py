@@ -6,9 +6,9 @@
 The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
 that has room. Rows, by far the most of it, are copied a few at a time, between steps, and each step puts by those that
 it is about to update and the copy has not come to (`embedding.device.kept_rows`). All else is copied at once between
-step s and step s + 1: the dense part, and rows that our kernels do not update. Without room on the GPU, all of it goes
-to page-locked memory of the host at once, as fast as the bus is. The thread has a process group of its own, so that its
-collectives meet none of the training's.
+step s and step s + 1, and no rows with it: the dense part, and rows that our kernels do not update. Without room on the
+GPU, all of it goes to page-locked memory of the host at once, as fast as the bus is. The thread starts when all of it
+has been issued. It has a process group of its own, so that its collectives meet none of the training's.
 """
 
 import gc
@@ -86,21 +86,24 @@ class BackgroundSaves:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
-        self._parts: list[Part] = []
         self._kept: list[KeptRows] = []
         if place.type == "cuda":
             self._kept = [kept for each in exchanges(model) if (kept := each.keep_rows()) is not None]
-        self._spread: list[Part] = []
-        """copies of the parts that are made beside steps"""
+        self._copies: list[Part] = []
+        """of all parts: those made between two steps, then those made beside steps"""
         self._is_spreading = False
         self._snapshot = Snapshot(device, place)
         if not self._kept:
             self._snapshot.reserve(parts_to_store(model, optimizer))
         self._thread: threading.Thread | None = None
+        self._begun: tuple[int, dict[str, float] | None, float] = 0, None, 0.0
+        """step, metrics and the seconds of `begin`, of the save under way"""
+        self._is_spreading = False
+        """whether the copies are still to be completed, behind which the thread starts"""
         self._error: BaseException | None = None
         self._loss: torch.Tensor | None = None
         self._loss_known: torch.cuda.Event | None = None
-        self._told, self._copied = threading.Event(), threading.Event()
+        self._told = threading.Event()
         self._is_abandoned = False
 
     @property
@@ -116,6 +119,7 @@ class BackgroundSaves:
             metrics: of an evaluation after this step; without one the save needs `tell_loss`.
         """
         assert self._thread is None, "the save before is waited for"
+        assert not self._is_spreading, "the save before is waited for"
         begin = time.perf_counter()
         self.step, self.awaits_loss = step, metrics is None
         self._loss = self._loss_known = None
@@ -123,17 +127,12 @@ class BackgroundSaves:
         if not self.awaits_loss:
             self._told.set()
         self._find_parts()
-        parts = [*self._snapshot.take(self._parts), *self._spread]
+        self._snapshot.take()
         for kept in self._kept:
             kept.begin()
-        self._copied = threading.Event()
+        # All else is left to `tell_loss`: the GPU may be waiting for the next step, which puts by the most rows, too.
         self._is_spreading = True
-        self._copy_on(_PIECE_BYTES)
-        issued_s = time.perf_counter() - begin
-        self._thread = threading.Thread(
-            target=self._write, args=(step, parts, metrics, issued_s), name="save", daemon=True
-        )
-        self._thread.start()
+        self._begun = step, metrics, time.perf_counter() - begin
 
     def tell_loss(self, loss: torch.Tensor) -> None:
         """Take `loss` [], of the step that was taken last, which the save under way may wait for."""
@@ -154,25 +153,28 @@ class BackgroundSaves:
         are loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off.
         They stay loaded anyway, so the collector is told to leave them out.
         """
-        if not self._parts:
+        if not self._copies:
+            at_once, spread = [], []
             for part in parts_to_store(self._model, self._optimizer):
                 copy = next((copy for kept in self._kept if (copy := kept.of(part.tensor)) is not None), None)
                 if copy is None:
-                    self._parts.append(part)
+                    at_once.append(part)
                 else:
-                    self._spread.append(replace(part, tensor=copy))
-            self._snapshot.reserve(self._parts)
+                    spread.append(replace(part, tensor=copy))
+            self._copies = [*self._snapshot.reserve(at_once), *spread]
             gc.freeze()
 
     def _copy_on(self, most_bytes: int) -> None:
-        """Copy so many bytes more of the rows, where a copy is under way, and let the thread begin behind the last."""
+        """Copy so many bytes more of the rows, where a copy is under way, and start the thread behind the last."""
         if not self._is_spreading:
             return
         complete = [kept.advance(most_bytes) for kept in self._kept]
         if all(complete):
-            self._snapshot.end_copies()
+            if complete:
+                self._snapshot.end_copies()
             self._is_spreading = False
-            self._copied.set()
+            self._thread = threading.Thread(target=self._write, args=self._begun, name="save", daemon=True)
+            self._thread.start()
 
     def wait(self) -> None:
         """Wait until the save under way, if any, is done.
@@ -183,9 +185,9 @@ class BackgroundSaves:
             RuntimeError: what CUDA or a collective has reported.
         """
         assert not self.awaits_loss, "tell_loss comes first"
+        self._copy_on(_ALL)
         if self._thread is None:
             return
-        self._copy_on(_ALL)
         read = 0
         while self._thread.is_alive():
             self._thread.join(_BEAT_S)
@@ -199,28 +201,27 @@ class BackgroundSaves:
 
     def close(self, patience_s: float) -> None:
         """Give the save under way so many seconds, where the run ends by an error. It is not kept without its loss."""
-        if self._thread is None:
+        if self._thread is None and not self._is_spreading:
             return
+        self._is_abandoned |= self.awaits_loss
+        self._told.set()
         try:
             self._copy_on(_ALL)
         except RuntimeError:  # the GPU has stopped
             self._is_abandoned = True
-        self._is_abandoned |= self.awaits_loss
-        self._told.set()
-        self._copied.set()
-        self._thread.join(patience_s)
-        if self._thread.is_alive() or self._error is not None:
+        if self._thread is not None:
+            self._thread.join(patience_s)
+        if self._thread is None or self._thread.is_alive() or self._error is not None:
             log.warning("checkpoint: the state after step %d was being written, and is not saved", self.step)
 
-    def _write(self, step: int, parts: list[Part], metrics: dict[str, float] | None, issued_s: float) -> None:
+    def _write(self, step: int, metrics: dict[str, float] | None, issued_s: float) -> None:
         begin = time.perf_counter()
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self._copied.wait()
             copied_s = self._snapshot.await_copies()
             to_host = self._snapshot.to_host
-            path = self._checkpointer.write(step, parts, metrics, self._group, to_host, self._refusal)
+            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_host, self._refusal)
             gigabytes, written_s = self._snapshot.read_bytes / 1e9, time.perf_counter() - begin
             text = (
                 "checkpoint: %s, %.3g GB a rank copied in %.4f s, issued in %.4f s, written beside training in %.1f s"

@@ -137,30 +137,25 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 
 
 @triton.jit
-def of_first_thread(value, THREADS: tl.constexpr):
-    """Return the first thread's `value`, at least 0, to all THREADS of the program.
+def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
+    """Return the ns since the time `began` of `clock`, the same to all threads; `turn` less it, under the interpreter.
 
     A time is another in every warp. Warps that decide by their own leave a loop at different turns: some record nothing
     then, since what the first thread has to say to them comes too late, and stop the kernel before the first one does.
+    So the time is the first thread's. A warp that is ALONE, while others of the program do something else, has its own.
     """
-    if THREADS == 32:
-        return value
-    return tl.max(tl.where(tl.arange(0, THREADS) == 0, value, 0), 0)
+    waited = clock(turn, INTERPRETED) - began
+    if not (INTERPRETED or ALONE) and cuda.num_warps() > 1:
+        waited = tl.max(tl.where(tl.arange(0, cuda.num_threads()) == 0, waited, 0), 0)
+    return waited
 
 
 @triton.jit
-def poll(
-    flags,
-    mask,
-    epoch,
-    timeout,
-    INTERPRETED: tl.constexpr,
-    THREADS: tl.constexpr = 32,  # pyright: ignore[reportArgumentType] # Triton makes a constexpr of it
-):
+def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
     """Return the least epoch at `flags` [N] where `mask`, or `epoch` once all have reached it.
 
-    Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. Order: none, the flags
-    are read relaxed; whoever goes on acquires them.
+    Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. All threads of a program
+    take part, and go on alike. Order: none, the flags are read relaxed; whoever goes on acquires them.
     """
     began = clock(0, INTERPRETED)
     turn = 0
@@ -169,7 +164,7 @@ def poll(
     while (oldest < epoch) & (waited <= timeout):
         oldest = oldest_epoch(flags, mask, epoch, "relaxed")
         turn += 1
-        waited = of_first_thread(clock(turn, INTERPRETED) - began, THREADS)
+        waited = time_since(began, turn, INTERPRETED, False)
     return oldest
 
 
@@ -186,15 +181,12 @@ def await_flags(
     status,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    THREADS: tl.constexpr = 32,  # pyright: ignore[reportArgumentType] # as in `poll`
 ):
     """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
 
     Of the flags that rank w raises, row w, only the first counts[w] are in use and awaited. When `timeout` ns have
     passed (turns, under the interpreter), the program records which flag is missing and stops the kernel: to go on
     would be to train on what was in the window before.
-
-    THREADS are those of the program, where there are more than one warp.
 
     Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope; a barrier
     follows, so that no thread of the program reads a window earlier.
@@ -206,7 +198,7 @@ def await_flags(
     mask = source < world_size
     mask = mask & (index % slots < tl.load(counts + source, mask=mask, other=0))
     flags = ready + index
-    oldest = poll(flags, mask, epoch, timeout, INTERPRETED, THREADS)
+    oldest = poll(flags, mask, epoch, timeout, INTERPRETED)
     if oldest < epoch:
         seen = tl.load(flags, mask=mask, other=epoch, volatile=True)
         missing = first + tl.argmin(tl.where(mask, seen, epoch), 0)

@@ -34,6 +34,7 @@ class Snapshot:
         """Prepare copies of what is on `device`, to be kept at `place`."""
         self._on_gpu, self._place = device.type == "cuda", place
         self._held: dict[str, torch.Tensor] = {}
+        self._pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._taken_s = 0.0
         self.fault = ""
         """what is not finite in what was read so far, or nothing"""
@@ -44,31 +45,36 @@ class Snapshot:
             self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def reserve(self, parts: list[Part]) -> None:
-        """Make room for copies of `parts`, which takes longer than to copy them."""
+    def reserve(self, parts: list[Part]) -> list[Part]:
+        """Make room for copies of `parts`, which takes longer than to copy them, and return what `take` will fill."""
+        self._pairs = {}
         for part in parts:
             source, held = part.tensor, self._held.get(part.key)
             if held is None or (held.shape, held.dtype) != (source.shape, source.dtype):
                 place = self._place if source.is_cuda else source.device
                 pinned = source.is_cuda and place.type == "cpu"
-                self._held[part.key] = torch.empty(source.shape, dtype=source.dtype, device=place, pin_memory=pinned)
+                held = torch.empty(source.shape, dtype=source.dtype, device=place, pin_memory=pinned)
+                self._held[part.key] = held
+            targets, sources = self._pairs.setdefault(source.dtype, ([], []))
+            targets.append(held)
+            sources.append(source)
+        return [replace(part, tensor=self._held[part.key]) for part in parts]
 
     @torch.no_grad()
-    def take(self, parts: list[Part]) -> list[Part]:
-        """Copy `parts` on the current stream, behind all that was issued there, and return the copies.
+    def take(self) -> None:
+        """Copy what `reserve` was given on the current stream, behind all that was issued there.
 
-        On a GPU the copies are only issued; `to_host` waits for them.
+        On a GPU the copies are only issued; `to_host` waits for them. Those that stay there are a kernel for dozens of
+        tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
         """
         begin = time.perf_counter()
         self.fault, self.read_bytes = "", 0
-        self.reserve(parts)
         if self._on_gpu:
             self._begin.record()
-        for part in parts:
-            self._held[part.key].copy_(part.tensor, non_blocking=True)
+        for targets, sources in self._pairs.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # type: ignore[no-untyped-call]
         self.end_copies()
         self._taken_s = time.perf_counter() - begin
-        return [replace(part, tensor=self._held[part.key]) for part in parts]
 
     def end_copies(self) -> None:
         """Have `await_copies` wait for all that was issued on the current stream by now."""

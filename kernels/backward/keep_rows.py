@@ -52,12 +52,16 @@ def _put_by(
     column = tl.arange(0, BLOCK_DIM)
     both = live[:, None] & (column < DIM)[None, :]
     at = (weight_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
-    tl.store(kept_weights + at, tl.load(weights + at, mask=both), mask=both)
+    state, there = at, both  # of SGD, which has none
     if OPTIMIZER == "adagrad":
-        at = (state_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
-        tl.store(kept_states + at, tl.load(states + at, mask=both), mask=both)
+        state = (state_at + key * (DIM // 4))[:, None] * 4 + column[None, :]
     elif OPTIMIZER == "rowwise_adagrad":
-        tl.store(kept_states + state_at + key, tl.load(states + state_at + key, mask=live), mask=live)
+        state, there = state_at + key, live
+    row = tl.load(weights + at, mask=both)
+    if OPTIMIZER != "sgd":  # loaded before anything is stored, behind which the compiler would have to leave it
+        numbers = tl.load(states + state, mask=there)
+        tl.store(kept_states + state, numbers, mask=there)
+    tl.store(kept_weights + at, row, mask=both)
     tl.debug_barrier()
     tl.store(marks + key, tl.zeros_like(key).to(tl.int32) + copy, mask=live)
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dlrm_overlap.kernels.gemm.order import tile_at
-from dlrm_overlap.kernels.primitives import EXPIRED, clock, fence_proxy, record, stop
+from dlrm_overlap.kernels.primitives import EXPIRED, clock, fence_proxy, record, stop, time_since
 
 GROUPS = 2
 """of four warps, that share a tile's rows"""
@@ -38,7 +38,7 @@ def _await_flag(ready, index, slots, rank, epoch, timeout, status):
     seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
     while (seen < epoch) & (waited <= timeout):
         seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
-        waited = clock(0, False) - began
+        waited = time_since(began, 0, False, True)
     if seen < epoch:
         record(status, EXPIRED, rank, index // slots, index % slots, epoch, seen)
         stop(rank)

@@ -62,7 +62,7 @@ def _publish_rows(
     source: tl.int64, window: tl.int64, kept: tl.int64, rank, world_size, slots, slot, words: tl.int64,
     timeout: tl.int64,
     FIRST: tl.constexpr, KEEP: tl.constexpr, PEERS: tl.constexpr, FLAGS: tl.constexpr, TYPE: tl.constexpr,
-    VECTOR: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, THREADS: tl.constexpr,
+    VECTOR: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Copy rows to this rank's window, say so to every rank, and await the same of all, as program p of P.
 
@@ -81,7 +81,7 @@ def _publish_rows(
     """
     epoch = tl.load(clock) + FIRST
     if FIRST:
-        await_flags(done, done_counts, 1, 0, rank, world_size, epoch - 1, timeout, status, PEERS, INTERPRETED, THREADS)
+        await_flags(done, done_counts, 1, 0, rank, world_size, epoch - 1, timeout, status, PEERS, INTERPRETED)
     elements = words * VECTOR
     rows = tl.multiple_of(source.to(tl.pointer_type(TYPE)), WORD)
     target = tl.multiple_of(window.to(tl.pointer_type(TYPE)), WORD)
@@ -99,9 +99,7 @@ def _publish_rows(
         raise_flags(peers_ready, rank * slots + slot, world_size, epoch, PEERS)
         if FIRST:
             tl.store(clock, epoch)
-        await_flags(
-            ready, ready_counts, slots, 0, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED, THREADS
-        )
+        await_flags(ready, ready_counts, slots, 0, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
 
 
 _BEGIN_ARGUMENTS = ("done", "counts", "clock", "status", "rank", "world_size", "timeout")
@@ -131,7 +129,6 @@ def _publishing(world_size: int, slots: int, word: int, first: bool, keep: bool)
         "WORD": word,
         "BLOCK": _NUM_WARPS * 32 * min(_LANE_BYTES, 8 * word) * vector // word,
         "INTERPRETED": INTERPRETED,
-        "THREADS": _NUM_WARPS * 32,
     }
     return CompiledKernel(_publish_rows, _PUBLISH_ARGUMENTS, constants, num_warps=_NUM_WARPS)
 

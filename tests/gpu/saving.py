@@ -1,11 +1,13 @@
 """What a checkpoint that is saved beside training costs the steps: `torchrun --nproc-per-node 4 -m tests.gpu.saving`.
 
-It trains with the options of `dlrm-overlap train`, MLPerf's shape by default, and saves once, behind half of the steps,
-to a folder in memory where there is room. It prints, of rank 0, the times of the steps before the save, of those beside
-which the state was copied, and of those beside which the copy was written; and, of every rank, what held up its host
-longest. `--verify true` compares what is saved with a copy that is made at once, behind the last step, when the steps
-and the thread that writes have had all their time to spoil it. `--copies at_once` does not spread the copy over steps,
-`--copies host` keeps it in page-locked memory of the host, as where the GPU has no room.
+It trains with the options of `dlrm-overlap train`, MLPerf's shape by default, and saves once, behind half of the steps
+or behind step `--checkpoint.every`, to a folder in memory where there is room. It prints, of rank 0, the times of the
+steps before the save, of those beside which the state was copied, and of those beside which the copy was written; and,
+of every rank, what held up its host longest. A step behind a log line waits for the host, as `behind log lines` shows:
+a save behind one, such as step 1550 of 3000, is to be held against these. `--verify true` compares what is saved with a
+copy that is made at once, behind the last step, when the steps and the thread that writes have had all their time to
+spoil it. `--copies at_once` does not spread the copy over steps, `--copies host` keeps it in page-locked memory of the
+host, as where the GPU has no room.
 """
 
 import gc
@@ -35,6 +37,7 @@ from dlrm_overlap.trainer import Trainer
 _WARMUP_STEPS = 10  # which step_ms.npy leaves out
 _MLPERF = ["--config", "configs/bench/step_mlperf.yaml", "--embedding.backend", "pgas", "--train.compile_dense", "true"]
 _ROOM_BYTES = 60e9
+_LOG_EVERY = 50  # steps
 
 
 class Moments:
@@ -140,6 +143,7 @@ def work(ranks: Ranks) -> int:
     first, copied, last = (int(found[name]) - _WARMUP_STEPS for name in at)
     parts = {"before": times[:first], "copied beside": times[first:copied], "written beside": times[copied:last]}
     parts |= {"both": times[first:last], "after": times[last:]}
+    parts["behind log lines"] = times[_LOG_EVERY - _WARMUP_STEPS : first : _LOG_EVERY]
     rows = {name: _describe(each) for name, each in parts.items()}
     ratios = {key: rows["both"][key] / rows["before"][key] for key in rows["before"]}
     slowest = sorted(((ms, index) for index, ms in enumerate(times[first:last])), reverse=True)[:8]
@@ -162,9 +166,11 @@ def main() -> int:
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > _ROOM_BYTES
     folder = Path(tempfile.gettempdir() if not roomy else shared) / "dlrm_overlap_saving"
     steps = int(options[options.index("--train.steps") + 1]) if "--train.steps" in options else 9000
-    options += ["--train.steps", str(steps), "--checkpoint.every", str(steps // 2 + 1), "--checkpoint.keep", "1"]
+    if "--checkpoint.every" not in options:
+        options += ["--checkpoint.every", str(steps // 2 + 1)]
+    options += ["--train.steps", str(steps), "--checkpoint.keep", "1"]
     options += ["--checkpoint.asynchronous", "true", "--checkpoint.last", "false", "--checkpoint.resume", "never"]
-    options += ["--log.dir", str(folder), "--log.name", str(time.time_ns() // 10**11), "--log.every", "50"]
+    options += ["--log.dir", str(folder), "--log.name", str(time.time_ns() // 10**11), "--log.every", str(_LOG_EVERY)]
     options += ["--log.tensorboard", "false"]
     try:
         return run_on_ranks(["train"], __doc__ or "", options, work, _add_options)

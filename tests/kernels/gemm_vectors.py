@@ -3,17 +3,14 @@
 Compiles the products with communication inside for an H200, and checks the instructions that they are made of.
 """
 
-from typing import Any
-
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.arguments import Tiling
+from tests.kernels.compiling import compile_for_h200
 
 _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 
@@ -23,27 +20,15 @@ def _compile(mode: str, by_k: bool, tiling: Tiling) -> str:
     gather = mode == "gather"
     activation = "relu" if gather else "none"
     kind = product._Kind(gather, not gather, by_k, gather, activation, torch.bfloat16, _ORDERS[mode])
-    made = product._compiled(kind, tiling)
-    constants = dict(made.constants)
     blocks = {"x": [tiling.block_m, tiling.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types: dict[str, str] = {"out": "*bf16", "bias": "*bf16", "done": "*i32", "owners": "*i32", "timeout": "i64"}
     types |= dict.fromkeys(("targets", "peers_ready", "ready", "clock", "status"), "*i64")
-    types |= dict.fromkeys(constants, "constexpr")
     for name, block in blocks.items():
         layout = f",{NVMMASharedLayout.get_default_for(block, bfloat16)!r}" if tiling.specialised else ""
         types[name] = f"tensordesc<bf16{block}{layout}>"
-    kernel: Any = made._kernel
-    source = (GluonASTSource if tiling.specialised else ASTSource)(
-        fn=kernel,
-        signature={name: types.get(name, "i32") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if "*" in types.get(name, "")
-        },
-    )
-    options = dict(made._options)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    source = GluonASTSource if tiling.specialised else ASTSource
+    return compile_for_h200(product._compiled(kind, tiling), types, source)["ptx"]
 
 
 def main() -> None:

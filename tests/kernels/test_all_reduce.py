@@ -1,9 +1,5 @@
 """The kernel of the dense gradients' all-reduce under Triton's interpreter, several ranks in one process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,7 +7,7 @@ from dlrm_overlap.dense.shares import cut
 from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same
-from tests.conftest import ROOT
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import CLOCK, interpreted, to_wire
 
 SLOTS, SLOT, EPOCH = 3, 1, 5
@@ -76,8 +72,4 @@ def test_owners_store_the_mean_of_their_share(world_size: int, lines: int, progr
 
 @pytest.mark.slow
 def test_the_compiled_kernel_moves_16_bytes_a_lane() -> None:
-    """By a process of its own: what is interpreted here cannot be compiled here."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argv = [sys.executable, "-m", "tests.kernels.all_reduce_vectors"]
-    result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    run_without_interpreter("tests.kernels.all_reduce_vectors")

@@ -11,6 +11,7 @@ from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.flags import Flags, meet, raise_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import CLOCK, CPU, interpreted
 
 pytestmark = interpreted
@@ -115,3 +116,9 @@ def test_a_bad_id_after_an_expired_wait_is_recorded_too() -> None:
     assert (records.bad_id(), records.empty) == (None, False)
     _record_bad_id(records, 4, 5, 6)
     assert (records.bad_id(), records.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])
+
+
+@pytest.mark.slow
+def test_the_warps_of_a_compiled_program_decide_by_one_time() -> None:
+    """Else some would stop a kernel whose wait has expired before one of them has recorded it."""
+    run_without_interpreter("tests.kernels.waits")

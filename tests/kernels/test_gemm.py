@@ -1,8 +1,5 @@
 """The kernels of products with communication inside under Triton's interpreter, several ranks in one process."""
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +12,7 @@ from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
 from dlrm_overlap.kernels.gemm.product import gathered_product, product, scattered_product
 from dlrm_overlap.kernels.schedule import staggered_peers
 from tests.agreement import assert_near, assert_same
-from tests.conftest import ROOT
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import CPU, interpreted
 
 EPOCH = 3
@@ -143,8 +140,4 @@ def test_a_scattered_product_is_stored_at_the_owners(case: Case) -> None:
 
 @pytest.mark.slow
 def test_the_compiled_kernels_use_the_tensor_cores_and_keep_their_order() -> None:
-    """By a process of its own: what is interpreted here cannot be compiled here."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argv = [sys.executable, "-m", "tests.kernels.gemm_vectors"]
-    result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    run_without_interpreter("tests.kernels.gemm_vectors")

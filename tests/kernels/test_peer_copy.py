@@ -1,15 +1,11 @@
 """Rows stored at the ranks, and the flag behind them, under Triton's interpreter: several ranks in one process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows
 from tests.agreement import assert_same
-from tests.conftest import ROOT
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted
 
 EPOCH, GUARD = 5, 0x55
@@ -46,8 +42,4 @@ def test_rows_arrive_and_then_the_flag(world_size: int, row_bytes: int, begin: i
 
 @pytest.mark.slow
 def test_the_compiled_kernel_moves_whole_words() -> None:
-    """By a process of its own: what is interpreted here cannot be compiled here."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argv = [sys.executable, "-m", "tests.kernels.peer_copy_vectors"]
-    result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    run_without_interpreter("tests.kernels.peer_copy_vectors")

@@ -10,7 +10,7 @@ from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, copy_rows, keep_
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 16  # as many as there is room for: a step's update waits for its rows to be put by
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ class KeptRows:
         self._copies += 1
         self._at = 0, 0
         for control in self._control:
-            control[1].zero_()
             control[0].fill_(self._copies)
 
     def advance(self, most_bytes: int) -> bool:
@@ -114,7 +113,7 @@ class KeptRows:
             index, key = self._at
             if index == len(self._ranges):
                 for control in self._control:
-                    control[0].zero_()
+                    control.zero_()
                 self._at = None
                 break
             at = self._ranges[index]

@@ -114,12 +114,13 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
     source = torch.full((3, 2), 1.5)
     source[1, 1] = value
     snapshot = Snapshot(torch.device("cpu"), torch.device("cpu"))
-    (copy,) = snapshot.take([_part(name, source)])
+    (copy,) = snapshot.reserve([_part(name, source)])
+    snapshot.take()
     before = source.clone()
     source.zero_()
     torch.testing.assert_close(snapshot.to_host(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
     assert (snapshot.fault, snapshot.read_bytes) == (fault, 24)
-    snapshot.take([_part(name, source)])
+    snapshot.take()
     assert (snapshot.fault, snapshot.read_bytes) == ("", 0)
 
 

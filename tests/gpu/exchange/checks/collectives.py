@@ -73,12 +73,16 @@ def _check_equal(place: Place, way: Any) -> None:
 def _check_means(place: Place) -> None:
     """As a sum in the order of the ranks, to the last bit, eager and replayed, behind calls that share its memory."""
     ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 64 << 20, 20.0)
+
+    def reduce(output: torch.Tensor, sent: torch.Tensor, shares: torch.Tensor) -> None:
+        collectives.all_reduce(output, sent, shares).wait()
+
     for number, (shape, dtype) in enumerate(_ROWS):
         if not dtype.is_floating_point:
             continue
         output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
         sent = torch.empty_like(output)
-        reduce: Any = partial(lambda *tensors: collectives.all_reduce(*tensors).wait(), output, sent, shares)
+        take = partial(reduce, output, sent, shares)
         for times in range(6):
             sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
             whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
@@ -89,8 +93,8 @@ def _check_means(place: Place) -> None:
             _bytes(output).fill_(0x7F)
             _bytes(shares).fill_(0x7F)
             if times == 2:
-                reduce = capture(place, reduce)
-            reduce()
+                take = capture(place, take)
+            take()
             assert_same(output, expected, f"{shape} {dtype}, time {times}")
             collectives.check()
     place.meet()

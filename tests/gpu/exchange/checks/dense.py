@@ -16,7 +16,7 @@ from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.stores import StoreOptions
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
-from tests.gpu.exchange.checks.stress import dawdle
+from tests.gpu.exchange.checks.stress import capture, dawdle
 from tests.gpu.exchange.place import Check, Place
 
 SHAPES = {"wide": (1000, 1301), "scale": (), "narrow": (3, 7), "bias": (100_003,), "last": (500, 700)}
@@ -76,16 +76,17 @@ class _Steps:
 
     def capture(self) -> Callable[[], None]:
         """Capture a step, and return what takes it."""
-        graph = torch.cuda.CUDAGraph()
-        self.place.synchronize()
         counters = self.buckets.counters
         values = [counter.value for each in counters for counter in each.each]
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+
+        def take_counted() -> None:
             for each in counters:
                 each.advance()
             self.order.begin()
             self.take()
             self.order.end()
+
+        launch = capture(self.place, take_counted)
         assert [counter.value for each in counters for counter in each.each] == [value + 1 for value in values]
         arguments = [[counter.argument for counter in each.each] for each in counters]
         pending = [True]  # the capture has counted its first replay
@@ -96,7 +97,7 @@ class _Steps:
                     each.count_step()
                 assert [counter.argument for counter in each.each] == captured
             pending[0] = False
-            graph.replay()
+            launch()
 
         return replay
 

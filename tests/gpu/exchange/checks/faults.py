@@ -80,9 +80,11 @@ def _check_lenient(place: Place, backend: str) -> None:
         exchange.close()
 
 
-def _check_lost_peer(place: Place, backend: str, dies: bool, train: bool, what: str = "slice", **options: Any) -> None:
+def _check_lost_peer(
+    place: Place, backend: str, dies: bool, train: bool, what: str = "slice", dim: int = 64, **options: Any
+) -> None:
     """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
-    tables = [Table(50, 64, owner) for owner in range(place.world_size)]
+    tables = [Table(50, dim, owner) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
     batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0)
@@ -178,6 +180,9 @@ LOST_PEERS = {
     for backend in _BACKENDS[1:]
     for dies, train in ((False, False), (True, False), (False, True))
 }
+LOST_PEERS["peer_stalls_eval_fused_of_four_warps"] = Check(
+    partial(_check_lost_peer, backend="fused", dies=False, train=False, dim=1024), gpu_only=True, alone=True
+)
 # Of two ranks: a part of the culprit's message is awaited, and the flag that is raised behind it, for as long.
 _BETWEEN_TWO = {"hosts": 2, "between_hosts": "puts", "what": "(?:part|slice)"}
 LOST_PEERS["peer_stalls_hosts_puts"] = Check(

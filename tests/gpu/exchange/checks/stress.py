@@ -69,7 +69,7 @@ def dawdle(place: Place, chance: random.Random, stream: torch.cuda.Stream | None
 
 
 def capture(place: Place, take: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step that has been taken before, and return what replays it."""
+    """Capture a step, of calls that have been made before, and return what replays it."""
     graph = torch.cuda.CUDAGraph()
     place.synchronize()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):

@@ -1,0 +1,31 @@
+"""How long a wait has lasted, as each thread of a program of many warps sees it."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.primitives import clock, time_since
+
+pytestmark = pytest.mark.gpu
+PROGRAMS, TURNS, WARPS = 64, 50, 16
+
+
+@triton.jit
+def _times(seen, own, TURNS: tl.constexpr, THREADS: tl.constexpr):
+    began = clock(0, False)
+    thread = tl.arange(0, THREADS)
+    for turn in range(TURNS):
+        at = (tl.program_id(0) * TURNS + turn) * THREADS + thread
+        tl.store(own + at, tl.zeros([THREADS], tl.int64) + (clock(0, False) - began))
+        tl.store(seen + at, tl.zeros([THREADS], tl.int64) + time_since(began, turn, False, False))
+
+
+def test_all_warps_of_a_program_see_one_time() -> None:
+    seen, own = (torch.empty(PROGRAMS * TURNS, 32 * WARPS, dtype=torch.int64, device="cuda") for _ in range(2))
+    constants = {"TURNS": TURNS, "THREADS": 32 * WARPS}
+    CompiledKernel(_times, ("seen", "own"), constants, num_warps=WARPS)(PROGRAMS, (), seen, own)
+    assert (own != own[:, :1]).any(), "each by its own clock, warps see times that differ"
+    assert (seen == seen[:, :1]).all()
+    assert (seen.view(PROGRAMS, TURNS, -1)[:, -1] > 0).all(), "and time goes on"

@@ -1,0 +1,100 @@
+"""The command: `python -m tests.kernels.waits`, without TRITON_INTERPRET; needs no GPU.
+
+Compiles for an H200 the kernels that decide by a time, in programs of several warps, and checks that no warp decides by
+its own: a time that was read comes to a condition only by way of a reduction, whose result is one for all threads, or
+of a store by one of them.
+"""
+
+import re
+
+import torch
+
+from dlrm_overlap.kernels import average_rows, flags
+from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.forward import put_columns, put_pooled, put_slices
+from dlrm_overlap.kernels.gemm import product, publish
+from dlrm_overlap.kernels.gemm.arguments import Tiling
+from tests.kernels.compiling import compile_for_h200
+
+_PASSED_ON = re.compile(r"arith\.|tt\.splat|tt\.expand_dims|tt\.broadcast")
+_ENDS = re.compile(r'"tt\.reduce"|tt\.store')
+_NAME = re.compile(r"%[\w]+")
+
+
+def _types(names: dict[str, str]) -> dict[str, str]:
+    """Return the type of each name, from the names of each type."""
+    return {name: kind for kind, each in names.items() for name in each.split()}
+
+
+_TYPES = _types(
+    {
+        "*i64": "clock clock_word status ready peers_ready features windows",
+        "*i32": "counts done_counts ready_counts counted",
+        "i64": "timeout words rows own mean source window kept epoch",
+        "fp32": "scale",
+    }
+)
+_OF_SLICES = _types(
+    {"*i32": "values offsets first_sample ticket done region_of", "*i64": "trace finished", "*bf16": "staging"}
+)
+_OF_POOLED = _types(
+    {"*i32": "values offsets first_sample", "*i64": "heaps done sent stamps", "i64": "shift signals longest_wait"}
+)
+_OF_COLUMNS = _types(
+    {"*i64": "message", "*i32": "columns first_sample", "i64": "stride signals", "i32": "words source"}
+)
+_OF_PRODUCT = _types({"*bf16": "out bias", "*i64": "targets", "*i32": "done owners"})
+
+
+def times_in_conditions(text: str) -> list[str]:
+    """Return the lines of a kernel in Triton's own language that use a time of one warp otherwise than they may.
+
+    They may compute with it, store it, or reduce it.
+    """
+    found: list[str] = []
+    times: dict[str, int] = {}  # name -> indentation of the line that it is made in; ends with its block
+    for line in text.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        times = {name: depth for name, depth in times.items() if depth <= indentation}
+        made, _, right = line.strip().partition(" = ")
+        if "%globaltimer" in right:
+            times[made] = indentation
+            continue
+        used = [name for name in _NAME.findall(right or made) if name in times]
+        if used and _PASSED_ON.match(right):
+            times[made] = indentation
+        elif used and not _ENDS.match(right or made):
+            found.append(line.strip())
+    return found
+
+
+def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
+    """Return the kernels, compiled for several warps a program, and the types of their arguments."""
+    options = PoolingOptions(0, "balanced", tuning_for(1024), check_ids=False)
+    shape = (options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16)
+    kind = product._Kind(True, False, True, False, "none", torch.bfloat16, "own_first")
+    tiling = Tiling(specialised=False)
+    blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
+    tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
+    return {
+        "await_flags": (flags._awaiting(1024), {}),
+        "publish_rows": (publish._publishing(4, 2, 16, True, False), {"done": "*i64"}),
+        "average_rows": (average_rows._averaging(4, torch.bfloat16, 8), {}),
+        "put_slices": (put_slices._compiled(None, 8, True, True, 4, False, shape), _OF_SLICES),
+        "put_pooled": (put_pooled._compiled("stores", (), shape), _OF_POOLED),
+        "put_arrived": (put_columns._arriving(8, 256, 16, "stores", ()), _OF_COLUMNS),
+        "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),
+    }
+
+
+def main() -> None:
+    for name, (made, types) in _kernels().items():
+        assert made._options["num_warps"] > 1, f"{name}: a warp alone decides for itself"
+        text = compile_for_h200(made, _TYPES | types)["ttir"]
+        assert "%globaltimer" in text, f"{name} reads no time"
+        assert not (found := times_in_conditions(text)), f"{name}: each warp decides by its own time:\n{found}"
+
+
+if __name__ == "__main__":
+    main()
