@@ -220,7 +220,8 @@ class Exchange:
             known = self.layout, self._tables, self.options, self._group, self.device
             rest = self.order, self._ids, self._replicated, self.reach, self.puts
             context = ExchangeContext(*known, self._capacity, self.counters, *rest)
-            self._halves = open_halves(context)
+            with torch.inference_mode(False):  # training steps write to what an evaluation in that mode opens
+                self._halves = open_halves(context)
         return self._halves
 
     def take_ids(

@@ -106,7 +106,12 @@ class LocalTables:
 
         FBGEMM, too, reads them at the forward.
         """
-        return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args) for tbe in self.lookups]
+        return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args, _frozen(tbe)) for tbe in self.lookups]
+
+
+def _frozen(tbe: Any) -> bool:
+    """Return whether FBGEMM's own forward would have no backward: none of the weights requires a gradient."""
+    return not (tbe.weights_dev.requires_grad or tbe.weights_host.requires_grad or tbe.weights_uvm.requires_grad)
 
 
 class FbgemmUpdate:

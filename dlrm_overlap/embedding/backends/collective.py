@@ -42,7 +42,8 @@ class CollectiveForward(Forward):
         self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
         samples, wire = step.batch.total, self.options.wire_dtype
         if self._send.numel() < samples * self._width:
-            self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
+            with torch.inference_mode(False):  # later steps write to it, whatever mode they are in
+                self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
         send = self._send[: samples * self._width].view(samples, self._width)
         self.pool(step, send)
         mine = step.batch.per_rank[self.rank]
@@ -118,7 +119,8 @@ class CollectiveBackward(Backward):
         first = 0
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
-            update.apply(columns, ids.values(), ids.offsets(), step.rules[lookup.number])
+            if not (rule := step.rules[lookup.number]).frozen:
+                update.apply(columns, ids.values(), ids.offsets(), rule)
             first += lookup.dim
 
 

@@ -192,7 +192,7 @@ class HostPush(WindowBackward):
         window = self.windows.local
         self.update_by_fbgemm(step, window)
         for shards in self.layout.tables(self.rank):
-            if not step.rules[shards[0].lookup].only_fbgemm:
+            if step.rules[shards[0].lookup].by_kernels:
                 self._update_table(shards, step, window)
 
     def skip(self) -> None:

@@ -155,7 +155,7 @@ class Push(WindowBackward):
                     self._await(part)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        if not step.rules[updated.lookup].only_fbgemm:
+                        if step.rules[updated.lookup].by_kernels:
                             self.update_range(step, number, rows, updated, window)
             self.update_by_fbgemm(step, window)
 
