@@ -55,6 +55,9 @@ def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters
                 f"all ranks and start again, from a checkpoint"
             )
         try:
+            if torch.is_inference_mode_enabled():  # training steps could not write to what is made in it and kept
+                with torch.inference_mode(False), torch.no_grad():
+                    return part(*args, **kwargs)
             return part(*args, **kwargs)
         except WindowHeldError:  # nothing has begun
             raise
@@ -220,8 +223,7 @@ class Exchange:
             known = self.layout, self._tables, self.options, self._group, self.device
             rest = self.order, self._ids, self._replicated, self.reach, self.puts
             context = ExchangeContext(*known, self._capacity, self.counters, *rest)
-            with torch.inference_mode(False):  # training steps write to what an evaluation in that mode opens
-                self._halves = open_halves(context)
+            self._halves = open_halves(context)
         return self._halves
 
     def take_ids(

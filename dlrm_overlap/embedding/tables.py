@@ -110,8 +110,12 @@ class LocalTables:
 
 
 def _frozen(tbe: Any) -> bool:
-    """Return whether FBGEMM's own forward would have no backward: none of the weights requires a gradient."""
-    return not (tbe.weights_dev.requires_grad or tbe.weights_host.requires_grad or tbe.weights_uvm.requires_grad)
+    """Return whether FBGEMM's own forward would have no backward: none of its parameters requires a gradient.
+
+    On a CPU its weights are one, on a GPU a placeholder stands for them.
+    """
+    known = [parameter for parameter in tbe._parameters.values() if parameter is not None]
+    return bool(known) and not any(parameter.requires_grad for parameter in known)
 
 
 class FbgemmUpdate:

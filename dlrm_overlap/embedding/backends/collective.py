@@ -42,8 +42,7 @@ class CollectiveForward(Forward):
         self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
         samples, wire = step.batch.total, self.options.wire_dtype
         if self._send.numel() < samples * self._width:
-            with torch.inference_mode(False):  # later steps write to it, whatever mode they are in
-                self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
+            self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
         send = self._send[: samples * self._width].view(samples, self._width)
         self.pool(step, send)
         mine = step.batch.per_rank[self.rank]

@@ -41,7 +41,8 @@ def check_on_host(forward: Forward, step: Step) -> None:
         if mode == BoundsCheckMode.NONE or (here == -1).any():
             raise ValueError(message)
         forward.bad_ids.report(message)
-        here.masked_fill_(outside, 0)
+        with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
+            here.masked_fill_(outside, 0)
 
 
 def meet_on_host(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
