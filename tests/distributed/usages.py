@@ -213,6 +213,14 @@ def _take_with_frozen_tables(
     return _take(call, tower, dense, batch, step)
 
 
+def _take_under_a_default_device(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Make tensors on the batch's device unless told otherwise; on a CPU where they hold nothing, so that it shows."""
+    with batch[0].device if batch[0].is_cuda else torch.device("meta"):
+        return _take(call, tower, dense, batch, step)
+
+
 def _take_weighted(
     call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
 ) -> torch.Tensor:
@@ -251,6 +259,7 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
     "learning_rate_between": (Tower, _take_with_a_learning_rate_that_changes),
     "weight_decay_later": (Tower, _take_with_weight_decay_from_step_1),
     "frozen_tables": (Tower, _take_with_frozen_tables),
+    "default_device": (Tower, _take_under_a_default_device),
     "weights_unasked": (Tower, _take_weighted),
 }
 

@@ -171,7 +171,7 @@ class WindowForward(Forward):
             max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
         ]
         counts[self.rank] = 0
-        return torch.tensor(counts, dtype=torch.int32)
+        return torch.tensor(counts, dtype=torch.int32, device="cpu")
 
     def output(self, step: Step, copy: bool) -> torch.Tensor:
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""

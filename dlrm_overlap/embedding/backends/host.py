@@ -188,7 +188,7 @@ class HostPush(WindowBackward):
             return
         self._unfinished = None
         self.pass_on(step)
-        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
+        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
         window = self.windows.local
         self.update_by_fbgemm(step, window)

@@ -229,7 +229,7 @@ class DeviceIdExchange(IdExchange):
         self._pull_own: IdPull | None = None
         if self.replicated:
             self._pull_own = IdPull(ids, windows, range(self.rank, self.rank + 1), self.replicated, rows[1])
-        counts = torch.ones(self.world_size, dtype=torch.int32)
+        counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
         self._flags = ready_flags(windows, counts, self._pull.record.status, self.options)
 
     def _fetch(self, samples: int) -> ArrivedIds:

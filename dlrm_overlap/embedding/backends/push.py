@@ -60,7 +60,7 @@ class Push(WindowBackward):
 
     def _flags_of(self, part: int) -> Flags:
         """Return the flags of the parts up to `part`, of all ranks that this one awaits."""
-        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32)
+        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device="cpu")
         counts[self.rank] *= self.awaits_itself
         return ready_flags(self.windows, counts, self._record.status, self.options)
 
