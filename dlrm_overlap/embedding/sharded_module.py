@@ -231,10 +231,20 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             reason = "ids have weights"
         else:
             return False
+        self._tell_once(reason)
+        return True
+
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
+        """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
+        if self.exchange is not None:
+            self._tell_once("another module looks up and sends apart")
+        return super().compute(ctx, dist_input)
+
+    def _tell_once(self, reason: str) -> None:
+        """Say why a step stays with TorchRec, on rank 0, the first time."""
         if reason not in self._reasons_told and self._env.rank == 0:
             log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
         self._reasons_told.add(reason)
-        return True
 
     def _in_order(
         self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]

@@ -334,6 +334,21 @@ def test_what_one_exchange_cannot_tell_apart_stays_with_torchrec(
     assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
 
 
+def test_lookups_called_apart_stay_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a managed-collision module calls them."""
+    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), FUSED, world_of_one)
+    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    for _ in range(2):
+        context = sharded.create_context()
+        arrived = sharded.input_dist(context, ids).wait().wait()
+        apart = sharded.output_dist(context, sharded.compute(context, arrived)).wait()
+        assert_same(apart.values(), sharded(ids).values(), "pooled embeddings")
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert lines == ["backend pgas: steps stay with TorchRec: another module looks up and sends apart"]
+
+
 @pytest.mark.parametrize("backend", ["nccl", "pgas", "fused"])
 def test_evaluation_in_inference_mode_before_training(world_of_one: dist.ProcessGroup, backend: str) -> None:
     """Stock FBGEMM has no lookup in this mode on a CPU, so rows are compared with those of an evaluation without it."""
