@@ -285,7 +285,7 @@ class HostArena(Arena):
             ExchangeTimeoutError: if that takes longer than `timeout_s`.
         """
         flags = self.local(name)
-        used = torch.arange(flags.shape[1]) < counts[:, None]
+        used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
         deadline = time.monotonic() + timeout_s
         while (missing := used & (flags < epoch)).any():
             if time.monotonic() > deadline:

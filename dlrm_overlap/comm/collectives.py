@@ -353,5 +353,5 @@ class PeerCollectives:
         """
         settle(self._group, self.device, self.check)
         self._under_way, self._closed = None, True
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, device="cpu")
         self._arena.close()

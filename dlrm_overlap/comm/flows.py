@@ -111,7 +111,7 @@ class HostFlow(Flow):
         super().__init__(arena, timeout_s)
         assert isinstance(arena, HostArena)
         self._host, self._epoch = arena, 0
-        self._counts = torch.ones(self._world_size, dtype=torch.int32)
+        self._counts = torch.ones(self._world_size, dtype=torch.int32, device="cpu")
 
     def prepare(self, transfer: Transfer) -> None:
         """There is nothing to load."""

@@ -98,7 +98,7 @@ class NvshmemHeap(Heap):
         self.local.zero_()
         torch.cuda.synchronize(device)
         dist.barrier(group)  # nobody puts before all have zeroed
-        heaps = torch.zeros(group.size(), dtype=torch.int64)
+        heaps = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
         heaps[group.rank()] = self._address
         library = str(_library(_DEVICE_LIBRARY))
         self.network = Network("nvshmem", heaps.to(device), group.rank(), library, self._nvshmem.prepare)

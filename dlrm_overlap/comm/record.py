@@ -29,7 +29,8 @@ class Record:
     """
 
     def __init__(self, device: torch.device) -> None:
-        words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._words = words.numpy()  # a read costs nothing, and the array keeps the memory alive
         self._first = memoryview(self._words).cast("B").cast("q")  # type: ignore[arg-type]
         self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)

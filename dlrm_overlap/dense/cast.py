@@ -46,7 +46,7 @@ class CastWeights:
         self._beside: list[Any] = []
         """what the stream reads, until the current one has waited for it"""
         # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
-        self._anchor = torch.empty(0, requires_grad=True)
+        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
         """Have `complete` called with the name of each parameter whose gradient has been written, on that stream."""

@@ -195,5 +195,5 @@ class HostStores(StoreReduction):
         self._raise(piece.slot)
 
     def _wait(self, slot: int) -> None:
-        counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32)
+        counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32, device="cpu")
         self._host.wait("flags", counts, self._epoch, self._options.wait_timeout_s, AWAITED)

@@ -57,6 +57,9 @@ def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters
                 f"all ranks and start again, from a checkpoint"
             )
         try:
+            if torch.is_inference_mode_enabled():  # training steps could not write to what is made in it and kept
+                with torch.inference_mode(False), torch.no_grad():
+                    return part(*args, **kwargs)
             return part(*args, **kwargs)
         except WindowHeldError:  # nothing has begun
             raise

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import (
@@ -62,10 +63,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _set_up_exchange(self) -> None:
         reasons = [self._reason_to_fall_back(sharding) for sharding in self._embedding_shardings]
         found = zip(self._embedding_shardings, reasons, strict=True)
-        types = {output for sharding, reason in found if reason is None for output in _output_types(sharding)}
-        if len(types) > 1:
-            unlike = f"outputs of types {' and '.join(sorted(output.value for output in types))}"
-            reasons = [reason or unlike for reason in reasons]
+        unlike = _unlike([sharding for sharding, reason in found if reason is None])
+        reasons = [reason or unlike for reason in reasons]
         for sharding_type, reason in zip(self._sharding_types, reasons, strict=True):
             # Data-parallel tables have nothing to exchange.
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._env.rank == 0:
@@ -118,6 +117,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return "2D parallelism"
         if sharding.qcomm_codecs_registry:
             return "quantised communication: use wire_dtype instead"
+        if len(set(names := sharding.embedding_names())) < len(names):
+            return "a table names a feature twice"
         for group in _groups(sharding):
             kernels = {table.compute_kernel for table in group.embedding_tables}
             if kernels != {EmbeddingComputeKernel.FUSED}:
@@ -230,10 +231,20 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             reason = "ids have weights"
         else:
             return False
+        self._tell_once(reason)
+        return True
+
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
+        """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
+        if self.exchange is not None:
+            self._tell_once("another module looks up and sends apart")
+        return super().compute(ctx, dist_input)
+
+    def _tell_once(self, reason: str) -> None:
+        """Say why a step stays with TorchRec, on rank 0, the first time."""
         if reason not in self._reasons_told and self._env.rank == 0:
             log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
         self._reasons_told.add(reason)
-        return True
 
     def _in_order(
         self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
@@ -285,6 +296,16 @@ def _groups(sharding: Any) -> list[Any]:
 def _output_types(sharding: Any) -> set[SparseType]:
     """Return the types in which a sharding's lookups return pooled embeddings."""
     return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in _groups(sharding)}
+
+
+def _unlike(shardings: Sequence[Any]) -> str | None:
+    """Return in what the tables of shardings differ that one exchange has for all, alike on all ranks, or None."""
+    types = {output.value for sharding in shardings for output in _output_types(sharding)}
+    if len(types) > 1:
+        return f"outputs of types {' and '.join(sorted(types))}"
+    params = [group.fused_params or {} for sharding in shardings for group in _groups(sharding)]
+    modes = {BoundsCheckMode(each.get("bounds_check_mode", BoundsCheckMode.WARNING)).name for each in params}
+    return f"bounds check modes {' and '.join(sorted(modes))}" if len(modes) > 1 else None
 
 
 def _weighted(ids: KeyedJaggedTensor) -> bool:

@@ -107,7 +107,16 @@ class LocalTables:
 
         FBGEMM, too, reads them at the forward.
         """
-        return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args) for tbe in self.lookups]
+        return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args, _frozen(tbe)) for tbe in self.lookups]
+
+
+def _frozen(tbe: Any) -> bool:
+    """Return whether FBGEMM's own forward would have no backward: none of its parameters requires a gradient.
+
+    On a CPU its weights are one, on a GPU a placeholder stands for them.
+    """
+    known = [parameter for parameter in tbe._parameters.values() if parameter is not None]
+    return bool(known) and not any(parameter.requires_grad for parameter in known)
 
 
 class FbgemmUpdate:

@@ -1,7 +1,7 @@
 """A batch at fixed addresses on the device, into which the batches of all steps are copied."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ class StaticIds:
     """A KeyedJaggedTensor with room for the most ids that a batch may have."""
 
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound) -> None:
-        if example.weights_or_none() is not None:
-            raise InputError("GraphTrainPipeline: ids with weights are not captured; use TorchRec's pipeline for them")
-        self._known, self.keys = bound.known_lengths, example.keys()
+        self._known, self._samples, self.keys = bound.known_lengths, bound.samples, example.keys()
+        self._check(example)
         room = sum(bound.capacity(self.keys))
         values = torch.zeros(room, dtype=example.values().dtype, device=device)
         self._lengths = torch.zeros(example.lengths().numel(), dtype=example.lengths().dtype, device=device)
@@ -29,9 +28,40 @@ class StaticIds:
         """[1] int32: ids of the batch, where lengths are known beforehand"""
         self._count = room
 
+    def _check(self, ids: KeyedJaggedTensor) -> None:
+        """Check that ids can take the place of the first batch's.
+
+        Raises:
+            InputError: if they have weights, batches of their own, or other features or samples.
+        """
+        if ids.weights_or_none() is not None:
+            raise InputError("GraphTrainPipeline: ids with weights are not captured; use TorchRec's pipeline for them")
+        if ids.keys() != self.keys:
+            raise InputError(
+                f"GraphTrainPipeline: ids of features {', '.join(ids.keys())}, but those of the first batch are "
+                f"{', '.join(self.keys)}, and captured steps are all alike; give each batch the same, in the same order"
+            )
+        if ids.variable_stride_per_key():
+            raise InputError("GraphTrainPipeline: features with batches of their own are not captured; use TorchRec's")
+        if ids.stride() != self._samples:
+            raise InputError(
+                f"GraphTrainPipeline: ids of {ids.stride()} samples, but the bound names {self._samples}, and captured "
+                f"steps are all alike; correct the bound's samples, or drop the last, smaller batch"
+            )
+
     def fill(self, ids: KeyedJaggedTensor) -> None:
-        """Copy a batch's ids. One that has too many is found out, on every rank, where its ids are published."""
+        """Copy a batch's ids. One that has too many is found out, on every rank, where its ids are published.
+
+        Raises:
+            InputError: if they are not like the first batch's.
+        """
+        self._check(ids)
         values, room = ids.values(), self.tensor.values()
+        if values.dtype.itemsize > room.dtype.itemsize:  # some would be other ids there
+            raise InputError(
+                f"GraphTrainPipeline: ids of type {values.dtype}, but those of the first batch are {room.dtype}, in "
+                f"which they have no room; give each batch ids of one type"
+            )
         here = min(values.numel(), room.numel())
         room[:here].copy_(values[:here], non_blocking=True)
         if not self._known:
@@ -53,14 +83,17 @@ class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
     A batch is made of tensors and KeyedJaggedTensors: an object's attributes, or in tuples, lists and dictionaries.
+    What else it holds stays as `example` has it.
     """
 
     def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
+        leaves = leaves_of(example)
+        self._places = {place: index for index, place in enumerate(leaves)}
         self._leaves = [
             StaticIds(leaf, device, bound)
             if isinstance(leaf, KeyedJaggedTensor)
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-            for leaf in leaves_of(example)
+            for leaf in leaves.values()
         ]
         tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves])
         self.batch = _replace(example, lambda _: next(tensors))
@@ -72,9 +105,16 @@ class StaticBatch:
         """Copy a batch from the host, or from the device, on the current stream.
 
         Raises:
-            InputError: if a tensor has another shape than that of the first batch.
+            InputError: if a tensor has another place or shape than that of the first batch, or ids are not like its.
         """
-        for static, leaf in zip(self._leaves, leaves_of(batch), strict=True):
+        leaves = leaves_of(batch)
+        if leaves.keys() != self._places.keys():
+            raise InputError(
+                f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
+                f"{', '.join(self._places)}, and captured steps are all alike; give each batch the same tensors"
+            )
+        for place, leaf in leaves.items():
+            static = self._leaves[self._places[place]]
             if isinstance(static, StaticIds):
                 static.fill(leaf)
                 continue
@@ -111,37 +151,49 @@ class StaticBatch:
         return leaf
 
 
-def leaves_of(batch: Any) -> Sequence[Any]:
-    """Return the tensors and KeyedJaggedTensors of a batch, in an order that is always the same."""
-    return list(_walk(batch))
+def leaves_of(batch: Any) -> dict[str, Any]:
+    """Return the tensors and KeyedJaggedTensors of a batch by their places in it.
+
+    Example: of ({"a": t, "b": u}, v) they are "0.a": t, "0.b": u, "1": v.
+    """
+    return dict(_walk(batch, ""))
 
 
-def _walk(value: Any) -> Iterator[Any]:
+def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor | KeyedJaggedTensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _walk(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _walk(each)
-    elif hasattr(value, "__dict__"):
-        for each in vars(value).values():
-            yield from _walk(each)
+        yield place, value
+        return
+    for key, each in _parts(value):
+        yield from _walk(each, f"{place}.{key}" if place else str(key))
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a batch, or a part of it, is made of, by index, key or attribute."""
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    return (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items()
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch on `device`, by its own `to` if it has one."""
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    return _replace(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
 def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `leaves_of`."""
     if isinstance(value, torch.Tensor | KeyedJaggedTensor):
         return replace(value)
+    if not leaves_of(value):
+        return value
+    replaced = {key: _replace(each, replace) for key, each in _parts(value)}
     if isinstance(value, dict):
-        return {key: _replace(each, replace) for key, each in value.items()}
+        return replaced
     if isinstance(value, list | tuple):
-        each = [_replace(each, replace) for each in value]
+        each = list(replaced.values())
         return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
-    if any(True for _ in _walk(value)):
-        copied = copy.copy(value)
-        for name, each in vars(value).items():
-            setattr(copied, name, _replace(each, replace))
-        return copied
-    return value
+    copied = copy.copy(value)
+    for name, each in replaced.items():
+        setattr(copied, name, each)
+    return copied

@@ -41,7 +41,7 @@ from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagColl
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
 from dlrm_overlap.graphs.dense_step import DenseStep
 from dlrm_overlap.graphs.parts import dense_parameters, exchange_of, split_optimizer, why_not_captured
-from dlrm_overlap.graphs.static_batch import StaticBatch
+from dlrm_overlap.graphs.static_batch import StaticBatch, on_device
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -179,7 +179,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _evaluate(self, batches: Iterator[Any]) -> Any:
         if self._sent:
             self._forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = next(batches).to(self._device, non_blocking=True)
+        batch = on_device(next(batches), self._device)
         return self._model.module(batch)[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import UserEnabledConfigDefinition, WeightDecayMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -315,6 +316,58 @@ def test_outputs_of_several_types_stay_with_torchrec(
         assert sharder.shard(module, plan, environment, CPU).exchange is None
     told = ("outputs of types fp16 and fp32", "output of type fp16: leave wire_dtype out")
     assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
+
+
+def test_what_one_exchange_cannot_tell_apart_stays_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tables whose bad ids are treated differently, and columns of one name."""
+    environment = ShardingEnv.from_process_group(world_of_one)
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    for features, mode in ((["x"], BoundsCheckMode.FATAL), (["x", "x"], None)):
+        tables: Tables = {"a": (5, 4, features, SUM), "b": (5, 8, ["y"], SUM)}
+        module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
+        plan["b"].bounds_check_mode = mode
+        assert sharder.shard(module, plan, environment, CPU).exchange is None
+    told = ("bounds check modes FATAL and WARNING", "a table names a feature twice")
+    assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
+
+
+def test_lookups_called_apart_stay_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a managed-collision module calls them."""
+    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), FUSED, world_of_one)
+    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    for _ in range(2):
+        context = sharded.create_context()
+        arrived = sharded.input_dist(context, ids).wait().wait()
+        apart = sharded.output_dist(context, sharded.compute(context, arrived)).wait()
+        assert_same(apart.values(), sharded(ids).values(), "pooled embeddings")
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert lines == ["backend pgas: steps stay with TorchRec: another module looks up and sends apart"]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "pgas", "fused"])
+def test_evaluation_in_inference_mode_before_training(world_of_one: dist.ProcessGroup, backend: str) -> None:
+    """Stock FBGEMM has no lookup in this mode on a CPU, so rows are compared with those of an evaluation without it."""
+    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2, 7]), lengths=torch.tensor([2, 0, 1]))
+    trained: list[torch.Tensor] = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        sharder: Any = OverlapEmbeddingBagCollectionSharder({"learning_rate": 1.0}, backend=backend)
+        sharded = _shard_alone(sharder, FUSED, world_of_one)
+        initialise_tables(sharded, seed=0)
+        with mode():
+            evaluated = sharded(ids).values().clone()
+        pooled = sharded(ids).values()
+        assert_same(pooled.detach(), evaluated, "pooled embeddings")
+        pooled.square().sum().backward()
+        shards = sharded.state_dict()["embedding_bags.other.weight"].local_shards()
+        trained += [shard.tensor.clone() for shard in shards]
+        del pooled
+        sharded.exchange.close()
+    assert_same(trained[0], trained[1], "rows")
 
 
 def _bf16_codecs() -> dict[str, QuantizedCommCodecs] | None:

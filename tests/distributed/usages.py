@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -201,6 +202,25 @@ def _take_with_weight_decay_from_step_1(
     return _take(call, tower, dense, batch, step)
 
 
+def _take_with_frozen_tables(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Freeze the tables of means in step 1, all in step 2, then none."""
+    for lookup in _lookups(tower):
+        frozen = step == 2 or (step == 1 and lookup.pooling_mode == PoolingMode.MEAN)
+        for weights in lookup.parameters():
+            weights.requires_grad_(not frozen)
+    return _take(call, tower, dense, batch, step)
+
+
+def _take_under_a_default_device(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Make tensors on the batch's device unless told otherwise; on a CPU where they hold nothing, so that it shows."""
+    with batch[0].device if batch[0].is_cuda else torch.device("meta"):
+        return _take(call, tower, dense, batch, step)
+
+
 def _take_weighted(
     call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
 ) -> torch.Tensor:
@@ -238,6 +258,8 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
     "autograd_grad": (Tower, _take_gradients),
     "learning_rate_between": (Tower, _take_with_a_learning_rate_that_changes),
     "weight_decay_later": (Tower, _take_with_weight_decay_from_step_1),
+    "frozen_tables": (Tower, _take_with_frozen_tables),
+    "default_device": (Tower, _take_under_a_default_device),
     "weights_unasked": (Tower, _take_weighted),
 }
 

@@ -171,7 +171,7 @@ class WindowForward(Forward):
             max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
         ]
         counts[self.rank] = 0
-        return torch.tensor(counts, dtype=torch.int32)
+        return torch.tensor(counts, dtype=torch.int32, device="cpu")
 
     def output(self, step: Step, copy: bool) -> torch.Tensor:
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
@@ -213,7 +213,7 @@ class WindowBackward(Backward):
     def update_by_fbgemm(self, step: Step, window: torch.Tensor) -> None:
         """Update the rows of those fused lookups whose rule only FBGEMM's operator knows, by it."""
         for lookup in self._lookups:
-            if (rule := step.rules[lookup.number]).only_fbgemm:
+            if (rule := step.rules[lookup.number]).only_fbgemm and not rule.frozen:
                 ids, samples = bags_of(lookup, step.inputs), step.batch.total
                 gradients = [self.gradient_of(shard, window, samples) for shard in lookup.shards]
                 gradient = torch.cat(gradients, dim=1).float().mul_(self.update_scale)

@@ -118,7 +118,8 @@ class CollectiveBackward(Backward):
         first = 0
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
-            update.apply(columns, ids.values(), ids.offsets(), step.rules[lookup.number])
+            if not (rule := step.rules[lookup.number]).frozen:
+                update.apply(columns, ids.values(), ids.offsets(), rule)
             first += lookup.dim
 
 

@@ -41,7 +41,8 @@ def check_on_host(forward: Forward, step: Step) -> None:
         if mode == BoundsCheckMode.NONE or (here == -1).any():
             raise ValueError(message)
         forward.bad_ids.report(message)
-        here.masked_fill_(outside, 0)
+        with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
+            here.masked_fill_(outside, 0)
 
 
 def meet_on_host(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
@@ -187,12 +188,12 @@ class HostPush(WindowBackward):
             return
         self._unfinished = None
         self.pass_on(step)
-        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
+        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
         window = self.windows.local
         self.update_by_fbgemm(step, window)
         for shards in self.layout.tables(self.rank):
-            if not step.rules[shards[0].lookup].only_fbgemm:
+            if step.rules[shards[0].lookup].by_kernels:
                 self._update_table(shards, step, window)
 
     def skip(self) -> None:

@@ -233,7 +233,7 @@ class DeviceIdExchange(IdExchange):
         self._carrier: IdCarrier | None = None
         if not windows.arena.reach.whole:
             self._carrier = (IdsByPuts if context.puts else IdsByCollective)(context, windows)
-        counts = torch.ones(self.world_size, dtype=torch.int32)
+        counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
         self._flags = ready_flags(windows, counts, self._pull.record.status, self.options)
 
     def _fetch(self, samples: int) -> ArrivedIds:

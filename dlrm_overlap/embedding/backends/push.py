@@ -64,7 +64,7 @@ class Push(WindowBackward):
 
     def _awaiting_of(self, part: int) -> Launch:
         """Return the wait for the flags of the parts up to `part`, of all ranks that this one awaits."""
-        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32)
+        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device="cpu")
         counts[self.rank] *= self.awaits_itself
         return awaiting_flags(ready_flags(self.windows, counts, self._record.status, self.options), self.rank)
 
@@ -159,7 +159,7 @@ class Push(WindowBackward):
                     self._await(part)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        if not step.rules[updated.lookup].only_fbgemm:
+                        if step.rules[updated.lookup].by_kernels:
                             self.update_range(step, number, rows, updated, window)
             self.update_by_fbgemm(step, window)
 

@@ -157,11 +157,13 @@ class InputRows:
 
 
 def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient [b, D_total] as kernels read it: its rows are not strided, and begin at multiples of 16 bytes.
+    """Return a gradient [b, D_total] as it is read: rows without strides or overlap, at multiples of 16 bytes.
 
     It is the gradient itself if that is so, and a copy otherwise.
     """
     row_bytes = gradient.stride(0) * gradient.element_size()
-    if gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0:
+    # Of a sum over samples all rows are one, which kernels would read as it is, but copy engines refuse.
+    apart = gradient.stride(0) >= gradient.shape[1] or gradient.shape[0] == 0
+    if apart and gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0:
         return gradient
     return gradient.clone(memory_format=torch.contiguous_format)

@@ -127,7 +127,9 @@ class IdLayout:
             features: indices in `keys`.
             bags: of each feature.
         """
-        sizes = torch.tensor([self.bound.bag_sizes[self.keys[feature]][1] for feature in features], dtype=torch.int32)
+        sizes = torch.tensor(
+            [self.bound.bag_sizes[self.keys[feature]][1] for feature in features], dtype=torch.int32, device="cpu"
+        )
         ends = sizes.repeat_interleave(bags).cumsum(0, dtype=torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 

@@ -101,8 +101,8 @@ class Layout:
 
     def owner_columns(self, rank: int) -> torch.Tensor:
         """Return [D_local] int64: the output's columns that `rank` computes, in the order of its shards."""
-        ranges = [torch.arange(self.column(s), self.column(s) + s.dim) for s in self.by_owner[rank]]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+        ranges = [torch.arange(self.column(s), self.column(s) + s.dim, device="cpu") for s in self.by_owner[rank]]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Layout:
     @cached_property
     def sent_in_order(self) -> bool:
         """Whether a collective brings the columns in the order of the output."""
-        return torch.equal(self.sent_columns, torch.arange(self.total_dim))
+        return torch.equal(self.sent_columns, torch.arange(self.total_dim, device="cpu"))
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
         """Return the rank's feature shards in order, those that share a table's rows together."""

@@ -45,11 +45,18 @@ class UpdateRule(NamedTuple):
     lr: float
     arguments: Any
     """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
+    frozen: bool = False
+    """whether the rows stay as they are, and their state: no weights of the lookup require a gradient"""
 
     @property
     def only_fbgemm(self) -> bool:
         """Whether FBGEMM's own operator alone can do such an update."""
         return bool(self.arguments.weight_decay or self.arguments.max_norm)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether our kernels update the rows."""
+        return not (self.frozen or self.only_fbgemm)
 
 
 class Step:

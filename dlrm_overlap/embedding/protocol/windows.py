@@ -103,4 +103,4 @@ class WindowPair:
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
     """Return [W] int32 that has one awaited flag of each of `ranks`, and none of the others."""
-    return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32)
+    return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")

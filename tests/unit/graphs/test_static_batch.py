@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
 from dlrm_overlap.embedding.protocol.ids import BatchBound
-from dlrm_overlap.graphs.static_batch import StaticBatch, leaves_of
+from dlrm_overlap.graphs.static_batch import StaticBatch, leaves_of, on_device
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
@@ -159,6 +159,46 @@ def test_ids_with_weights_are_refused() -> None:
     )
     with pytest.raises(InputError, match="ids with weights are not captured; use TorchRec's pipeline for them"):
         StaticBatch(_batch(weighted), CPU, RANGES)
+
+
+@pytest.mark.parametrize(
+    ("ids", "refused"),
+    [
+        (
+            KeyedJaggedTensor(["g", "f"], torch.tensor([5, 7, 8]), lengths=torch.tensor([1, 0, 1, 1])),
+            "ids of features g, f",
+        ),
+        (KeyedJaggedTensor(["f"], torch.tensor([7, 8]), lengths=torch.tensor([1, 1])), "ids of features f, but"),
+        (KeyedJaggedTensor(["f", "g"], torch.tensor([7, 1]), lengths=torch.tensor([1, 1])), "ids of 1 samples"),
+        (_ids([1, 1, 0, 0], [7, 8], torch.int64), "ids of type torch.int64"),
+        (KeyedJaggedTensor(["f", "g"], FIRST.values(), weights=torch.ones(5), lengths=FIRST.lengths()), "with weights"),
+        (
+            KeyedJaggedTensor(
+                ["f", "g"], torch.ones(3).int(), stride_per_key_per_rank=[[2], [1]], lengths=torch.ones(3).int()
+            ),
+            "of their own",
+        ),
+    ],
+    ids=["order", "fewer", "samples", "type", "weights", "variable"],
+)
+def test_ids_unlike_those_of_the_first_batch_are_refused(ids: KeyedJaggedTensor, refused: str) -> None:
+    static = StaticBatch(_batch(FIRST), CPU, RANGES)
+    with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}") as raised:
+        static.fill(_batch(ids))
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_are_told_apart_by_their_names() -> None:
+    static = StaticBatch({"a": torch.zeros(2), "b": torch.ones(2)}, CPU, RANGES)
+    static.fill({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)})
+    assert (static.batch["a"].tolist(), static.batch["b"].tolist()) == ([3.0, 3.0], [4.0, 4.0])
+    with pytest.raises(InputError, match="a batch of tensors a, c, but the first batch has a, b"):
+        static.fill({"a": torch.zeros(2), "c": torch.zeros(2)})
+
+
+def test_what_has_no_method_of_its_own_is_brought_to_the_device() -> None:
+    brought = on_device({"a": (torch.zeros(2), FIRST), "count": 3}, torch.device("meta"))
+    assert (brought["a"][0].is_meta, brought["a"][1].values().is_meta, brought["count"]) == (True, True, 3)
 
 
 def test_a_feature_without_a_bound_is_refused() -> None:
