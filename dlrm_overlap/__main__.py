@@ -1,4 +1,4 @@
-"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line; Ctrl-C while it is being loaded ends in one line, too."""
+"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line; Ctrl-C while it is loaded ends in one line, too."""
 
 import os
 import signal
