@@ -98,8 +98,8 @@ def init_process_group(
         if any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
             for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    elif (interface := _interface_to(world)) and not _names_an_interface():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would take loopback, which no other host reaches
+    elif not _gloo_is_reached() and (interface := _interface_to(world)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     place = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     try:
         store = _open_store(world, timeout_s)
@@ -172,11 +172,16 @@ def _is_loopback(world: World) -> bool:
     return all(ipaddress.ip_address(found[4][0]).is_loopback for found in _addresses(world))
 
 
-def _names_an_interface() -> bool:
-    """Return whether this host's name has an address that is not loopback's; gloo listens at the name's address."""
+def _gloo_is_reached() -> bool:
+    """Return whether gloo, left to itself, listens where other hosts reach it.
+
+    It takes the first address of this host's name that is this host's, and loopback where there is none.
+    """
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None)
-        return not all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return not ipaddress.ip_address(address[0]).is_loopback
     return False
 
 
@@ -187,7 +192,7 @@ def _interface_to(world: World) -> str | None:
     family, _, _, _, address = _addresses(world)[0]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # chooses a way, and sends nothing
-        here = probe.getsockname()[0]
+        here = probe.getsockname()[0].partition("%")[0]
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == family and each.address.partition("%")[0] == here for each in addresses):
                 return name

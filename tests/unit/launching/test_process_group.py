@@ -94,6 +94,14 @@ def test_the_interface_of_an_address_is_found() -> None:
     assert process_group._interface_to(World(0, 0, 2, 1, HERE, 29500, "torchrun")) == "lo"
 
 
+@pytest.mark.parametrize("name", ["127.0.1.1", "192.0.2.1", "no.such.host.invalid"])  # loopback, not ours, unknown
+def test_gloo_listens_on_loopback_where_the_hosts_name_has_no_other_address_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert not process_group._gloo_is_reached()
+
+
 @pytest.mark.slow
 def test_a_collective_just_before_the_end_does_not_abort_the_process() -> None:
     """Without a rest in `shutdown` four of five such processes abort."""
