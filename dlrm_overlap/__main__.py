@@ -1,6 +1,19 @@
-"""`python -m dlrm_overlap` is `dlrm-overlap`."""
+"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line; Ctrl-C while it is loaded ends in one line, too."""
 
-from dlrm_overlap.cli import run
+import os
+import signal
+import sys
+
+
+def run() -> None:
+    """Load the command line and run it; see `cli.run`."""
+    try:
+        from dlrm_overlap import cli
+    except KeyboardInterrupt:
+        print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+    cli.run()
+
 
 if __name__ == "__main__":
     run()

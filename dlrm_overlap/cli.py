@@ -327,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
+        print("dlrm-overlap: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

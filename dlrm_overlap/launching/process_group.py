@@ -1,5 +1,6 @@
 """This rank's device, and its process group: made from the `World` that a launcher has given, destroyed at the end."""
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
 _LAST_RESORT, _LAST_RESORT_S = 1.25, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
 _LOOPBACK_INTERFACE = "lo"
+_LET_GO_S = 0.05  # far more than gloo's threads need to let go of the last collective's tensors
 
 
 def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
@@ -92,9 +94,12 @@ def init_process_group(
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     _resolve(world, min(_RESOLVE_S, timeout_s))
-    if _is_loopback(world) and any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
-        for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    if _is_loopback(world):
+        if any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+            for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    elif not _gloo_is_reached() and (interface := _interface_to(world)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     place = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     try:
         store = _open_store(world, timeout_s)
@@ -116,6 +121,15 @@ def init_process_group(
             f"{world.source} launch: no rendezvous of {world.world_size} ranks at {place}:{world.master_port} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
             f"a host and a free port that all reach"
+        ) from None
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+        raise InputError(
+            f"{world.source} launch: the ranks meet at {place}:{world.master_port}, but gloo cannot connect them "
+            f"({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME is {named}: set it on each host to the interface by "
+            f"which the others reach it"
         ) from None
 
 
@@ -158,6 +172,33 @@ def _is_loopback(world: World) -> bool:
     return all(ipaddress.ip_address(found[4][0]).is_loopback for found in _addresses(world))
 
 
+def _gloo_is_reached() -> bool:
+    """Return whether gloo, left to itself, listens where other hosts reach it.
+
+    It takes the first address of this host's name that is this host's, and loopback where there is none.
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return not ipaddress.ip_address(address[0]).is_loopback
+    return False
+
+
+def _interface_to(world: World) -> str | None:
+    """Return the interface by which this host reaches rank 0's, or None where that is not to be found out."""
+    import psutil
+
+    family, _, _, _, address = _addresses(world)[0]
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # chooses a way, and sends nothing
+        here = probe.getsockname()[0].partition("%")[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.family == family and each.address.partition("%")[0] == here for each in addresses):
+                return name
+    return None
+
+
 def _resolve(world: World, patience_s: float) -> None:
     """Wait up to `patience_s` for rank 0's host to have an address; the rendezvous would wait for its whole timeout."""
     deadline = time.monotonic() + patience_s
@@ -186,6 +227,11 @@ def shutdown() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A group that something still refers to lives on, and so do gloo's threads. The one that ran the last
+        # collective lets go of its tensors after `wait` has returned, for which it takes the interpreter's lock; as
+        # the interpreter ends, that is the thread's end, and so the process's: "terminate called without an active
+        # exception". Whoever sleeps does not hold the lock.
+        time.sleep(_LET_GO_S)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and not mpi.Is_finalized():
         mpi.Finalize()

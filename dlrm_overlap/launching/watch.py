@@ -22,6 +22,7 @@ SLACK = 1.1
 """a rank is ended after so many timeouts, so that an exchange whose own wait expires names its slice first"""
 _HOLD_BACK_S = 3.0  # in which the launcher ends the other ranks of the one that has reported
 _SHOWN_RANKS = 8
+_SILENT = "it is stopped, or its host is gone or cut off"
 
 
 class Progress:
@@ -99,7 +100,7 @@ class Watch:
         """Return a line for each rank, the silent ones first, and the ranks that answer."""
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
-        gone = ["rank 0, which holds the ranks' store, does not answer: it is stopped, or its host is gone", here], []
+        gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], []
         if (before := self._read()) is None:
             return gone
         for _ in range(3):
@@ -114,9 +115,7 @@ class Watch:
             if rank in answering:
                 others.append(f"rank {rank}: in step {beat['step']}, {beat['where']}")
             elif beat:
-                lines.append(
-                    f"rank {rank}: silent, last heard in step {beat['step']}: it is stopped, or its host is gone"
-                )
+                lines.append(f"rank {rank}: silent, last heard in step {beat['step']}: {_SILENT}")
             else:
                 lines.append(f"rank {rank}: silent, and has not begun")
         if not lines:

@@ -73,6 +73,11 @@ def check_mistakes() -> None:
     assert "way fast is not known" in _told(lambda: all_gather_matmul(x, weight, way="fast"))
     assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
     assert matmul_reduce_scatter(x, weight[:0]).shape == (2, 0)
+    told = _told(lambda: all_gather_matmul(x[: 2 if wrong else None], weight))  # the others have made theirs before
+    assert f"rank {CULPRIT} all_gather_matmul(M {2 * ranks}," in told, told
+    told = _told(lambda: matmul_reduce_scatter(x, weight[:0]) if wrong else all_gather_matmul(x, weight))  # all have
+    assert f"rank {CULPRIT} matmul_reduce_scatter(M {2 * ranks}," in told, told
+    assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
 
 
 HALVES = [

@@ -17,18 +17,15 @@ def losses(backend: str) -> list[float]:
     """Return the losses that the example prints when 2 CPU processes train it."""
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     without_gpus = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, *agent, "examples/own_model.py", "--backend", backend, "--steps", str(STEPS)],
-            cwd=ROOT,
-            env=without_gpus | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        if "terminate called without an active exception" not in done.stderr:
-            break  # else a thread of torch's was alive when a process ended, as happens once in some fifty runs
+    done = subprocess.run(
+        [sys.executable, *agent, "examples/own_model.py", "--backend", backend, "--steps", str(STEPS)],
+        cwd=ROOT,
+        env=without_gpus | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "stay with TorchRec" not in done.stderr, "all tables should be exchanged"
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]

@@ -2,14 +2,15 @@
 
 Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL sends one while FBGEMM looks up the next
 (`nccl_chunked_2` and so on, as far as every rank has so many tables); TorchRec's own path; every backend whose exchange
-is ours; `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once more, which
-returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the baseline in
-4 chunks in memory that NCCL has registered, by its kernels and by its copy engines (zero-CTA policy). Under
+is ours; on GPUs `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once
+more, which returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the
+baseline in 4 chunks in memory that NCCL has registered, by its kernels and by its copy engines (zero-CTA policy). Under
 `--embedding.hosts N` also `pgas` and `fused` between N emulated hosts, whose messages go over the links of this one, by
 NCCL and, where NVSHMEM is there, by puts: that shows what either costs beside stores, not what a network does. No extra
 column.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +25,8 @@ from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.ranks import Ranks
 
+log = logging.getLogger("dlrm_overlap")
+
 
 def run(request: EveryoneRequest, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code of `measure_forward`."""
@@ -34,7 +37,12 @@ def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload:
     """Return who takes part, the baseline first."""
     hosts, config = config.hosts, replace(config, hosts="auto")
     fused = exchange_options(config, "fused")
-    by_put = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put]
+    puts = [put for put in PUTS if put != fused.resolved_put]
+    if workload.device.type == "cpu":
+        names = ", ".join(f"fused_{put}" for put in puts)
+        log.info("stage: %s: left out, since processes on CPUs have one way to put a slice", names)
+        puts = []
+    by_put = [replace(fused, put=put) for put in puts]
     copied = replace(exchange_options(config, "pgas"), copy_output=True)
     carriers = ("messages",) if workload.device.type == "cpu" or missing_puts() else ("messages", "puts")
     emulated = [

@@ -7,7 +7,8 @@ every backend that stores into its peers' memory. The strongest baseline of a sh
 A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the host issues them, so on
 small shapes it is the host's. `gpu_ms` is of a step whose kernels the host has issued before it begins: what is left in
 a step that is captured, or whose host is ahead. Outputs of each shape are compared before it is timed; a shape on which
-they differ gets no row. Rows are appended shape by shape, so what was measured before an end by force is there.
+they differ gets no row. Rows are appended shape by shape, so what was measured before an end by force is there. On CPUs
+all of it is a rehearsal, and the axes that are not given are those of toys.
 """
 
 import itertools
@@ -28,10 +29,11 @@ from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.map_plots import MAPS
-from dlrm_overlap.bench.report.measured import Measured
+from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
 from dlrm_overlap.bench.sweep_request import MapRequest
 from dlrm_overlap.config import Config, parse_multi_hot
+from dlrm_overlap.launching.doctor import environment
 from dlrm_overlap.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")
@@ -47,7 +49,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
     """
     group = ranks.connect()
     ceilings = measure_ceilings(group, ranks.device)
-    points = request.points(ranks.config, ranks.world.world_size)
+    points = request.points(ranks.config, ranks.world.world_size, ranks.device.type)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     workload, made_with, began = None, None, time.monotonic()
@@ -74,6 +76,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
     if ranks.world.rank == 0:
         print_faults(faults)
         if rows:
+            print(hardware([environment()]))
             print("\n".join(MAPS[request.kind].words(Measured(request.kind, request.kind, as_text(rows)))))
             print(f"rows in {request.output}")
     return 1 if faults else 0

@@ -37,7 +37,7 @@ def _contenders(
     [
         (
             "stage",
-            ["baseline", "torchrec", "nccl", "pgas", "fused", "fused_stores", "fused_dma", "pgas_copied"],
+            ["baseline", "torchrec", "nccl", "pgas", "fused", "pgas_copied"],
         ),
         ("weak", ["baseline", "torchrec", "nccl", "pgas", "fused"]),
         ("strong", ["baseline", "torchrec", "nccl", "pgas", "fused"]),

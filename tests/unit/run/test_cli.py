@@ -70,6 +70,27 @@ cli.run()
     assert "IndexError: pop from empty list" in result.stderr
 
 
+@pytest.mark.slow
+def test_ctrl_c_while_the_command_line_is_loaded_ends_in_one_line() -> None:
+    script = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupts(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "dlrm_overlap.launching.parsing":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+from dlrm_overlap.__main__ import run
+run()
+"""
+    command = [sys.executable, "-c", script, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "dlrm-overlap: interrupted\n")
+
+
 def test_options_override_the_file(tmp_path: Path) -> None:
     text = "train: {steps: 5, lr: 0.5}\ndata: {tables: {rows: [5, 6], multi_hot: [1, 0..3]}}\n"
     (tmp_path / "config.yaml").write_text(text)

@@ -1,0 +1,158 @@
+"""Two hosts on one machine, as far as the network goes: namespaces with an address each, and a wire between them.
+
+    host0, 10.77.0.1  eth0 ---- eth0  10.77.0.2, host1
+
+Both ends of the wire, a veth pair, are made inside the namespaces: the machine's own network has nothing of it. A
+namespace lives as long as its keeper, a `cat` that ends with this process, however that ends; nothing has a name in
+/run/netns. Needs root, util-linux and iproute2.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import PYTHON_PATH, ROOT
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+INTERFACE = "eth0"
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
+
+
+class Traffic(NamedTuple):
+    """What a host has sent to the other since its namespace was made."""
+
+    sent_bytes: int
+    """with all headers, those of Ethernet too"""
+    packets: int
+    """as the kernel hands them on: of up to 64 KB"""
+
+    def __sub__(self, before: object) -> "Traffic":
+        assert isinstance(before, Traffic)
+        return Traffic(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class TwoHosts:
+    """The two namespaces; a context manager, which ends all processes in them."""
+
+    def __enter__(self) -> "TwoHosts":
+        """Make both, or skip the test, with what refused."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.__exit__)
+            self._keepers: list[subprocess.Popen[str]] = []
+            try:
+                self._make()
+            except FileNotFoundError as missing:
+                pytest.skip(f"two network namespaces need {missing.filename}: apt-get install util-linux iproute2")
+            except subprocess.CalledProcessError as failed:
+                pytest.skip(f"two network namespaces need root: {failed.cmd} says {failed.stderr.strip()}")
+            undo.pop_all()
+        return self
+
+    def _make(self) -> None:
+        for host in range(2):
+            keep = ["unshare", "--net", "--uts", "sh", "-c", f"hostname host{host} && echo made && exec cat"]
+            keeper = subprocess.Popen(
+                keep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            self._keepers.append(keeper)
+            assert keeper.stdout is not None
+            if keeper.stdout.readline() != "made\n":
+                raise subprocess.CalledProcessError(1, " ".join(keep), stderr=keeper.communicate()[1])
+        ends = [str(keeper.pid) for keeper in self._keepers]
+        _run("ip", "link", "add", INTERFACE, "netns", ends[0], "type", "veth", "peer", INTERFACE, "netns", ends[1])
+        for host, address in enumerate(ADDRESSES):
+            self.run(host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                self.run(host, "ip", "link", "set", interface, "up")
+
+    def __exit__(self, *_: object) -> None:
+        """End what runs in the namespaces, and with it these."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for keeper in self._keepers:
+            keeper.kill()
+            keeper.communicate()
+
+    def processes(self) -> list[int]:
+        """Return the ids of the processes in either namespace, but for the keepers."""
+        keepers = [keeper.pid for keeper in self._keepers if keeper.poll() is None]
+        inside = {os.readlink(f"/proc/{pid}/ns/net") for pid in keepers} - {os.readlink("/proc/self/ns/net")}
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry / "ns/net") in inside and int(entry.name) not in keepers:
+                    found.append(int(entry.name))
+        return found
+
+    def _command(self, host: int, *argv: str) -> list[str]:
+        return ["nsenter", "--net", "--uts", "--target", str(self._keepers[host].pid), *argv]
+
+    def run(self, host: int, *argv: str) -> None:
+        """Run a command on a host, which must end well."""
+        _run(*self._command(host, *argv))
+
+    def start(self, host: int, output: Path, environ: dict[str, str], *argv: str) -> subprocess.Popen[bytes]:
+        """Start a command on a host, in the repository's root, that writes all it has to say to a file."""
+        unset = ("TRITON_INTERPRET", "GLOO_SOCKET_IFNAME")
+        kept = {name: value for name, value in os.environ.items() if name not in unset}
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                self._command(host, *argv),
+                cwd=ROOT,
+                env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def places(self) -> list[str]:
+        """Return the folder of each namespace's handles, for `enter`."""
+        return [f"/proc/{keeper.pid}/ns" for keeper in self._keepers]
+
+    def traffic(self, host: int) -> Traffic:
+        """Return what a host has sent."""
+        return read_traffic(f"/proc/{self._keepers[host].pid}/net/dev")
+
+    def slow_down(self) -> str:
+        """Let the wire carry 50 Mbit/s, after 1 ms where the kernel can delay; return which of both it does."""
+        ways = {
+            "50 Mbit/s, 1 ms": ("netem", "rate", "50mbit", "delay", "1ms"),
+            "50 Mbit/s": ("tbf", "rate", "50mbit", "burst", "64kb", "latency", "500ms"),
+        }
+        for told, way in ways.items():
+            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
+                for host in range(2):
+                    self.run(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *way)
+                return told
+        return "not slowed down: no tc, or neither netem nor tbf in this kernel"
+
+    def cut(self) -> None:
+        """Take the wire down, at one of its ends."""
+        self.run(1, "ip", "link", "set", INTERFACE, "down")
+
+
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True, capture_output=True, text=True)
+
+
+def enter(place: str) -> None:
+    """Let this thread, and those that it starts from now on, be on the host of `place`."""
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    for name, kind in (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS)):
+        with Path(place, name).open() as handle:
+            if libc.setns(handle.fileno(), kind):
+                raise OSError(ctypes.get_errno(), f"setns {handle.name}")
+
+
+def read_traffic(table: str = "/proc/thread-self/net/dev") -> Traffic:
+    """Return what this thread's host has sent, or the one whose table of interfaces is named."""
+    (line,) = [line for line in Path(table).read_text().splitlines() if line.strip().startswith(f"{INTERFACE}:")]
+    numbers = line.split(":")[1].split()
+    return Traffic(int(numbers[8]), int(numbers[9]))

@@ -1,0 +1,154 @@
+"""Two hosts in network namespaces, each with an address of its own: started as launch/README.md says, and cut off."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.launching.launcher import free_port
+from tests.agreement import assert_same
+from tests.conftest import ROOT, read_metrics
+from tests.distributed.namespaces import ADDRESSES, INTERFACE, Traffic, TwoHosts, enter, read_traffic
+from tests.distributed.tiny_stage import Stage
+from tests.distributed.workers import quickstart, run_ranks, train
+
+_COMPARED = 10  # steps
+_SMALL = ["--train.global_batch_size", "256", "--data.eval_samples", "500", "--embedding.backend", "pgas"]
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    with TwoHosts() as made:
+        yield made
+    assert made.processes() == []
+
+
+def _start_agents(hosts: TwoHosts, folder: Path, *options: str) -> list[subprocess.Popen[bytes]]:
+    """Start torchrun's agent on each host, with two CPU ranks, by the script and the variables of launch/README.md."""
+    script, config = str(ROOT / "launch/torchrun.sh"), str(ROOT / "configs/quickstart.yaml")
+    options = ("--train.device", "cpu", "--log.dir", str(folder), "--log.name", "two_hosts", *_SMALL, *options)
+    options += ("--log.tensorboard", "false", "--checkpoint.last", "false")
+    place = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NPROC": "2"}
+    return [
+        hosts.start(host, folder / f"host{host}", place | {"NODE_RANK": str(host)}, script, config, *options)
+        for host in range(2)
+    ]
+
+
+def _train_on_one_host(folder: Path) -> None:
+    train(quickstart(folder, "one_host", *_SMALL, "--train.steps", str(_COMPARED)))
+
+
+@pytest.mark.slow
+def test_they_train_over_a_slow_wire_as_one_host_does_and_name_each_other_once_it_is_cut(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    told = hosts.slow_down()
+    forever = ["--train.steps", "1000000", "--log.every", "1", "--embedding.wait_timeout_s", "10"]
+    agents = _start_agents(hosts, tmp_path, *forever)
+    deadline = time.monotonic() + 120
+    while f"step {_COMPARED}:" not in (said := (tmp_path / "host0").read_text()):
+        assert time.monotonic() < deadline, f"{told}\n{said}"
+        assert all(agent.poll() is None for agent in agents), said
+        time.sleep(0.1)
+    hosts.cut()
+    begin = time.monotonic()
+    assert all(agent.wait(timeout=60) for agent in agents), "an agent ended well"
+    assert time.monotonic() - begin < 40
+    assert hosts.processes() == []
+    assert "2 hosts (ranks 0 to 1, ranks 2 to 3; 2 machines): stores within a host" in said
+    stood = [
+        r"stood still in step \d+ for 1\d s:\n  rank [23]: silent",
+        r"stood still .*\n  rank 0, .* does not answer",
+    ]
+    for host, peers in enumerate(("[23]", "[01]")):
+        said = (tmp_path / f"host{host}").read_text()
+        waited = rf"waited 10 s for .* of rank {peers}: expected epoch \d+, seen \d+"
+        assert re.search(f"{stood[host]}|{waited}", said), said
+    run_ranks(_train_on_one_host, 4, tmp_path)
+    losses, expected = (read_metrics(tmp_path / name, "train/loss") for name in ("two_hosts", "one_host"))
+    assert list(expected) == list(range(1, _COMPARED + 1))
+    assert {step: losses[step] for step in expected} == expected
+
+
+_OWNERS = [([64, 64], []), ([64], [64]), ([128], []), ([64, 64], [])]  # 128 columns a rank
+_SAMPLES, _REPEATED = 16, 10  # of a rank; steps that are counted
+
+
+def _count_what_crosses(folder: Path, places: list[str]) -> None:
+    """Take some forwards by an all-to-all and by messages between hosts, and check what each sends."""
+    rank = dist.get_rank()
+    enter(places[rank // 2])
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    group = dist.new_group(backend="gloo")  # the group of all ranks has its sockets outside the namespaces
+    assert isinstance(group, dist.ProcessGroup)
+    sizes, stage = [_SAMPLES] * 4, Stage(_OWNERS, rank)
+    counted: dict[str, Traffic] = {}
+    for backend, hosts in (("nccl", 1), ("pgas", 2), ("fused", 2)):
+        exchange = stage.exchange(group, backend)
+        assert len(exchange.reach.hosts) == hosts
+        for number in range(1 + _REPEATED):
+            if number == 1:
+                before = _traffic_at_rest()
+            inputs, expected = stage.inputs(number, sizes)
+            with torch.no_grad():
+                assert_same(exchange.start(inputs, sizes).wait(), expected, f"{backend}, step {number}")
+        counted[backend] = _traffic_at_rest() - before  # pyright: ignore[reportPossiblyUnboundVariable]
+        exchange.close()
+    # What two ranks pool for two others, in float32, a quarter of the columns each.
+    payload = _REPEATED * 2 * 2 * _SAMPLES * 128 * 4
+    for backend, sent in counted.items():
+        assert payload < sent.sent_bytes < 1.1 * payload, f"rank {rank}, {backend}: {counted}"
+    for backend in ("pgas", "fused"):  # a message to each host instead of one to each of its ranks
+        assert counted[backend].packets < 0.7 * counted["nccl"].packets, f"rank {rank}: {counted}"
+        assert counted[backend].sent_bytes < counted["nccl"].sent_bytes, f"rank {rank}: {counted}"
+
+
+def _traffic_at_rest() -> Traffic:
+    """Return what this rank's host has sent, once all ranks are here and their acknowledgements have been sent."""
+    dist.barrier()
+    time.sleep(0.1)
+    found = read_traffic()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_half_as_many_messages_cross_as_in_an_all_to_all(hosts: TwoHosts, tmp_path: Path) -> None:
+    run_ranks(_count_what_crosses, 4, tmp_path, hosts.places())
+
+
+_MEET = """
+import sys, torch
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching import launcher, process_group
+try:
+    process_group.init_process_group(launcher.detect(), torch.device("cpu"))
+except InputError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.slow
+def test_an_interface_that_the_other_host_does_not_reach_is_told_in_one_line(hosts: TwoHosts, tmp_path: Path) -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
+    place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        hosts.start(host, tmp_path / f"host{host}", place | {"RANK": str(host)}, sys.executable, "-c", _MEET)
+        for host in range(2)
+    ]
+    deadline = time.monotonic() + 60
+    while not any(codes := [rank.poll() for rank in ranks]):  # one of the two connects, the other waits for it
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert 1 in codes
+    said = (tmp_path / f"host{codes.index(1)}").read_text()
+    assert re.search(r"gloo cannot connect them .*; GLOO_SOCKET_IFNAME is lo: set it on each host", said), said
+    assert "Traceback" not in said
