@@ -31,6 +31,7 @@ from dlrm_overlap.simulate.workload import build_workload
 Row = Mapping[str, str]
 
 _LOOKUPS = {"baseline": "baseline", "pgas": "pgas", "fused": "fused"}
+_STEPS_IN_A_ROW = 16  # half of them until the ranks are as far apart as they stay
 _FREE = 1e9  # GB/s: what takes no time
 _BACKENDS = {"torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
 
@@ -151,16 +152,38 @@ def stage_ms(row: Row, gpu: GpuConfig, put: str = "stores") -> float:
     if backend == "baseline":  # TorchRec copies its output into the send buffer; this one sends it as it is
         config = stage_config(row, gpu, "torchrec", put)
         return simulate_stage_ms(config, copies=False)
-    return simulate_stage_ms(stage_config(row, gpu, backend, put))
+    config = stage_config(row, gpu, backend, put)
+    return simulate_stage_ms(config, steps=_STEPS_IN_A_ROW if backend == "fused" and put == "stores" else 1)
 
 
-def simulate_stage_ms(config: SimulateConfig, copies: bool = True) -> float:
-    """Return the simulated time of the stage's forward."""
+def simulate_stage_ms(config: SimulateConfig, copies: bool = True, steps: int = 1) -> float:
+    """Return the simulated time of the stage's forward, of many in a row the time of one.
+
+    In a row ranks need not keep step: where each slice has a flag of its own, a rank that has got all of its slices
+    begins the next step, whatever the others still send to each other.
+    """
     cluster = build_cluster(config)
     work = build_workload(config.model, config.work, cluster.world_size)
     engine = cluster.engine()
-    forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)
-    return engine.run().seconds * 1e3
+    ends = [forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)]
+    for _ in range(steps - 1):
+        ends.append(forward(engine, cluster, config, work, [[end] for end in ends[-1]], copies=copies))
+    timeline = engine.run()
+    last_s = [float(timeline.end_s[numbers].max()) for numbers in ends]
+    warm = len(ends) // 2  # the first ones begin together
+    return (last_s[-1] - (last_s[warm - 1] if warm else 0.0)) / (len(ends) - warm) * 1e3
+
+
+def fit_loop(rows: Sequence[Row]) -> dict[str, float]:
+    """Return how long a step of each contender takes over the host's time to issue it, where the host bounds it.
+
+    It is more than 1, since what times the steps takes the host's time as well. Rows on one and on two GPUs tell it.
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["world_size"] in ("1", "2"):
+            found.setdefault(row["contender"], []).append(float(row["median_ms"]) / float(row["host_ms"]))
+    return {contender: float(np.mean(ratios)) for contender, ratios in found.items()}
 
 
 def fit_host(rows: Sequence[Row]) -> dict[str, float]:
@@ -175,18 +198,29 @@ def fit_host(rows: Sequence[Row]) -> dict[str, float]:
 def predict(
     rows: Sequence[Row],
     gpu: GpuConfig,
-    host_ms: Mapping[str, float],
+    host_ms: Callable[[Row], float],
     chosen: Callable[[Row], bool],
     column: str = "median_ms",
+    mark: str = "",
 ) -> list[Prediction]:
-    """Return what the simulator says to those rows that are `chosen`, of contenders that it knows."""
+    """Return what the simulator says to those rows that are `chosen`, of contenders that it knows.
+
+    Args:
+        rows: of a figure of the stage.
+        gpu: what does the work.
+        host_ms: of a row, how long a step takes if only the host is waited for.
+        chosen: tells which rows to look at.
+        column: of the measured time.
+        mark: put behind the name of a row that `host_ms` bounds.
+    """
     found = []
     for row in rows:
         if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
             schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
             name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
-            simulated_ms = max(stage_ms(row, gpu), host_ms[row["contender"]])
-            found.append(Prediction(name, float(row[column]), simulated_ms))
+            on_gpus_ms, on_host_ms = stage_ms(row, gpu), host_ms(row)
+            name += mark if on_host_ms > on_gpus_ms else ""
+            found.append(Prediction(name, float(row[column]), max(on_gpus_ms, on_host_ms)))
     return found
 
 
@@ -200,25 +234,27 @@ def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 def fit_backward(rows: Sequence[Row], gpu: GpuConfig) -> GpuConfig:
     """Return `gpu` with the rates of updates under ids without skew, from rows of `bench backward` on two GPUs.
 
-    What a sort takes an id is the slope of push's `prepare_ms` over the number of ids. The time of the rows is that
-    with which the simulated backward takes as long as the measured one; over the bytes that remain with a cache without
-    bounds it gives a rate for each optimizer. Gradients that are read again come from the cache and take no time. Rows
-    with skewed ids would tell what they take, and what the longest runs of one row do.
+    A sort takes what the line of push's `prepare_ms` over the number of ids tells, an id and on top. The time of the
+    rows is that with which the simulated backward takes as long as the measured one; over the bytes that remain with a
+    cache without bounds it gives a rate for each optimizer. Those that the baseline's packing and collective move are
+    theirs, not its update's. Gradients that are read again come from the cache and take no time. Rows with skewed ids
+    would tell what they take, and what the longest runs of one row do.
     """
     push, baseline = ([row for row in rows if row["contender"] == name] for name in ("push", "baseline"))
-    slope, _ = _line([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
-    gpu = replace(gpu, sort_ns=_round(slope * 1e6))
-    return replace(gpu, update=_fit_update(push, gpu), baseline_update=_fit_update(baseline, gpu))
+    slope, constant_ms = _line([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
+    gpu = replace(gpu, sort_ns=_round(slope * 1e6), sort_us=_round(constant_ms * 1e3))
+    return replace(gpu, update=_fit_update(push, gpu, None), baseline_update=_fit_update(baseline, gpu, _FREE))
 
 
-def _fit_update(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
+def _fit_update(rows: Sequence[Row], gpu: GpuConfig, exchanged_gb_per_s: float | None) -> UpdateConfig:
     rates: dict[str, list[float]] = {}
     for row in rows:
         config = backward_config(row, gpu)
-        nbytes = build_workload(config.model, config.work, int(row["world_size"])).update.compulsory
+        update = build_workload(config.model, config.work, int(row["world_size"])).update
+        nbytes = update.compulsory - (update.exchanged if exchanged_gb_per_s else 0.0)
         rates.setdefault(row["optimizer"], []).append(nbytes / _rows_s(config, float(row["median_ms"])) / 1e9)
     sgd, adagrad = (_round(float(np.mean(rates[name]))) for name in ("sgd", "rowwise_adagrad"))
-    return UpdateConfig(sgd, adagrad, repeated_gb_per_s=_FREE)
+    return UpdateConfig(sgd, adagrad, repeated_gb_per_s=_FREE, exchanged_gb_per_s=exchanged_gb_per_s)
 
 
 def _rows_s(config: SimulateConfig, measured_ms: float) -> float:

@@ -29,6 +29,8 @@ class UpdateConfig:
     """of gradients that are read again, for further ids of a bag"""
     us: NonNegativeFloat = 0.0
     """that an update takes whatever its bytes"""
+    exchanged_gb_per_s: PositiveFloat | None = None
+    """of gradients that are read to be sent, and written where they arrive; null: as those of rows"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class GpuConfig:
     """FBGEMM's, of the backward collective, the sort of the ids aside"""
     sort_ns: NonNegativeFloat = 0.0
     """that an id takes to be sorted by row: beside the forward where the backward is push, else before the update"""
+    sort_us: NonNegativeFloat = 0.0
+    """that a sort takes on top, however few the ids: it is many small kernels"""
 
 
 @dataclass(frozen=True)

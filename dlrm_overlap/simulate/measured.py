@@ -13,12 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.gemm.plan import WHOLE
 from dlrm_overlap.simulate.calibrate import (
     Measured,
     Prediction,
+    Row,
     fit,
     fit_backward,
     fit_host,
+    fit_loop,
     fit_step,
     predict,
     predict_backward,
@@ -40,6 +43,8 @@ from dlrm_overlap.simulate.step import simulate
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
 _FULLEST = 1.08  # of the balanced plan on 4 ranks, docs/results/step.md
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
+_PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
+OWN_HOST = " †"
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
 _TWO_GPUS = re.compile(r"\*\*Two GPUs\*\* of another machine: ([\d.]+) ms against ([\d.]+) of `torchrec_strongest`")
@@ -79,7 +84,7 @@ def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | N
 
     There are models of `reduce_scatter` by `serial` and by `copies`: parts are copied to their owners, who sum them at
     the memory's rate. The product [M, N / W] x [N / W, K] takes as long as it was measured alone, `gemm_ms`, on each
-    rank; all that is simulated is what goes on beside and behind it.
+    rank; all that is simulated is what goes on beside and behind it, in as many parts as take the least time.
     """
     ways = {"serial": "serial", "copies": "software"}
     if row["operator"] != "reduce_scatter" or row["contender"] not in ways or row["device"] != "cuda":
@@ -104,7 +109,11 @@ def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | N
             sum_gb_per_s=gpu.copy_gb_per_s,
         ),
     )
-    return with_product_ms(config, float(row["gemm_ms"]))
+    config = with_product_ms(config, float(row["gemm_ms"]))
+    if row["contender"] == "serial":
+        return config
+    cut = (replace(config, product=replace(config.product, parts=parts)) for parts in _PARTS)
+    return min(cut, key=lambda config: simulate_product(config).ms)
 
 
 def calibrate_from(folder: Path) -> GpuConfig:
@@ -143,19 +152,29 @@ def _page(folder: Path) -> tuple[float, float, float]:
     return float(head[1]), float(two[1]), float(two[2])
 
 
+def _on_four(row: Row) -> bool:
+    return row["world_size"] == "4"
+
+
 def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of.
 
     Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
+    Of the others, of machines of which nothing else tells the host's time, those that the host bounds are marked with
+    OWN_HOST: the time of issuing a step is that of the row itself, `host_ms`, and all else of the step is simulated.
     Those of the backward are the rows without skew, by the rates of updates without skew, which a step does not use.
     """
     found: list[Prediction] = []
     small = read_rows(folder / "calibration" / "small_batch.csv")
-    host_ms = fit_host(small)
+    loop, least_ms = fit_loop(small), fit_host(small)
+
+    def issued_ms(row: Row) -> float:
+        return loop[row["contender"]] * float(row["host_ms"])
+
     for name in ("weak", "strong", "stage", "schedule"):
-        found += predict(read_rows(folder / f"{name}.csv"), gpu, host_ms, lambda row: row["world_size"] == "4")
+        found += predict(read_rows(folder / f"{name}.csv"), gpu, issued_ms, _on_four, mark=OWN_HOST)
     rows = [row | {"kind": "small batch"} for row in small]
-    found += predict(rows, gpu, host_ms, lambda row: row["world_size"] == "4", "p10_ms")
+    found += predict(rows, gpu, lambda row: least_ms[row["contender"]], _on_four, "p10_ms")
     unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
     found += predict_backward(read_rows(folder / "backward.csv"), unskewed)
     host = HostConfig(torchrec_ms=_page(folder)[2])

@@ -50,6 +50,16 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
     assert sort_s(config, work) == pytest.approx(work.ids * 0.1e-9)
+    launched = replace(config, gpu=replace(GPU, sort_us=200.0))
+    assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
+
+
+def test_what_the_collective_moves_need_not_count_as_the_update_s() -> None:
+    config = replace(CONFIG, exchange=ExchangeConfig(backend="torchrec"))
+    work = simulate(config).work
+    assert work.update.exchanged == 4 * (4096 * 96 * 64 + 16384 * 24 * 64)  # read by the sender, written at the owner
+    free = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, exchanged_gb_per_s=1e9)))
+    assert rows_s(config, work) - rows_s(free, work) == pytest.approx(work.update.exchanged / 2e12, rel=1e-5)
 
 
 def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:
