@@ -109,7 +109,7 @@ def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
     Where the loads and stores of the tiles alone take longer, they set the time.
     """
     few, many = 0.01, 100.0
-    for _ in range(24):
+    for _ in range(16):  # to 1 in 7000
         middle = (few * many) ** 0.5
         tried = replace(config, gpu=replace(config.gpu, dense_efficiency=middle))
         few, many = (middle, many) if product_alone_ms(tried) > ms else (few, middle)

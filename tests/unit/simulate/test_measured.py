@@ -11,7 +11,7 @@ import yaml
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.simulate.calibrate import read_rows
 from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.measured import calibrate_from, predict_all, product_config, step_config
+from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products, product_config, step_config
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
 from dlrm_overlap.traffic import count_dense
@@ -48,6 +48,15 @@ def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
     for each in predictions:
         line = f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |"
         assert line in page, "docs/simulator.md says how far each row is off"
+
+
+def test_products_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
+    predictions = predict_products(read_rows(RESULTS / "gemm.csv"), gpu)
+    assert len(predictions) == 14
+    page = Path("docs/simulator.md").read_text()
+    for each in predictions:
+        assert abs(each.error) <= WITHIN, each.name
+        assert f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |" in page
 
 
 def test_rows_on_four_gpus_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
