@@ -63,6 +63,8 @@ class UpdateBytes(NamedTuple):
     """the part of `hbm` that would remain with a cache without bounds, so that no gradient is read twice"""
     exchanged: float
     """the part of both that the exchange of gradients moves: each is read where it comes from, written where it goes"""
+    gradients: float
+    """the part of both that reads each gradient once, for the rows that it is added to"""
     link: float
     """out over its links"""
 
@@ -97,7 +99,7 @@ def update_bytes(
         hbm += shard.ids * _PLACE_BYTES
         named += shard.ids * shard.dim * wire_bytes
         once += shard.filled_bags * shard.dim * wire_bytes
-    return UpdateBytes(hbm + named, hbm + once, exchanged, own_samples * (total_dim - owner_dim) * wire_bytes)
+    return UpdateBytes(hbm + named, hbm + once, exchanged, once, own_samples * (total_dim - owner_dim) * wire_bytes)
 
 
 class DenseCounts(NamedTuple):

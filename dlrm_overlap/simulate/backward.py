@@ -42,7 +42,8 @@ def rows_s(config: SimulateConfig, work: Workload) -> float:
     once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
     update = work.update
     demands = (
-        (update.compulsory - update.exchanged, once),
+        (update.compulsory - update.exchanged - update.gradients, once),
+        (update.gradients, rates.gradients_gb_per_s or once),
         (update.exchanged, rates.exchanged_gb_per_s or once),
         (update.hbm - update.compulsory, rates.repeated_gb_per_s),
     )

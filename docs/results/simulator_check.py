@@ -13,7 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from dlrm_overlap.simulate.calibrate import Prediction, fit_backward, read_rows
+from dlrm_overlap.simulate.calibrate import Prediction, read_rows
+from dlrm_overlap.simulate.calibrate_updates import fit_backward
 from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products
 
 FOLDER = Path(__file__).parent

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +12,23 @@ import yaml
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.simulate.calibrate import read_rows
 from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products, product_config, step_config
+from dlrm_overlap.simulate.measured import (
+    OWN_HOST,
+    calibrate_from,
+    predict_all,
+    predict_products,
+    product_config,
+    step_config,
+)
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
 from dlrm_overlap.traffic import count_dense
 
 RESULTS = Path("docs/results")
 WITHIN = 0.10
-# Not predicted, and docs/simulator.md says why: the host of another machine, staged slices under an order that makes
-# all ranks write to one, a step whose kernels are short, FBGEMM's update where rows are not the greater part.
-MISSED = {
-    "schedule fused linear, 0..16 x 128",
-    "step torchrec_strongest dot, 2048 samples",
-    "step pgas_graph dot, 2048 samples",
-    "backward baseline sgd, 1 x 64",
-    "backward baseline rowwise_adagrad, 1 x 64",
-}
+# Not predicted, and docs/simulator.md says why: steps in a row under an order that makes all ranks write to one, and a
+# step that takes longer on four GPUs than its work on two tells.
+MISSED = {"schedule fused linear, 0..16 x 128", "step fused_graph dcn, 16384 samples"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,8 @@ def test_the_file_of_rates_is_what_the_rows_tell(gpu: GpuConfig) -> None:
 def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
     predictions = predict_all(RESULTS, gpu)
     assert {each.name for each in predictions if abs(each.error) > WITHIN} == MISSED
-    assert len(predictions) - len(MISSED) >= 50
+    predicted = [each for each in predictions if not each.name.endswith(OWN_HOST)]
+    assert len(predicted) - len(MISSED) >= 52
     page = Path("docs/simulator.md").read_text()
     for each in predictions:
         line = f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |"
@@ -62,6 +65,7 @@ def test_products_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
 def test_rows_on_four_gpus_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
     """Each time on four GPUs is doubled: the rates stay."""
     (tmp_path / "step.md").write_text((RESULTS / "step.md").read_text())
+    shutil.copytree(RESULTS / "calibration", tmp_path / "calibration")
     for name in ("weak", "strong", "step"):
         rows = read_rows(RESULTS / f"{name}.csv")
         for row in rows:

@@ -106,7 +106,7 @@ def test_small_parts_at_both_ends_are_seen_alone() -> None:
 
 
 def test_each_product_has_the_tiles_that_suit_it() -> None:
-    """8 rows of tiles by 24 programs: 4 columns of 256, 2 in turn, or 6 of 192, 2 in turn. One row: 8 columns of 128."""
+    """8 rows of tiles by 24 programs: 4 columns of 256, 2 in turn, or 6 of 192, 2 in turn. One row: 8 of 128."""
     shape = ProductConfig(n=1024, programs=24, tile_n=256)
     waves = waves_of_products(shape, 512, [1024, 128])
     assert [wave.size for wave in waves] == [0.75, 0.75, 0.5]
