@@ -64,7 +64,7 @@ def test_what_the_collective_moves_need_not_count_as_the_update_s() -> None:
 
 
 def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
-    """A bottom MLP of one layer, a top MLP of two, five tables: 15 pairs of dim 64, 4096 samples, three products each."""
+    """A bottom MLP of one layer, a top MLP of two, five tables: 15 pairs of dim 64, 4096 samples, 3 products each."""
     model = ModelConfig(dim=64, bottom_mlp=[64], top_mlp=[32, 1])
     config = replace(CONFIG, model=model, work=replace(CONFIG.work, tables=5))
     work = build_workload(model, config.work, 4)
