@@ -33,7 +33,7 @@ def collective_backward(config: SimulateConfig) -> bool:
 
 def sort_s(config: SimulateConfig, work: Workload) -> float:
     """Return how long a rank's ids take to be sorted, in seconds."""
-    return work.ids * config.gpu.sort_ns / 1e9
+    return work.ids * config.gpu.sort_ns / 1e9 + config.gpu.sort_us / 1e6
 
 
 def rows_s(config: SimulateConfig, work: Workload) -> float:
@@ -41,8 +41,13 @@ def rows_s(config: SimulateConfig, work: Workload) -> float:
     rates: UpdateConfig = config.gpu.baseline_update if config.exchange.backend == "torchrec" else config.gpu.update
     once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
     update = work.update
-    seconds = update.compulsory / once / 1e9 + (update.hbm - update.compulsory) / rates.repeated_gb_per_s / 1e9
-    return seconds + rates.us / 1e6
+    demands = (
+        (update.compulsory - update.exchanged - update.gradients, once),
+        (update.gradients, rates.gradients_gb_per_s or once),
+        (update.exchanged, rates.exchanged_gb_per_s or once),
+        (update.hbm - update.compulsory, rates.repeated_gb_per_s),
+    )
+    return sum(nbytes / gb_per_s / 1e9 for nbytes, gb_per_s in demands) + rates.us / 1e6
 
 
 def gradient_parts(config: SimulateConfig, work: Workload) -> list[float]:

@@ -45,14 +45,14 @@ def exchange(
 
 def arrivals(engine: Engine, cluster: Cluster, sends: Sequence[int], name: str) -> list[int]:
     """Return for each rank an activity that ends when all of `sends`, one a rank, have ended and arrived."""
-    W, every = cluster.world_size, np.arange(cluster.world_size)
     sent = engine.add(f"{name}: all sent", {}, after=sends, lane="flags")
-    return [
-        engine.add(
-            f"{name}: arrived", {}, after=[sent], rank=rank, lane="flags", delay_s=cluster.latency_s(rank, every)
-        )
-        for rank in range(W)
-    ]
+    return [arrival(engine, cluster, rank, [sent], name) for rank in range(cluster.world_size)]
+
+
+def arrival(engine: Engine, cluster: Cluster, rank: int, sends: Sequence[int], name: str) -> int:
+    """Return an activity that ends when `sends`, of any ranks, have ended and arrived at `rank`."""
+    latency_s = cluster.latency_s(rank, np.arange(cluster.world_size))
+    return engine.add(f"{name}: arrived", {}, after=sends, rank=rank, lane="flags", delay_s=latency_s)
 
 
 def pairwise_all_to_all(

@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dlrm_overlap.config import InputError, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, parse_multi_hot
+from dlrm_overlap.config import (
+    InputError,
+    ModelConfig,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    parse_multi_hot,
+)
 from dlrm_overlap.simulate.product_config import ProductConfig
 
 
@@ -29,6 +37,22 @@ class UpdateConfig:
     """of gradients that are read again, for further ids of a bag"""
     us: NonNegativeFloat = 0.0
     """that an update takes whatever its bytes"""
+    gradients_gb_per_s: PositiveFloat | None = None
+    """of gradients that are read for the first time; null: as those of rows"""
+    exchanged_gb_per_s: PositiveFloat | None = None
+    """of gradients that are read to be sent, and written where they arrive; null: as those of rows"""
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """How many kernels of the dense part wait for one another, as compiled and captured; a cross layer is a layer."""
+
+    forward: NonNegativeInt = 2
+    """of a layer, or of the dot products, in the forward: product, activation"""
+    backward: NonNegativeInt = 5
+    """likewise in the backward: two products, two that sum the bias' gradient, the activation's"""
+    loss: NonNegativeInt = 9
+    """of the loss, of casts, and of what else the forward has once"""
 
 
 @dataclass(frozen=True)
@@ -51,11 +75,15 @@ class GpuConfig:
     """at which programs that pool put staged slices to peers, instead of pooling"""
     tflop_per_s: PositiveFloat = 790.0
     """of matrix products in bf16, at best"""
-    dense_efficiency: PositiveFloat = 0.5629
+    dense_efficiency: PositiveFloat = 0.6196
     """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
-    kernel_us: NonNegativeFloat = 5.273
+    kernel_us: NonNegativeFloat = 3.812
     """that each kernel of a captured step takes beside its work, where the next one waits for it"""
-    step_us: NonNegativeFloat = 142.0
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """of the dense part"""
+    pair_tflop_per_s: PositiveFloat | None = 6.46
+    """of the dot interaction's products, each pair counted once; null: as of other products"""
+    step_us: NonNegativeFloat = 15.2
     """that a captured step takes around its kernels: its launch, counters, what awaits the next batch's ids"""
     optimizer_gb_per_s: PositiveFloat = 4044.0
     """of the dense optimizer's 26 bytes a parameter"""
@@ -65,12 +93,14 @@ class GpuConfig:
     """the lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
     """the lookup of the backend fused"""
-    update: UpdateConfig = field(default_factory=UpdateConfig)
+    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2401.0, 2401.0, 2401.0))
     """the update of rows of the backward push"""
-    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2500.0, 2500.0, 2500.0))
-    """FBGEMM's, of the backward collective, the sort of the ids aside"""
+    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(1849.0, 1849.0, 1849.0))
+    """FBGEMM's, of the backward collective"""
     sort_ns: NonNegativeFloat = 0.0
     """that an id takes to be sorted by row: beside the forward where the backward is push, else before the update"""
+    sort_us: NonNegativeFloat = 0.0
+    """that a sort takes on top, however few the ids: it is many small kernels"""
 
 
 @dataclass(frozen=True)

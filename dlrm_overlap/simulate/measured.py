@@ -13,23 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.gemm.plan import WHOLE
 from dlrm_overlap.simulate.calibrate import (
     Measured,
     Prediction,
+    Row,
     fit,
-    fit_backward,
     fit_host,
+    fit_loop,
     fit_step,
     predict,
-    predict_backward,
     read_rows,
 )
+from dlrm_overlap.simulate.calibrate_updates import fit_backward, fit_traced_updates, predict_backward
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
     HostConfig,
     NetworkConfig,
     SimulateConfig,
+    UpdateConfig,
     WorkConfig,
 )
 from dlrm_overlap.simulate.product import simulate_product, with_product_ms
@@ -40,9 +43,10 @@ from dlrm_overlap.simulate.step import simulate
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
 _FULLEST = 1.08  # of the balanced plan on 4 ranks, docs/results/step.md
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
+_PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
+OWN_HOST = " †"
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
-_TWO_GPUS = re.compile(r"\*\*Two GPUs\*\* of another machine: ([\d.]+) ms against ([\d.]+) of `torchrec_strongest`")
 
 
 def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> SimulateConfig:
@@ -79,7 +83,7 @@ def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | N
 
     There are models of `reduce_scatter` by `serial` and by `copies`: parts are copied to their owners, who sum them at
     the memory's rate. The product [M, N / W] x [N / W, K] takes as long as it was measured alone, `gemm_ms`, on each
-    rank; all that is simulated is what goes on beside and behind it.
+    rank; all that is simulated is what goes on beside and behind it, in as many parts as take the least time.
     """
     ways = {"serial": "serial", "copies": "software"}
     if row["operator"] != "reduce_scatter" or row["contender"] not in ways or row["device"] != "cuda":
@@ -104,67 +108,83 @@ def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | N
             sum_gb_per_s=gpu.copy_gb_per_s,
         ),
     )
-    return with_product_ms(config, float(row["gemm_ms"]))
+    config = with_product_ms(config, float(row["gemm_ms"]))
+    if row["contender"] == "serial":
+        return config
+    cut = (replace(config, product=replace(config.product, parts=parts)) for parts in _PARTS)
+    return min(cut, key=lambda config: simulate_product(config).ms)
 
 
 def calibrate_from(folder: Path) -> GpuConfig:
     """Return the rates that rows on one and two GPUs tell; `folder` is docs/results.
 
-    Two times are on the page step.md alone: the head on one GPU, and the captured step on two.
+    One time is on the page step.md alone, that of the head on one GPU.
     """
     gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), GpuConfig())
-    head_us, two_ms, _ = _page(folder)
-    steps = [row for row in read_rows(folder / "step.csv") if row["contender"] == "pgas_graph"]
-    quickstart = next(row for row in steps if row["world_size"] == "1")
-    shape = step_config(next(row for row in steps if row["arch"] == "dcn"), gpu, HostConfig())
+    traced = read_rows(folder / "calibration" / "timeline.csv")
+    gpu = replace(gpu, update=_traced_updates(traced, "pgas_graph", ["update"]))
+    gpu = replace(gpu, baseline_update=_traced_updates(traced, "torchrec_strongest", ["update", "sort"]))
+    quickstart = next(row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and _captured(row))
+    shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu, HostConfig())
     samples = 8192
-    one, two = (
-        replace(
-            shape,
-            network=NetworkConfig(gpus_per_host=gpus),
-            work=replace(shape.work, global_batch=samples * gpus),
-        )
-        for gpus in (1, 2)
-    )
+    alone = replace(shape, network=NetworkConfig(gpus_per_host=1), work=replace(shape.work, global_batch=samples))
+    head = _HEAD.search((folder / "step.md").read_text())
+    assert head is not None, "step.md has the time of the head"
     return fit_step(
         gpu,
         Measured(step_config(quickstart, gpu, HostConfig()), float(quickstart["median_ms"])),
-        Measured(one, head_us / 1e3),
-        Measured(two, two_ms),
+        Measured(alone, float(head[1]) / 1e3),
     )
 
 
-def _page(folder: Path) -> tuple[float, float, float]:
-    """Return from step.md: us of the head on one GPU, ms of a step of pgas and of torchrec on two GPUs."""
-    text = (folder / "step.md").read_text()
-    head, two = _HEAD.search(text), _TWO_GPUS.search(text)
-    assert head is not None, "step.md has the time of the head"
-    assert two is not None, "step.md has the step on two GPUs"
-    return float(head[1]), float(two[1]), float(two[2])
+def _captured(row: Row) -> bool:
+    return row["contender"] == "pgas_graph"
+
+
+def _traced_updates(rows: Sequence[Row], contender: str, kinds: Sequence[str]) -> UpdateConfig:
+    """Return the rate of updates in traced steps of `contender`; the kernels of `kinds` count as the update's."""
+    chosen = [row for row in rows if row["contender"] == contender]
+    steps = {(row["arch"], row["global_batch"]): row for row in chosen}
+    traced = []
+    for key, step in steps.items():
+        ranks = [row for row in chosen if (row["arch"], row["global_batch"]) == key]
+        ms = [sum(float(row[f"{kind}_kernels_ms"]) for kind in kinds) for row in ranks]
+        traced.append(Measured(step_config(step, GpuConfig(), HostConfig()), sum(ms) / len(ms)))
+    return fit_traced_updates(traced)
+
+
+def _on_four(row: Row) -> bool:
+    return row["world_size"] == "4"
 
 
 def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of.
 
     Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
+    Of the others, of machines of which nothing else tells the host's time, those that the host bounds are marked with
+    OWN_HOST: the time of issuing a step is that of the row itself, `host_ms`, and all else of the step is simulated.
     Those of the backward are the rows without skew, by the rates of updates without skew, which a step does not use.
     """
     found: list[Prediction] = []
     small = read_rows(folder / "calibration" / "small_batch.csv")
-    host_ms = fit_host(small)
+    loop, least_ms = fit_loop(small), fit_host(small)
+
+    def issued_ms(row: Row) -> float:
+        return loop[row["contender"]] * float(row["host_ms"])
+
     for name in ("weak", "strong", "stage", "schedule"):
-        found += predict(read_rows(folder / f"{name}.csv"), gpu, host_ms, lambda row: row["world_size"] == "4")
+        found += predict(read_rows(folder / f"{name}.csv"), gpu, issued_ms, _on_four, mark=OWN_HOST)
     rows = [row | {"kind": "small batch"} for row in small]
-    found += predict(rows, gpu, host_ms, lambda row: row["world_size"] == "4", "p10_ms")
+    found += predict(rows, gpu, lambda row: least_ms[row["contender"]], _on_four, "p10_ms")
     unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
     found += predict_backward(read_rows(folder / "backward.csv"), unskewed)
-    host = HostConfig(torchrec_ms=_page(folder)[2])
     for row in read_rows(folder / "step.csv"):
-        if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
+        if _on_four(row) and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
             samples = int(row["global_batch"]) // 4
-            name = f"step {row['contender']} {row['arch']}, {samples} samples"
-            simulated_ms = simulate(step_config(row, gpu, host)).ms
-            found.append(Prediction(name, float(row["median_ms"]), simulated_ms))
+            torchrec = _CONTENDERS[row["contender"]] == "torchrec"
+            host = HostConfig(torchrec_ms=float(row["host_ms"]))
+            name = f"step {row['contender']} {row['arch']}, {samples} samples{OWN_HOST if torchrec else ''}"
+            found.append(Prediction(name, float(row["median_ms"]), simulate(step_config(row, gpu, host)).ms))
     return found
 
 

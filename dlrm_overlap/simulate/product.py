@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dlrm_overlap.gemm.plan import WHOLE, Part, halve, scattered_parts, turns
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine, Timeline
-from dlrm_overlap.simulate.tiles import Wave, tile_waves
+from dlrm_overlap.simulate.tiles import Wave, tile_waves, waves_of_products
 
 _SUMS, _USUAL, _COPIES_LAST = 1, 0, -1  # priorities: programs that sum hold their multiprocessors
 
@@ -108,7 +109,7 @@ def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
     Where the loads and stores of the tiles alone take longer, they set the time.
     """
     few, many = 0.01, 100.0
-    for _ in range(24):
+    for _ in range(16):  # to 1 in 7000
         middle = (few * many) ** 0.5
         tried = replace(config, gpu=replace(config.gpu, dense_efficiency=middle))
         few, many = (middle, many) if product_alone_ms(tried) > ms else (few, middle)
@@ -150,7 +151,11 @@ class _Graph:
         """Add the product; return for each rank and part the activities with whose ends it is there, or has left."""
         serial = self.product.way == "serial"
         terms = self.product.terms // self.parts
-        waves = tile_waves(self.product, terms, 1 if serial else self.parts, cached_results=not self.near_memory)
+        if self.product.way == "software" and self.product.pattern == "direct":
+            rows = [len(part.ranks) * (part.end - part.begin) for part in self._direct_parts()]
+            waves = waves_of_products(self.product, terms, rows)
+        else:
+            waves = tile_waves(self.product, terms, 1 if serial else self.parts, cached_results=not self.near_memory)
         per_s = self.gpu.tflop_per_s * 1e12 * self.gpu.dense_efficiency
         flop = 2.0 * self.product.tile_m * self.product.tile_n * terms * self.product.programs
         first = min(1.0, self.product.k_step / terms)
@@ -162,9 +167,11 @@ class _Graph:
         last: list[int] = []
         sent: list[int] = []  # what goes to the next rank, of the wave before; the programs are one wave ahead of it
         for wave in waves:
+            if wave.opens:
+                last = [self._after(rank, last, self.gpu.kernel_us)]
             loaded, rest = wave.read_bytes * first, wave.read_bytes * (1 - first)
             begun = add("load", {of: memory(loaded)}, max(loaded, 1.0), last, rank=rank, lane="product")
-            demands = {rank: computes_s, of: memory(rest)}
+            demands = {rank: computes_s * wave.size, of: memory(rest)}
             last = [add("compute", demands, max(rest, 1.0), [begun], rank=rank, lane="product")]
             away = float(wave.stored_bytes[0]) if self.near_memory else 0.0
             here = float(wave.stored_bytes.sum()) - away
@@ -183,7 +190,7 @@ class _Graph:
                 self.memory.product_read += wave.read_bytes
                 self.memory.product_written += away + here
         self.last_stores.append(last[0])
-        return done if len(done) == self.parts else [done[0]] * self.parts
+        return done if len(done) > 1 else [done[0]] * self.parts
 
     def add_scatter(self, done: list[list[list[int]]]) -> list[int]:
         """Add the reduce-scatter; return for each rank the activity with whose end its sums are there."""
@@ -195,6 +202,10 @@ class _Graph:
 
     def _ended(self, after: list[list[int]]) -> list[int]:
         return [self.engine.add("sums are there", {}, after=each, rank=rank) for rank, each in enumerate(after)]
+
+    def _after(self, rank: int, before: list[int], wait_us: float) -> int:
+        """Add an activity that ends so long after others."""
+        return self.engine.add("waits", {}, after=before, rank=rank, delay_s=wait_us / 1e6)
 
     def _count(self, read: float, written: float) -> None:
         self.memory.scatter_read += read * self.part_bytes
@@ -218,37 +229,55 @@ class _Graph:
             last = [[sent[r], sent[r - 1]] for r in range(self.ranks)]
         return self._ended(last)
 
-    def _sum(self, rank: int, read: float, after: list[int]) -> int:
-        """Add a kernel that reads so many parts and writes one, on a share of the multiprocessors."""
-        nbytes = (read + 1) * self.part_bytes
+    def _sum(self, rank: int, read: float, after: list[int], share: float = 1.0) -> int:
+        """Add a kernel that reads a share of so many parts and writes it, on a share of the multiprocessors."""
+        nbytes = (read + 1) * share * self.part_bytes
         least_s = nbytes / min(self.product.sum_gb_per_s, self.gpu.memory_gb_per_s) / 1e9
         demands = {rank: least_s * self.product.sum_share, self.ranks + rank: self._memory_s(nbytes)}
         if rank == 0:
-            self._count(read, 1)
+            self._count(read * share, share)
         return self.engine.add("sum", demands, nbytes, after, rank=rank, lane="sum", least_s=least_s, priority=_SUMS)
 
-    def _copy(self, rank: int, to: int, after: list[int]) -> int:
-        b = self.part_bytes
+    def _copy(self, rank: int, to: int, after: list[int], share: float = 1.0, wait_us: float = 0.0) -> int:
+        b = self.part_bytes * share
         if rank == 0:
-            self._count(1, 1)
-        return self._move(rank, to, "copy", b, b, b, after, self.product.trigger_us / 1e6)
+            self._count(share, share)
+        return self._move(rank, to, "copy", b, b, b, after, wait_us / 1e6)
 
     def _ring_by_copies(self, done: list[list[list[int]]]) -> list[int]:
         ready = [each[0] for each in done]
         for part in range(1, self.parts):
-            sent = [self._copy(r, (r + 1) % self.ranks, ready[r]) for r in range(self.ranks)]
+            wait_us = self.product.trigger_us
+            sent = [self._copy(r, (r + 1) % self.ranks, ready[r], wait_us=wait_us) for r in range(self.ranks)]
             ready = [[self._sum(r, 2, [sent[r - 1], *done[r][part]])] for r in range(self.ranks)]
         return self._ended(ready)
 
+    def _direct_parts(self) -> list[Part]:
+        """Return the parts of rank 0's rows in the order of their products, its own last; other ranks' are as large."""
+        rows = self.product.m // self.parts
+        return [*scattered_parts(0, self.parts, rows, self.product.parts), Part(range(1), 0, rows)]
+
     def _direct_by_copies(self, done: list[list[list[int]]]) -> list[int]:
-        copied: list[list[int]] = [[] for _ in range(self.ranks)]  # one after the other, to a rank
-        last: list[list[int]] = [[] for _ in range(self.ranks)]
-        for part in range(self.parts - 1):
+        """Copy each part when it is multiplied; add up the last sender's parts of each rank as they come."""
+        rows, last_turn = self.product.m // self.parts, self.parts - 1
+        order = turns(0, self.parts)
+        pieces = [(0, rows)] if self.product.parts == WHOLE else halve(rows, self.product.parts)
+        copied: list[list[int]] = [[] for _ in range(self.ranks)]  # to a rank, by all but its last sender
+        arrived: list[list[int]] = [[] for _ in range(self.ranks)]  # by its last sender, in the order of `pieces`
+        last: list[list[int]] = [[] for _ in range(self.ranks)]  # one after the other
+        for number, part in enumerate(self._direct_parts()[:-1]):
+            ready = [self._after(r, done[r][number], self.product.trigger_us) for r in range(self.ranks)]
+            for turn in sorted(1 + order.index(peer) for peer in part.ranks):
+                for r in range(self.ranks):
+                    to = (r + turn) % self.ranks
+                    last[r] = [self._copy(r, to, [ready[r], *last[r]], (part.end - part.begin) / rows)]
+                    (arrived if turn == last_turn else copied)[to] += last[r]
+        sums = [each[-1] for each in done]
+        for number, (begin, end) in enumerate(pieces):
             for r in range(self.ranks):
-                to = (r + 1 + part) % self.ranks
-                last[r] = [self._copy(r, to, [*done[r][part], *last[r]])]
-                copied[to] += last[r]
-        return self._ended([[self._sum(r, self.parts, [*copied[r], *done[r][-1]])] for r in range(self.ranks)])
+                seen = self._after(r, [*sums[r], *copied[r], arrived[r][number]], self.gpu.kernel_us)
+                sums[r] = [self._sum(r, self.parts, [seen], (end - begin) / rows)]
+        return self._ended(sums)
 
     def _ring_in_memory(self, done: list[list[list[int]]]) -> list[int]:
         arrived, b = [done[r - 1][0] for r in range(self.ranks)], self.part_bytes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dlrm_overlap.config import InputError, NonNegativeFloat, PositiveFloat, PositiveInt
+from dlrm_overlap.config import InputError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class ProductConfig:
     the same, with the product's memory accesses first; ideal: product and reduce-scatter side by side, as if alone"""
     pattern: Literal["ring", "direct"] = "ring"
     """ring: a part goes from rank to rank, growing; direct, software only: a part goes to its owner, who sums all"""
+    parts: NonNegativeInt = 0
+    """direct: ranges in which the rows of the first and of the last owner are multiplied and sent, those of the first
+    from small to large, those of the last the other way, as the way copies of our products has them; 0: whole"""
     gather: bool = True
     """whether an all-gather follows, so that the whole is an all-reduce"""
     element_bytes: PositiveInt = 2

@@ -19,7 +19,7 @@ import numpy as np
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
 from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.collectives import arrivals
+from dlrm_overlap.simulate.collectives import arrival, arrivals
 from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
@@ -205,12 +205,14 @@ def _fused_forward(
     put = puts_to_host(config, work, to_host / alone_s * (1 if schedule == "balanced" else hosts))
     arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for what one rank stores there
     ends = []
+    last_to: list[list[int]] = [[] for _ in range(W)]  # to each rank, the last wave of each that has something for it
     for rank in range(W):
         full, near = _fullest(config, rank), cluster.same_host(rank)
         parts = waves(rank, W, schedule, count)
         if hosts == 1:
             parts = _merge(parts)
         last, puts = list(after[rank]), []
+        to: dict[int, int] = {}
         for part in parts:
             inside = np.where(near, part, 0.0) * work.pair_bytes * full
             inside[rank] = 0.0
@@ -220,6 +222,7 @@ def _fused_forward(
                 own_s += inside.sum() / gpu.staged_gb_per_s / 1e9
             demands = cluster.sent(rank, inside, memory_s=inside / gpu.memory_gb_per_s / 1e9, own_s=max(own_s, 0.0))
             last = [engine.add("pool", demands, work.hbm_bytes * part.sum() / W, last, rank=rank, lane="memory")]
+            to |= dict.fromkeys(np.nonzero(inside)[0].tolist(), last[0])
             away = np.where(near, 0.0, part) * work.pair_bytes * full
             if away.any():
                 issue_s = away.sum() / put.bytes * config.network.message_ns / 1e9
@@ -227,7 +230,13 @@ def _fused_forward(
                 ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=put.wait_s)
                 puts = [engine.add("put", demands, float(away.sum()), [ready, *puts], rank=rank, lane="network")]
         ends.append(engine.add("sent", {}, after=[*last, *puts], rank=rank, lane="flags"))
-    return arrivals(engine, cluster, ends, "embeddings") if W > 1 else ends
+        for destination, wave in to.items():
+            last_to[destination].append(wave)
+    if W == 1:
+        return ends
+    if staged and hosts == 1:  # a flag a slice
+        return [arrival(engine, cluster, r, [*last_to[r], ends[r]], "embeddings") for r in range(W)]
+    return arrivals(engine, cluster, ends, "embeddings")
 
 
 def _merge(parts: np.ndarray) -> list[np.ndarray]:

@@ -43,8 +43,10 @@ class DenseSeconds(NamedTuple):
     weights: float
     """gradients of the cross network's weights, which pgas and fused take behind the backward; else 0"""
     bottom_backward: float
-    bottom_kernels: int
-    head_kernels: int
+    bottom_forward_kernels: int
+    bottom_backward_kernels: int
+    head_forward_kernels: int
+    head_backward_kernels: int
     counts: DenseCounts
 
 
@@ -58,18 +60,25 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
     bottom = 2 * work.samples * sum(inputs * neurons for inputs, neurons in layers)
     bottom_backward = 2 * bottom - 2 * work.samples * layers[0][0] * layers[0][1]
     head = (counts.flop - bottom - bottom_backward) / 3
-    cross = 0.0
+    cross = pairs_s = 0.0
+    if model.arch == "dot" and config.gpu.pair_tflop_per_s:
+        pairs = 2.0 * work.samples * (tables + 1) * tables // 2 * model.dim
+        pairs_s, head = pairs / config.gpu.pair_tflop_per_s / 1e12, head - pairs
     if model.arch == "dcn" and not collective_backward(config):
         width = (tables + 1) * model.dim
         cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
+    kernels = config.gpu.kernels
+    layers_of_head = len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1)
     return DenseSeconds(
         bottom_forward=bottom / rate,
-        head_forward=head / rate,
-        head_backward=(2 * head - cross) / rate,
+        head_forward=head / rate + pairs_s,
+        head_backward=(2 * head - cross) / rate + 2 * pairs_s,
         weights=cross / rate,
         bottom_backward=bottom_backward / rate,
-        bottom_kernels=len(model.bottom_mlp),
-        head_kernels=len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1),
+        bottom_forward_kernels=kernels.forward * len(model.bottom_mlp),
+        bottom_backward_kernels=kernels.backward * len(model.bottom_mlp),
+        head_forward_kernels=kernels.forward * layers_of_head + kernels.loss,
+        head_backward_kernels=kernels.backward * layers_of_head,
         counts=counts,
     )
 
@@ -132,19 +141,21 @@ def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Wo
             engine, cluster, config, work.id_bytes / (cluster.world_size - 1), none, "ids", collective=baseline
         )
     embeddings = stage.forward(engine, cluster, config, work, each(begun))
-    bottom = products("bottom MLP", dense.bottom_forward, each(begun), dense.bottom_kernels)
-    head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_kernels)
+    bottom = products("bottom MLP", dense.bottom_forward, each(begun), dense.bottom_forward_kernels)
+    head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_forward_kernels)
     buckets = _BUCKETS if collective else 1
     back, pieces = head, []
     for _ in range(buckets):
-        back = products("head's backward", dense.head_backward / buckets, each(back), dense.head_kernels / buckets)
+        back = products(
+            "head's backward", dense.head_backward / buckets, each(back), dense.head_backward_kernels / buckets
+        )
         pieces.append(back)
     first, weights = back, back
     if dense.weights:
         layers = config.model.cross_layers
         first = products("weights' gradients, first", dense.weights / layers, each(back), 1)
         weights = products("weights' gradients", dense.weights * (layers - 1) / layers, each(first), 1)
-    bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_kernels)
+    bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_backward_kernels)
     sorts_s = 0.0 if collective else sort_s(config, work)
     ids = [engine.add("sort", {}, after=[begun[r]], rank=r, lane="ids", least_s=sorts_s) for r in ranks if sorts_s]
     gradients = each(back if collective else first)

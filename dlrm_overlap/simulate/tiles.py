@@ -8,7 +8,8 @@ panels that have been used since then, each counted once, and of all results tha
 Example: two panels of 4 MB used in turns, a cache of 6 MB: d = 8 MB at each use, so 6 / 8 is found and 1 MB read.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +24,10 @@ class Wave:
     """of the inputs, from the memory"""
     stored_bytes: np.ndarray
     """[parts] float64, of the result, for each part"""
+    size: float = 1.0
+    """of its tiles, over those that the product is said to have"""
+    opens: bool = False
+    """whether it is the first of a kernel, which comes behind another one"""
 
 
 def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: bool) -> list[Wave]:
@@ -56,6 +61,29 @@ def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: b
         read = float((panel_bytes[panels] * (1.0 - kept)).sum())
         found.append(Wave(read, stored))
     return found
+
+
+def waves_of_products(product: ProductConfig, terms: int, rows: Sequence[int]) -> list[Wave]:
+    """Return the waves of several products, one kernel behind the other, each with so many rows; each makes a part.
+
+    Each reads the right input anew, and has the tiles that suit it best, as a library chooses them: as wide as those of
+    `product`, three quarters or half of that, whichever computes the fewest columns of tiles one after the other.
+    """
+    found: list[Wave] = []
+    for part, count in enumerate(rows):
+        widths = (max(product.tile_n * quarters // 4, 1) for quarters in (4, 3, 2))
+        each = min((replace(product, m=count, tile_n=width) for width in widths), key=_columns_in_turn)
+        for number, wave in enumerate(tile_waves(each, terms, 1, cached_results=True)):
+            stored = np.zeros(len(rows))
+            stored[part] = wave.stored_bytes[0]
+            found.append(Wave(wave.read_bytes, stored, each.tile_n / product.tile_n, opens=number == 0))
+    return found
+
+
+def _columns_in_turn(product: ProductConfig) -> int:
+    """Return how many columns of tiles' results each program computes, one tile after the other."""
+    tiles = -(-product.m // product.tile_m) * -(-product.n // product.tile_n)
+    return -(-tiles // product.programs) * product.tile_n
 
 
 def _sizes(length: int, tile: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Print what rows on one and two GPUs tell of a GPU, and what the simulator says to the rows on four, as Markdown.
 
 Run it as `python docs/results/simulator_check.py [--write]`. The first part is the section `gpu` of
-`configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`, which `--write` puts there. Where there are
-rows of `bench gemm`, a third tells what the simulator says to them.
+`configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`, the third that of the rows of `bench gemm`;
+`--write` puts both tables there.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from dlrm_overlap.simulate.calibrate import Prediction, fit_backward, read_rows
+from dlrm_overlap.simulate.calibrate import Prediction, read_rows
+from dlrm_overlap.simulate.calibrate_updates import fit_backward
 from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products
 
 FOLDER = Path(__file__).parent
@@ -22,7 +23,7 @@ HEAD = "| row | measured, ms | simulated, ms | error |\n|---|---|---|---|\n"
 
 
 def main(write: bool) -> None:
-    """Print all parts; put the table on the page if `write`."""
+    """Print all parts; put the tables on the page if `write`."""
     gpu = calibrate_from(FOLDER)
     print(yaml.safe_dump({"gpu": dataclasses.asdict(gpu)}, sort_keys=False))
     unskewed = fit_backward(read_rows(FOLDER / "calibration" / "backward.csv"), gpu)
@@ -30,21 +31,19 @@ def main(write: bool) -> None:
         sgd, adagrad = rates.sgd_gb_per_s, rates.adagrad_gb_per_s
         print(f"updates without skew, {name}: {sgd:g} GB/s under sgd, {adagrad:g} under rowwise_adagrad")
     print(f"a sort takes {unskewed.sort_ns:g} ns an id\n")
-    table = make_table(predict_all(FOLDER, gpu))
-    print(table)
+    tables = [make_table(predict_all(FOLDER, gpu)), make_table(predict_products(read_rows(FOLDER / "gemm.csv"), gpu))]
     if write:
-        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: table, PAGE.read_text(), count=1))
-    products = FOLDER / "gemm.csv"
-    if products.exists():
-        print(make_table(predict_products(read_rows(products), gpu)))
+        texts = iter(tables)
+        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: next(texts), PAGE.read_text(), count=2))
 
 
 def make_table(predictions: Sequence[Prediction]) -> str:
-    """Return a line for each prediction; print how many are within 10%."""
+    """Return a line for each prediction; print them, and how many are within 10%."""
     lines = [
         f"| {e.name} | {e.measured_ms:.3f} | {e.simulated_ms:.3f} | {100 * e.error:+.1f}% |\n" for e in predictions
     ]
     print(f"{sum(abs(e.error) <= 0.1 for e in predictions)} of {len(predictions)} rows within 10%\n")
+    print(HEAD + "".join(lines))
     return HEAD + "".join(lines)
 
 

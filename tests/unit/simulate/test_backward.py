@@ -14,7 +14,8 @@ from dlrm_overlap.simulate.config import (
     UpdateConfig,
     WorkConfig,
 )
-from dlrm_overlap.simulate.step import simulate
+from dlrm_overlap.simulate.step import dense_seconds, simulate
+from dlrm_overlap.simulate.workload import build_workload
 
 RATES = UpdateConfig(sgd_gb_per_s=2000.0, adagrad_gb_per_s=1000.0, repeated_gb_per_s=5000.0, us=50.0)
 GPU = GpuConfig(kernel_us=0.0, peer_us=0.0, update=RATES, baseline_update=RATES, sort_ns=0.1)
@@ -50,6 +51,31 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
     assert sort_s(config, work) == pytest.approx(work.ids * 0.1e-9)
+    launched = replace(config, gpu=replace(GPU, sort_us=200.0))
+    assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
+
+
+def test_what_the_collective_moves_need_not_count_as_the_update_s() -> None:
+    config = replace(CONFIG, exchange=ExchangeConfig(backend="torchrec"))
+    work = simulate(config).work
+    assert work.update.exchanged == 4 * (4096 * 96 * 64 + 16384 * 24 * 64)  # read by the sender, written at the owner
+    free = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, exchanged_gb_per_s=1e9)))
+    assert rows_s(config, work) - rows_s(free, work) == pytest.approx(work.update.exchanged / 2e12, rel=1e-5)
+
+
+def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
+    """A bottom MLP of one layer, a top MLP of two, five tables: 15 pairs of dim 64, 4096 samples, 3 products each."""
+    model = ModelConfig(dim=64, bottom_mlp=[64], top_mlp=[32, 1])
+    config = replace(CONFIG, model=model, work=replace(CONFIG.work, tables=5))
+    work = build_workload(model, config.work, 4)
+    found = dense_seconds(config, work)
+    assert (found.bottom_forward_kernels, found.bottom_backward_kernels) == (2, 5)
+    assert (found.head_forward_kernels, found.head_backward_kernels) == (2 * 3 + 9, 5 * 3)
+    usual = dense_seconds(replace(config, gpu=replace(GPU, pair_tflop_per_s=None)), work)
+    pairs_flop = 3 * 2 * 4096 * 15 * 64
+    more_s = found.head_forward + found.head_backward - usual.head_forward - usual.head_backward
+    rate = GPU.tflop_per_s * GPU.dense_efficiency
+    assert more_s == pytest.approx(pairs_flop / 1e12 * (1 / 6.46 - 1 / rate))
 
 
 def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:

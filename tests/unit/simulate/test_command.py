@@ -14,8 +14,9 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_sections
+from dlrm_overlap.simulate.calibrate import simulate_stage_ms
 from dlrm_overlap.simulate.command import describe, describe_product
-from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.product import simulate_product
 from dlrm_overlap.simulate.stage import puts_to_host, waves
 from dlrm_overlap.simulate.step import Simulated, simulate
@@ -73,6 +74,20 @@ def test_the_stage_is_never_faster_than_its_fullest_resource() -> None:
     for backend in ("torchrec", "pgas", "fused"):
         timeline = _stage(backend=backend).timeline
         assert timeline.seconds >= (timeline.carried / timeline.capacities).max()
+
+
+def test_ranks_whose_slices_have_flags_need_not_keep_step() -> None:
+    """In linear order all send to rank 0 first, which has done its own work long before it gets the last slices."""
+    config = SimulateConfig(
+        what="stage",
+        work=WorkConfig(tables=104, rows=500_000, multi_hot="0..16", global_batch=65536),
+        exchange=ExchangeConfig(backend="fused", schedule="linear", put="stores"),
+    )
+    in_place = replace(config, exchange=replace(config.exchange, put="in_place"))
+    balanced = replace(config, exchange=replace(config.exchange, schedule="balanced"))
+    assert simulate_stage_ms(config, steps=8) < 0.9 * simulate_stage_ms(config)
+    for kept in (in_place, balanced):  # one flag at the end of all; all ranks end together
+        assert simulate_stage_ms(kept, steps=8) == pytest.approx(simulate_stage_ms(kept), rel=0.01)
 
 
 def test_gathering_small_puts_helps_where_their_number_limits() -> None:
