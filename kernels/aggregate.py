@@ -203,7 +203,7 @@ def _next_signals(
     waiting = at < end
     if (tl.max(waiting.to(tl.int32), 0) != 0) & (not expired):
         flags = signals + tl.where(waiting, at, 0)
-        if poll(flags, waiting, least, timeout, INTERPRETED, LANES) < least:
+        if poll(flags, waiting, least, timeout, INTERPRETED) < least:
             seen = tl.load(flags, mask=waiting, other=least, volatile=True)
             lane = tl.argmin(seen, 0)
             missing = tl.sum(tl.where(tl.arange(0, LANES) == lane, at, 0), 0)

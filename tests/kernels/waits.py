@@ -9,10 +9,10 @@ import re
 
 import torch
 
-from dlrm_overlap.kernels import average_rows, flags
+from dlrm_overlap.kernels import average_rows, flags, messages
 from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
 from dlrm_overlap.kernels.compiled import CompiledKernel
-from dlrm_overlap.kernels.forward import put_columns, put_pooled, put_slices
+from dlrm_overlap.kernels.forward import put_pooled, put_slices
 from dlrm_overlap.kernels.gemm import product, publish
 from dlrm_overlap.kernels.gemm.arguments import Tiling
 from tests.kernels.compiling import compile_for_h200
@@ -41,9 +41,7 @@ _OF_SLICES = _types(
 _OF_POOLED = _types(
     {"*i32": "values offsets first_sample", "*i64": "heaps done sent stamps", "i64": "shift signals longest_wait"}
 )
-_OF_COLUMNS = _types(
-    {"*i64": "message", "*i32": "columns first_sample", "i64": "stride signals", "i32": "words source"}
-)
+_OF_MESSAGE = _types({"*i32": "first_sample", "i64": "signals", "i32": "rows source"})
 _OF_PRODUCT = _types({"*bf16": "out bias", "*i64": "targets", "*i32": "done owners"})
 
 
@@ -71,7 +69,7 @@ def times_in_conditions(text: str) -> list[str]:
 
 def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     """Return the kernels, compiled for several warps a program, and the types of their arguments."""
-    options = PoolingOptions(0, "balanced", tuning_for(1024), check_ids=False)
+    options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
     shape = (options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16)
     kind = product._Kind(True, False, True, False, "none", torch.bfloat16, "own_first")
     tiling = Tiling(specialised=False)
@@ -83,7 +81,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
         "average_rows": (average_rows._averaging(4, torch.bfloat16, 8), {}),
         "put_slices": (put_slices._compiled(None, 8, True, True, 4, False, shape), _OF_SLICES),
         "put_pooled": (put_pooled._compiled("stores", (), shape), _OF_POOLED),
-        "put_arrived": (put_columns._arriving(8, 256, 16, "stores", ()), _OF_COLUMNS),
+        "await_message": (messages._awaiting(True, "stores", ()), _OF_MESSAGE),
         "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),
     }
 
