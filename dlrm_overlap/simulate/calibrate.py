@@ -239,8 +239,10 @@ def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
     def chain_ms(us: float) -> float:
         return simulate(replace(quickstart.config, gpu=replace(gpu, kernel_us=us))).ms
 
-    without_ms = chain_ms(0.0)
-    us = (quickstart.ms - without_ms) / (chain_ms(1.0) - without_ms)
+    us = 0.0
+    for _ in range(4):  # branches side by side may change places as kernels get longer
+        ms = chain_ms(us)
+        us += (quickstart.ms - ms) / (chain_ms(us + 1.0) - ms)
     gpu = replace(gpu, kernel_us=round_rate(us))
     dense = dense_seconds(
         replace(head.config, gpu=replace(gpu, dense_efficiency=1.0)),

@@ -75,9 +75,9 @@ class GpuConfig:
     """at which programs that pool put staged slices to peers, instead of pooling"""
     tflop_per_s: PositiveFloat = 790.0
     """of matrix products in bf16, at best"""
-    dense_efficiency: PositiveFloat = 0.6196
+    dense_efficiency: PositiveFloat = 0.618
     """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
-    kernel_us: NonNegativeFloat = 3.812
+    kernel_us: NonNegativeFloat = 3.751
     """that each kernel of a captured step takes beside its work, where the next one waits for it"""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     """of the dense part"""

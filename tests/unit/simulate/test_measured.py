@@ -26,9 +26,8 @@ from dlrm_overlap.traffic import count_dense
 
 RESULTS = Path("docs/results")
 WITHIN = 0.10
-# Not predicted, and docs/simulator.md says why: steps in a row under an order that makes all ranks write to one, and a
-# step that takes longer on four GPUs than its work on two tells.
-MISSED = {"schedule fused linear, 0..16 x 128", "step fused_graph dcn, 16384 samples"}
+# Not predicted, and docs/simulator.md says why: steps in a row under an order that makes all ranks write to one.
+MISSED = {"schedule fused linear, 0..16 x 128"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
     predictions = predict_all(RESULTS, gpu)
     assert {each.name for each in predictions if abs(each.error) > WITHIN} == MISSED
     predicted = [each for each in predictions if not each.name.endswith(OWN_HOST)]
-    assert len(predicted) - len(MISSED) >= 52
+    assert len(predicted) - len(MISSED) >= 53
     page = Path("docs/simulator.md").read_text()
     for each in predictions:
         line = f"| {each.name} | {each.measured_ms:.3f} | {each.simulated_ms:.3f} | {100 * each.error:+.1f}% |"
