@@ -13,8 +13,8 @@ Both words hold the epoch in their upper half, and are raised to an epoch by a m
 0. So nothing is ever reset, and an epoch may be skipped.
 
 **At the receiver** each part has a signal word. A put of n parts sets the word of its first one to epoch * 256 + n,
-behind its data. Whoever needs a part begins at the first word of its group: that tells how many parts have come with
-it, and so which word comes next, until the part is among those that have come (`await_parts`). Puts may overtake each
+behind its data. Whoever needs a message begins at the first word of each group: that tells how many parts have come
+with it, and so which word comes next, until all parts of the group have come (`await_parts`). Puts may overtake each
 other, since none tells of another's data.
 """
 
