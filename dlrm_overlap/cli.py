@@ -52,7 +52,7 @@ def train(argv: list[str]) -> int:
                 f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                 f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
             )
-            _print_places(trainer.folder / "summary.json", trainer.folder.parent)
+            _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -102,7 +102,7 @@ def compare(argv: list[str]) -> int:
             return 0
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn)
-        _print_places(output, folder)
+        _print_places(output, folder, ranks.config.log.tensorboard)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -133,9 +133,11 @@ def _check_comparison(config: Config, values: Any) -> None:
     check_free(Path(config.log.dir), "log.dir")
 
 
-def _print_places(result: Path, runs: Path) -> None:
-    tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
-    print(f"result:      {result}\nTensorBoard: {tensorboard} --logdir {runs}")
+def _print_places(result: Path, runs: Path, has_events: bool) -> None:
+    print(f"result:      {result}")
+    if has_events:
+        tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
+        print(f"TensorBoard: {tensorboard} --logdir {runs}")
 
 
 def bench(argv: list[str]) -> int:

@@ -118,6 +118,13 @@ class SharedGradient(Tower):
         return self.loss(hidden + output.values()) + between
 
 
+class SumOverSamples(Tower):
+    """Uses the output only summed over the samples, so that all rows of its gradient are one row in memory."""
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        return self.loss(self.pooled(ids).sum(0, keepdim=True) * self.dense(dense))
+
+
 Batch = tuple[torch.Tensor, KeyedJaggedTensor, KeyedJaggedTensor]
 Take = Callable[[Callable[..., torch.Tensor], Tower, torch.optim.Optimizer, Batch, int], torch.Tensor]
 """takes step number .. on a batch, and returns what is compared, []"""
@@ -157,6 +164,15 @@ def _take_with_evaluation(
     dense.step()
     assert torch.equal(kept[0], kept[2]), "what was kept has changed"
     return loss.detach() + sum(pooled.sum() for pooled in kept)
+
+
+def _take_behind_evaluation(
+    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+) -> torch.Tensor:
+    """Evaluate before each step, the first too, in inference mode; in which stock FBGEMM has no lookup on a CPU."""
+    with torch.inference_mode() if batch[0].is_cuda else torch.no_grad():
+        evaluated = call(*batch[:2]).clone()
+    return _take(call, tower, dense, (batch[0], batch[2], batch[1]), step) + evaluated
 
 
 def _take_or_skip(
@@ -253,6 +269,8 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
     "recomputation": (Recomputation, _take),
     "shared_gradient": (SharedGradient, _take),
     "evaluation_between": (Tower, _take_with_evaluation),
+    "evaluation_first": (Tower, _take_behind_evaluation),
+    "sum_over_samples": (SumOverSamples, _take),
     "skipped_backward": (Tower, _take_or_skip),
     "compiled": (Tower, _take_compiled),
     "autograd_grad": (Tower, _take_gradients),
