@@ -226,9 +226,9 @@ class EmbeddingConfig:
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages, one a host and rank.
     A number is for tests: it emulates so many hosts of consecutive ranks, whatever they reach. 1 has all ranks store to
     each other, as in an NVLink domain of several machines"""
-    between_hosts: Literal["auto", "puts", "messages"] = "auto"
-    """pgas, fused, GPUs of several hosts: puts has kernels send each part of a message when it is ready, by NVSHMEM; so
-    far that was tried on emulated hosts alone. messages sends all of a step in one call of NCCL. auto takes puts where
+    between_hosts: Literal["messages", "puts", "auto"] = "messages"
+    """pgas, fused, GPUs of several hosts: messages sends all of a step in one call of NCCL. puts has kernels send each
+    part of a message when it is ready, by NVSHMEM; so far that was tried on emulated hosts alone. auto takes puts where
     every rank has NVSHMEM, else messages; rank 0's log says which"""
     aggregate_bytes: NonNegativeInt = 65536
     """pgas, fused, between hosts: what is for one host leaves in groups of parts that have at least so many

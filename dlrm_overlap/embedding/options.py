@@ -53,8 +53,8 @@ class ExchangeOptions:
     hosts: int | Literal["auto"] = "auto"
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""
-    between_hosts: str = "auto"
-    """backends that store to peers, on GPUs: auto | puts | messages, see `choose_puts`"""
+    between_hosts: str = "messages"
+    """backends that store to peers, on GPUs: messages | puts | auto, see `choose_puts`"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
     aggregate_us: float | None = EmbeddingConfig.aggregate_us

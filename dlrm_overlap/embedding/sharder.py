@@ -49,7 +49,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         backward: str = "auto",
         gradient_parts: int | None = None,
         hosts: int | Literal["auto"] = "auto",
-        between_hosts: str = "auto",
+        between_hosts: str = "messages",
         aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
         aggregate_us: float | None = EmbeddingConfig.aggregate_us,
         copy_output: bool = True,
@@ -80,7 +80,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ("put", put, ("auto", *PUTS)),
             ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
             ("backward", backward, ("auto", *BACKWARDS)),
-            ("between_hosts", between_hosts, ("auto", "puts", "messages")),
+            ("between_hosts", between_hosts, ("messages", "puts", "auto")),
             ("output_order", output_order, ("plan", "model")),
         ):
             if value not in known:

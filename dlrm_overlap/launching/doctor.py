@@ -283,7 +283,7 @@ def _reach() -> Finding:
     hosts, _ = hosts_of([place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())])
     together = " | ".join(f"{host[0]}-{host[-1]}" if len(host) > 1 else str(host[0]) for host in hosts)
     missing = missing_puts()
-    others = f"messages of NCCL ({missing})" if missing else "puts from kernels (NVSHMEM is there)"
+    others = "messages of NCCL" + (f" ({missing})" if missing else ", or puts from kernels (NVSHMEM is there)")
     detail = f"GPUs {together} by stores, all others and other machines by {others}"
     return Finding("ok" if len(hosts) == 1 else "wrong", "reach", detail, needed=False)
 

@@ -218,7 +218,7 @@ def test_doctor_shows_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
         "GPUs 0-3 by stores, all others and other machines by messages of NCCL (NVSHMEM's libnvshmem_host.so.3 is"
     )
     monkeypatch.setattr(network, "_library", Path)
-    assert doctor._reach().detail.endswith("all others and other machines by puts from kernels (NVSHMEM is there)")
+    assert doctor._reach().detail.endswith("messages of NCCL, or puts from kernels (NVSHMEM is there)")
 
 
 def test_doctor_shows_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
