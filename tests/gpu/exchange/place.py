@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ class Place:
     """of the check's set of ranks, the same for all"""
     name: str = ""
     """of the check under way"""
+    recorded: "list[weakref.WeakMethod[Callable[[], None]]]" = field(default_factory=list)
+    """of each exchange of that check that is still there, what raises what its kernels have recorded"""
     _began: float = field(default=0.0, init=False)
 
     @property
@@ -69,6 +72,18 @@ class Place:
     def begin(self, name: str) -> None:
         """Begin check `name`."""
         self.name, self._began = name, time.monotonic()
+        self.recorded.clear()
+
+    def why(self, error: BaseException) -> BaseException:
+        """Return what a kernel has recorded, if one has and `error` is the GPU's, which that kernel has stopped."""
+        for reference in self.recorded if isinstance(error, RuntimeError) else ():
+            try:
+                if (check := reference()) is not None:
+                    check()
+            except Exception as told:
+                told.__cause__ = error
+                return told
+        return error
 
     def report(self, error: BaseException | None) -> None:
         """Tell the parent how the check went on this rank."""

@@ -42,14 +42,14 @@ def run_checks(place: Place, checks: Mapping[str, Check]) -> None:
         try:
             check.run(place)
         except Exception as raised:
-            error = raised
+            error = place.why(raised)
         try:
             gc.collect()  # sharded modules refer to themselves
             place.synchronize()
             if place.on_gpu:
                 torch.cuda.empty_cache()
         except RuntimeError as raised:
-            place.report(error or raised)
+            place.report(error or place.why(raised))
             os._exit(1)
         place.report(error)
         del error  # its traceback holds the frames of the check, and so its windows

@@ -3,6 +3,7 @@
 Every rank can make up all tables and all ids from a seed, so a reference needs no communication.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -214,7 +215,9 @@ class Stage:
 
     def exchange(self, options: ExchangeOptions) -> Exchange:
         """Return a new exchange between the tables and all ranks' samples."""
-        return Exchange(self.layout, self.local_tables, options, self.place.group, self.place.device)
+        exchange = Exchange(self.layout, self.local_tables, options, self.place.group, self.place.device)
+        self.place.recorded.append(weakref.WeakMethod(exchange.check))
+        return exchange
 
     def inputs(self, batch: Batch) -> list[KeyedJaggedTensor]:
         """Return the ids that this rank's tables are given."""

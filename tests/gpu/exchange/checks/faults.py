@@ -18,6 +18,7 @@ from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 TIMEOUT_S = 3.0
+_COMPILED_S = 90.0
 CULPRIT = 1  # the rank that stalls or dies
 GOOD_STEPS = 3  # before it does
 _BACKENDS = ("nccl", "pgas", "fused")
@@ -88,10 +89,13 @@ def _check_lost_peer(
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
     batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=TIMEOUT_S, **options))
-    for _ in range(GOOD_STEPS):
-        _step(stage, exchange, batch, train)
-    place.meet()
+    for wait_s in (_COMPILED_S, TIMEOUT_S):  # kernels are compiled under waits that outlast a peer's compiler
+        exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=wait_s, **options))
+        for _ in range(GOOD_STEPS):
+            _step(stage, exchange, batch, train)
+        place.meet()
+        if wait_s != TIMEOUT_S:
+            exchange.close()
     if place.rank == CULPRIT:
         if not dies:
             time.sleep(2.5 * TIMEOUT_S)

@@ -21,11 +21,12 @@ from tests.gpu.exchange.checks.training import make_trainer, rows_of, small_conf
 from tests.gpu.exchange.place import Check, Place
 
 _BF16 = {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 64}
+_WAIT_S = 90.0  # a peer may still compile kernels that are linked with NVSHMEM, each for 4 to 7 s
 _RUNS = {
-    "pgas": (ExchangeOptions("pgas", wait_timeout_s=20.0), "adagrad"),
-    "fused": (ExchangeOptions("fused", wait_timeout_s=20.0), "rowwise_adagrad"),
-    "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=20.0, **_BF16), "sgd"),  # type: ignore[arg-type]
-    "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=20.0, **_BF16), "adagrad"),  # type: ignore[arg-type]
+    "pgas": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S), "adagrad"),
+    "fused": (ExchangeOptions("fused", wait_timeout_s=_WAIT_S), "rowwise_adagrad"),
+    "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=_WAIT_S, **_BF16), "sgd"),  # type: ignore[arg-type]
+    "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
 # Bytes and longest wait of what is gathered: parts that leave alone, few of them together, all of a run together.
 _GATHERED = {"none": (0, None), "at_once": (65536, 0.0), "50_us": (16384, 50.0), "whole": (1 << 30, None)}
@@ -137,12 +138,11 @@ def _checks(carrier: str) -> dict[str, Check]:
             options = replace(_RUNS["pgas"][0], aggregate_bytes=size, aggregate_us=wait_us)
             checks[f"bits_gathered_{name}"] = partial(_check_bits, options=options, optimizer="sgd")
             checks[f"stress_gathered_{name}"] = partial(_check_stress, options=options)
-    # Kernels that are linked with NVSHMEM take seconds each to compile.
     return {
-        f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only)
+        f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=200, gpu_only=gpu_only)
         for name, check in checks.items()
     }
 
 
 CHECKS = _checks("messages") | _checks("puts")
-CHECKS["hosts_puts_signals"] = Check(_check_signals, gpu_only=True)
+CHECKS["hosts_puts_signals"] = Check(_check_signals, timeout_s=200, gpu_only=True)
