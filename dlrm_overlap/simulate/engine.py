@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dlrm_overlap.config import InputError
+
+_MOST_SECONDS = 1e12  # of an activity
 _TOGETHER = 1e-9  # relative: what differs by less has one time, or one level
 
 
@@ -101,10 +104,21 @@ class Engine:
         least_s: float = 0.0,
         priority: int = 0,
     ) -> int:
-        """Add an activity that begins `delay_s` after all of `after` have ended; return its number."""
+        """Add an activity that begins `delay_s` after all of `after` have ended; return its number.
+
+        Raises:
+            InputError: if it would take 1e12 s or more, as with a rate that is next to 0.
+        """
         if isinstance(demands, Mapping):
             demands = np.fromiter(demands.keys(), np.int64), np.fromiter(demands.values(), np.float64)
         resources, amounts = demands
+        with np.errstate(over="ignore", divide="ignore"):
+            seconds = max(float((amounts / self.capacities[resources]).max(initial=0.0)), delay_s, least_s)
+        if not seconds <= _MOST_SECONDS:  # nor is it a number if an amount is none
+            raise InputError(
+                f"{name}: {seconds:.3g} s are more than the simulator takes, {_MOST_SECONDS:.0e}; some rate is too "
+                f"small, or some size too great"
+            )
         used = amounts > 0
         number = len(self.activities)
         assert all(each < number for each in after), "an activity comes after earlier ones"
