@@ -134,6 +134,14 @@ def test_the_page_shows_the_table_of_products() -> None:
         assert "\n".join(made["table"](list(csv.DictReader(file)))) in Path("docs/simulator.md").read_text()
 
 
+def test_the_page_shows_the_tables_of_steps_and_stages() -> None:
+    page = Path("docs/simulator.md").read_text()
+    tables = runpy.run_path("docs/results/simulated_tables.py")["tables"]()
+    assert len(tables) == 6
+    for name, lines in tables.items():
+        assert "\n".join(lines) in page, name
+
+
 def test_keys_that_change_together(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     vary = ["--vary", "product.name/product.m=a/1024,b/2048"]
