@@ -211,9 +211,15 @@ class _Nvshmem:
         return "" if started == (rank, world_size) else "NVSHMEM was started with other ranks"
 
     def allocate(self, size_bytes: int) -> int:
-        """Return the address of a block, 0 if there is no room; a collective of all ranks."""
-        kept = self._free.get(size_bytes)
-        return kept.pop() if kept else self._calls.nvshmem_malloc(size_bytes) or 0
+        """Return the address of a block, 0 if there is no room; a collective of all ranks.
+
+        Of several kept ones of this size it is the first in the heap, so that all ranks take the same one, in whatever
+        order each of them has kept them.
+        """
+        if kept := self._free.get(size_bytes):
+            kept.sort(reverse=True)
+            return kept.pop()
+        return self._calls.nvshmem_malloc(size_bytes) or 0
 
     def keep(self, size_bytes: int, address: int) -> None:
         """Take a block back."""

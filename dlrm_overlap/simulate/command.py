@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ def run(argv: Sequence[str], description: str) -> int:
     prog = "dlrm-overlap simulate"
     first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options)
     output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
-    for path in (output, trace):
-        if path and not path.parent.is_dir():
-            raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+    for path in filter(None, (output, trace)):
+        _check_file(path)
+    header = _header_of(output) if output and values.append else []
     combinations = list(_combinations(argv))
     if trace and len(combinations) > 1:
         raise InputError(
@@ -46,6 +47,8 @@ def run(argv: Sequence[str], description: str) -> int:
         # All are read before the first is simulated, so that a mistake in the last value costs no time.
         options = [[*_without_vary(argv), *_options(each)] for each in combinations]
         configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in options]
+    if len({config.what == "product" for config in configs}) > 1:
+        raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
     rows, last = [], None
     with _progress() as progress:
         for number, config in enumerate(configs):
@@ -59,7 +62,7 @@ def run(argv: Sequence[str], description: str) -> int:
             last = simulate_product(config, tell) if config.what == "product" else simulate(config, tell)
             rows.append(describe_product(last) if isinstance(last, SimulatedProduct) else describe(last))
     if output:
-        _write(output, rows, values.append)
+        _write(output, rows, header, values.append)
     with reader_may_leave():
         print("simulated, not measured")
         shown = _SHOWN_OF_PRODUCTS if first.what == "product" else _SHOWN
@@ -71,7 +74,8 @@ def run(argv: Sequence[str], description: str) -> int:
         if last is not None and len(rows) == 1:
             print(f"\nrank 0, us\n{format_table(phases(last))}")
     if trace and last is not None:
-        trace.write_text(json.dumps(chrome_trace(last)))
+        with _one_line(trace):
+            trace.write_text(json.dumps(chrome_trace(last)))
         print(f"\ntrace: {trace}")
     return 0
 
@@ -87,15 +91,40 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("--vary", action="append", metavar="KEY=A,B,..", help=text)
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]], append: bool) -> None:
+def _check_file(path: Path) -> None:
+    """Raise what is wrong with a file to be written, before anything is simulated."""
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+    if path.is_dir():
+        raise InputError(f"{path}: it is a folder; name a file in it")
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Raise what the system says about a file as a user's mistake."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; name another file") from None
+
+
+def _header_of(path: Path) -> list[str]:
+    """Return the columns of a file of rows, none if it does not exist or is empty."""
+    if not path.exists():
+        return []
+    try:
+        with _one_line(path), path.open(newline="") as file:
+            return next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error):
+        raise InputError(f"--append {path}: it is no CSV file in UTF-8; give another file") from None
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]], found: Sequence[str], append: bool) -> None:
+    """Write the rows; `found` are the columns of the file to whose rows they are appended."""
     header = list(rows[0])
-    found: list[str] = []
-    if append and path.exists():
-        with path.open(newline="") as file:
-            found = next(csv.reader(file), [])
     if found and found != header:
         raise InputError(f"--append {path}: it has other columns than a simulation's rows; give another file")
-    with path.open("a" if append else "w", newline="") as file:
+    with _one_line(path), path.open("a" if append else "w", newline="") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
         if not found:
             writer.writeheader()

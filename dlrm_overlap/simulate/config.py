@@ -14,6 +14,8 @@ from dlrm_overlap.config import (
 )
 from dlrm_overlap.simulate.product_config import ProductConfig
 
+_MOST_GPUS, _MOST_WAVES, _MOST_TABLES, _MOST_TILES = 4096, 4096, 1 << 20, 1 << 18  # more take minutes, or the memory
+
 
 @dataclass(frozen=True)
 class LookupConfig:
@@ -140,10 +142,10 @@ class NetworkConfig:
             raise InputError(
                 f"network.torus_width: {self.torus_width} does not divide network.hosts, {self.hosts}; give a divisor"
             )
-        if self.hosts * self.gpus_per_host > 4096:
+        if self.world_size > _MOST_GPUS:
             raise InputError(
-                f"network: {self.hosts} hosts of {self.gpus_per_host} GPUs are {self.hosts * self.gpus_per_host}; the "
-                f"simulator takes 4096 GPUs at most"
+                f"network: {self.hosts} hosts of {self.gpus_per_host} GPUs are {self.world_size}; the simulator takes "
+                f"{_MOST_GPUS} GPUs at most"
             )
 
     @property
@@ -229,6 +231,8 @@ class ExchangeConfig:
     def __post_init__(self) -> None:
         if self.aggregate_bytes < 0:
             raise InputError(f"exchange.aggregate_bytes: {self.aggregate_bytes} must be 0 or more; 0 gathers none")
+        if self.waves > _MOST_WAVES:
+            raise InputError(f"exchange.waves: {self.waves}, but the simulator takes {_MOST_WAVES} at most; take 16")
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,11 @@ class SimulateConfig:
             raise InputError(
                 f"work.global_batch: {self.work.global_batch} is no multiple of {world_size} ranks; give one that is"
             )
+        tables = self.work.tables
+        if self.work.tables_per_rank is not None:
+            tables = self.work.tables_per_rank * world_size
+        if tables > _MOST_TABLES:
+            raise InputError(f"work: {tables} tables on all ranks; the simulator takes {_MOST_TABLES} at most")
         if self.what == "product":
             self._check_product(world_size)
 
@@ -280,6 +289,12 @@ class SimulateConfig:
             raise InputError(
                 f"network: {self.network.hosts} hosts of {self.network.gpus_per_host} GPUs, but a product is simulated "
                 f"on one host of 2 GPUs or more; set network.hosts 1 and network.gpus_per_host"
+            )
+        tiles = -(-self.product.m // self.product.tile_m) * -(-self.product.n // self.product.tile_n)
+        if tiles > _MOST_TILES:
+            raise InputError(
+                f"product: {self.product.m} x {self.product.n} in tiles of {self.product.tile_m} x "
+                f"{self.product.tile_n} are {tiles}; the simulator takes {_MOST_TILES} at most"
             )
         for key, value in (("product.m", self.product.m), ("product.k", self.product.terms)):
             if value % ranks:

@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dlrm_overlap.config import InputError
+
+_MOST_SECONDS = 1e12  # of an activity
 _TOGETHER = 1e-9  # relative: what differs by less has one time, or one level
 
 
@@ -67,7 +70,7 @@ class Timeline:
 
 @dataclass
 class _Running:
-    """The running activities, in the order of their numbers, and their entries of resources one after the other."""
+    """Some activities, in the order of their numbers, and their entries of resources one after the other."""
 
     numbers: np.ndarray
     left: np.ndarray
@@ -77,6 +80,48 @@ class _Running:
     weights: np.ndarray
     caps: np.ndarray
     priorities: np.ndarray
+
+    @staticmethod
+    def of(activities: Sequence[Activity]) -> "_Running":
+        """Return all activities."""
+        empty = [np.empty(0)]
+        with np.errstate(divide="ignore"):
+            caps = 1.0 / np.array([each.least_s for each in activities], np.float64)
+        return _Running(
+            numbers=np.arange(len(activities)),
+            left=np.ones(len(activities)),
+            entry_of=np.repeat(np.arange(len(activities)), [len(each.resources) for each in activities]),
+            resources=np.concatenate([each.resources for each in activities] or empty).astype(np.int64),
+            amounts=np.concatenate([each.amounts for each in activities] or empty),
+            weights=1.0 / np.array([each.size for each in activities], np.float64),
+            caps=caps,
+            priorities=np.array([each.priority for each in activities], np.int64),
+        )
+
+
+class _Table:
+    """All activities as arrays, out of which those that run are taken."""
+
+    def __init__(self, activities: Sequence[Activity]) -> None:
+        self._all = _Running.of(activities)
+        self._counts = np.bincount(self._all.entry_of, minlength=len(activities))
+        self._first = np.cumsum(self._counts) - self._counts
+
+    def take(self, numbers: np.ndarray, left: np.ndarray) -> _Running:
+        """Return the activities `numbers`, which are in order; of each so much is left."""
+        counts, every = self._counts[numbers], self._all
+        begins = np.cumsum(counts) - counts  # of their entries, among those that are taken
+        entries = np.arange(counts.sum()) + np.repeat(self._first[numbers] - begins, counts)
+        return _Running(
+            numbers=numbers,
+            left=left,
+            entry_of=np.repeat(np.arange(len(numbers)), counts),
+            resources=every.resources[entries],
+            amounts=every.amounts[entries],
+            weights=every.weights[numbers],
+            caps=every.caps[numbers],
+            priorities=every.priorities[numbers],
+        )
 
 
 @dataclass
@@ -101,10 +146,21 @@ class Engine:
         least_s: float = 0.0,
         priority: int = 0,
     ) -> int:
-        """Add an activity that begins `delay_s` after all of `after` have ended; return its number."""
+        """Add an activity that begins `delay_s` after all of `after` have ended; return its number.
+
+        Raises:
+            InputError: if it would take 1e12 s or more, as with a rate that is next to 0.
+        """
         if isinstance(demands, Mapping):
             demands = np.fromiter(demands.keys(), np.int64), np.fromiter(demands.values(), np.float64)
         resources, amounts = demands
+        with np.errstate(over="ignore", divide="ignore"):
+            seconds = max(float((amounts / self.capacities[resources]).max(initial=0.0)), delay_s, least_s)
+        if not seconds <= _MOST_SECONDS:  # nor is it a number if an amount is none
+            raise InputError(
+                f"{name}: {seconds:.3g} s are more than the simulator takes, {_MOST_SECONDS:.0e}; some rate is too "
+                f"small, or some size too great"
+            )
         used = amounts > 0
         number = len(self.activities)
         assert all(each < number for each in after), "an activity comes after earlier ones"
@@ -126,7 +182,8 @@ class Engine:
         carried = np.zeros(len(self.capacities))
         due = [(self.activities[n].delay_s, n) for n in range(count) if not waits[n]]
         heapq.heapify(due)
-        running, now, ended, events = self._running([], []), 0.0, 0, 0
+        table = _Table(self.activities)
+        running, now, ended, events = table.take(np.empty(0, np.int64), np.empty(0)), 0.0, 0, 0
         rates = np.empty(0)
         while due or len(running.numbers):
             with np.errstate(divide="ignore"):  # one that others of a higher priority leave nothing
@@ -140,8 +197,8 @@ class Engine:
             left = running.left - done
             now, events = later, events + 1
             over = left <= _TOGETHER * np.maximum(1.0, rates * now)
-            stay = [(int(n), float(rest)) for n, rest in zip(running.numbers[~over], left[~over], strict=True)]
-            finished = [int(n) for n in running.numbers[over]]
+            begun: list[int] = []
+            finished: list[int] = running.numbers[over].tolist()
             while finished or (due and due[0][0] <= now * (1 + _TOGETHER)):
                 for n in finished:
                     end[n] = now
@@ -155,32 +212,18 @@ class Engine:
                     n = heapq.heappop(due)[1]
                     start[n] = now
                     if len(self.activities[n].resources) or self.activities[n].least_s:
-                        stay.append((n, 1.0))
+                        begun.append(n)
                     else:
                         finished.append(n)
-            stay.sort()
-            running = self._running([n for n, _ in stay], [rest for _, rest in stay])
+            numbers = np.concatenate([running.numbers[~over], np.array(begun, np.int64)])
+            left = np.concatenate([left[~over], np.ones(len(begun))])
+            order = np.argsort(numbers)
+            running = table.take(numbers[order], left[order])
             rates = self._rates(running)
             if progress is not None:
                 progress(ended, count)
         assert ended == count, "every activity has ended"
         return Timeline(self.activities, start, end, carried, events, self.capacities)
-
-    def _running(self, numbers: list[int], left: list[float]) -> _Running:
-        chosen = [self.activities[n] for n in numbers]
-        empty = [np.empty(0)]
-        with np.errstate(divide="ignore"):
-            caps = 1.0 / np.array([each.least_s for each in chosen], np.float64)
-        return _Running(
-            numbers=np.array(numbers, np.int64),
-            left=np.array(left, np.float64),
-            entry_of=np.repeat(np.arange(len(chosen)), [len(each.resources) for each in chosen]),
-            resources=np.concatenate([each.resources for each in chosen] or empty).astype(np.int64),
-            amounts=np.concatenate([each.amounts for each in chosen] or empty),
-            weights=1.0 / np.array([each.size for each in chosen], np.float64),
-            caps=caps,
-            priorities=np.array([each.priority for each in chosen], np.int64),
-        )
 
     def _rates(self, running: _Running) -> np.ndarray:
         """Return the rate of each running activity, from the highest priority on."""

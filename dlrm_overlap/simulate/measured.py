@@ -188,6 +188,23 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
     return found
 
 
+def predict_cut(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of captured steps on two GPUs, with whole tables and with a cut one.
+
+    Args:
+        rows: of `bench timeline`, a row a rank; the slowest rank's time counts, as it was without tracing.
+        gpu: what does the work; these rows have not been looked at for it.
+    """
+    found: list[Prediction] = []
+    for key in dict.fromkeys((row["multi_hot"], row["global_batch"]) for row in rows):
+        ranks = [row for row in rows if (row["multi_hot"], row["global_batch"]) == key]
+        ids = [int(each) for each in ast.literal_eval(key[0])]
+        name = f"step pgas_graph dcn, {int(key[1]) // len(ranks)} samples, {max(ids)} of {sum(ids)} ids in one table"
+        measured_ms = max(float(row["untraced_ms"]) for row in ranks)
+        found.append(Prediction(name, measured_ms, simulate(step_config(ranks[0], gpu, HostConfig())).ms))
+    return found
+
+
 def predict_products(rows: Sequence[Mapping[str, str]], gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of each row of `bench gemm` that the simulator has a model of."""
     found: list[Prediction] = []

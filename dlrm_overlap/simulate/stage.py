@@ -33,7 +33,7 @@ def build_topology(config: SimulateConfig) -> Topology:
     if network.kind == "switch":
         return Switch(network.gpus_per_host, link)
     if network.kind == "fat_tree":
-        leaf = network.hosts_per_leaf, network.oversubscription
+        leaf = min(network.hosts_per_leaf, network.hosts), network.oversubscription
         return FatTree(network.hosts, network.gpus_per_host, link, nic, *leaf)
     width = network.torus_width
     if width is None:

@@ -1,8 +1,8 @@
 """Print what rows on one and two GPUs tell of a GPU, and what the simulator says to the rows on four, as Markdown.
 
 Run it as `python docs/results/simulator_check.py [--write]`. The first part is the section `gpu` of
-`configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`, the third that of the rows of `bench gemm`;
-`--write` puts both tables there.
+`configs/simulate/h200.yaml`. Then come the tables of `docs/simulator.md`: of the rows on four GPUs, of steps on two
+with a table that is cut, and of the rows of `bench gemm`. `--write` puts them there.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import yaml
 
 from dlrm_overlap.simulate.calibrate import Prediction, read_rows
 from dlrm_overlap.simulate.calibrate_updates import fit_backward
-from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_products
+from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_cut, predict_products
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "simulator.md"
@@ -31,10 +31,14 @@ def main(write: bool) -> None:
         sgd, adagrad = rates.sgd_gb_per_s, rates.adagrad_gb_per_s
         print(f"updates without skew, {name}: {sgd:g} GB/s under sgd, {adagrad:g} under rowwise_adagrad")
     print(f"a sort takes {unskewed.sort_ns:g} ns an id\n")
-    tables = [make_table(predict_all(FOLDER, gpu)), make_table(predict_products(read_rows(FOLDER / "gemm.csv"), gpu))]
+    tables = [
+        make_table(predict_all(FOLDER, gpu)),
+        make_table(predict_cut(read_rows(FOLDER / "calibration" / "cut.csv"), gpu)),
+        make_table(predict_products(read_rows(FOLDER / "gemm.csv"), gpu)),
+    ]
     if write:
         texts = iter(tables)
-        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: next(texts), PAGE.read_text(), count=2))
+        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: next(texts), PAGE.read_text(), count=3))
 
 
 def make_table(predictions: Sequence[Prediction]) -> str:

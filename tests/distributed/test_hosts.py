@@ -13,19 +13,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.embedding.backends import id_carriers
+from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol.crossing import arrival_regions
+from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import free_port
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.conftest import PYTHON_PATH, ROOT, read_metrics
 from tests.distributed.interpreted import interpreted_halves, without_streams
-from tests.distributed.tiny_stage import Stage
+from tests.distributed.tiny_stage import CPU, ROWS, Stage
 from tests.distributed.workers import cases_on_ranks, quickstart, run_ranks, train
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
@@ -153,6 +160,52 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
             halves.close()
         exchange.close()
         assert_all_near(_rows(stage), _rows(known), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:")
+
+
+def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJaggedTensor:
+    """Return the ids of a rank's samples in a step, which every rank knows."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(0, 4, (len(keys) * samples,), generator=generator).int()
+    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator).int()
+    return KeyedJaggedTensor(list(keys), values, lengths=lengths)
+
+
+def _check_ids(rank: int, kind: type[IdExchange], hosts: str, puts: bool) -> None:
+    """Check that this rank gets the ids of its tables from all ranks, in steps of which one is skipped."""
+    stage, group, counters, most = Stage(OWNERS, rank), _group(), StepCounters(CPU), 5
+    layout, reach = joined(stage.layout), Reach(rank, HOSTS[hosts], "emulated")
+    keys = sorted(shard.feature_name for shard in stage.shards)
+    ids = IdLayout(layout, keys, BatchBound(most, dict.fromkeys(keys, (0, 3))))
+    options = ExchangeOptions(wait_timeout_s=20.0 if kind is HostIdExchange else 1e-3, aggregate_bytes=0)
+    context = ExchangeContext(layout, stage.tables, options, group, CPU, most, counters, ids=ids, puts=puts)
+    regions = {**ids.windows.regions(4), **arrival_regions(ids.windows, reach)}
+    exchange = kind(context, ids, WindowPair(ids.windows, open_arena(regions, group, CPU, reach), counters.ids))
+    owned = [shard.feature_name for shard in stage.layout.by_owner[rank]]
+    for step, samples in enumerate((5, 5, 2, 5, 3)):
+        if step == 3:
+            exchange.skip()
+        batches = [_ids_of(source, step, keys, samples) for source in range(4)]
+        if rank == 2:
+            time.sleep(0.02)  # nobody may overtake it
+        arrived = exchange.send(batches[rank])
+        exchange.check()
+        for what in ("lengths", "values"):
+            of = [getattr(batch[name], what)() for name in owned for batch in batches]
+            expected = torch.cat([torch.empty(0, dtype=torch.int32), *of])
+            found = getattr(arrived.ids, what)()[: expected.numel()].int()
+            assert_same(found, expected, f"{what}, {kind.__name__}, {hosts}, step {step}")
+    exchange.close()
+
+
+def check_ids_reach_hosts_of_several_ranks(rank: int) -> None:
+    for hosts in HOSTS:
+        _check_ids(rank, HostIdExchange, hosts, puts=False)
+
+
+def check_ids_are_put_to_hosts_of_several_ranks_under_the_interpreter(rank: int) -> None:
+    for hosts in ("2 of 2", "3 and 1", "1 and 3"):
+        with without_streams(), patch.object(id_carriers, "_ROW_WORDS", 4):  # so that a window has several parts
+            _check_ids(rank, DeviceIdExchange, hosts, puts=True)
 
 
 def check_losses_are_those_of_one_host(rank: int) -> None:

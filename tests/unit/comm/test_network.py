@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.comm import network
+from dlrm_overlap.comm.network import _Nvshmem
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 
@@ -43,3 +44,15 @@ def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InputError, match=rf"^embedding\.between_hosts: puts, but {missing} .*; take auto or messages$"):
         _choose("puts")
     assert _choose("auto", device=torch.device("cpu")) == (False, "CPUs have no kernels that put (rank 0)")
+
+
+def test_all_ranks_take_the_same_kept_block_in_whatever_order_they_kept_them() -> None:
+    """A rank's blocks lie in its heap in the order of all ranks' heaps, wherever the heap begins."""
+    taken = []
+    for heap, order in ((1 << 20, (256, 512, 768)), (1 << 30, (512, 768, 256))):
+        nvshmem = _Nvshmem.__new__(_Nvshmem)  # without the library
+        nvshmem._free = {}
+        for place in order:
+            nvshmem.keep(64, heap + place)
+        taken.append([nvshmem.allocate(64) - heap for _ in order])
+    assert taken == [[256, 512, 768]] * 2

@@ -3,6 +3,7 @@
 import csv
 import json
 import runpy
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -133,6 +134,14 @@ def test_the_page_shows_the_table_of_products() -> None:
         assert "\n".join(made["table"](list(csv.DictReader(file)))) in Path("docs/simulator.md").read_text()
 
 
+def test_the_page_shows_the_tables_of_steps_and_stages() -> None:
+    page = Path("docs/simulator.md").read_text()
+    tables = runpy.run_path("docs/results/simulated_tables.py")["tables"]()
+    assert len(tables) == 6
+    for name, lines in tables.items():
+        assert "\n".join(lines) in page, name
+
+
 def test_keys_that_change_together(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     vary = ["--vary", "product.name/product.m=a/1024,b/2048"]
@@ -182,6 +191,16 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--vary", "network.hosts=1,2", "--trace", "trace.json"], "--trace"),
         (["--vary", "network.hosts/work.samples=1,2"], "as many values as keys"),
         (["--output", "no/folder/rows.csv"], "no folder"),
+        (["--output", "."], "it is a folder"),
+        (["--output", "/dev/full"], "No space left"),
+        (["--trace", "/dev/full"], "No space left"),
+        (["--append", "--output", sys.executable], "no CSV file in UTF-8"),
+        (["--append", "--output", "docs/results/stage.csv"], "other columns"),
+        (["--vary", "what=stage,product", "--network.hosts", "1"], "simulate them apart"),
+        (["--exchange.waves", "1000000000000"], "4096 at most"),
+        (["--work.rows", "9", "--work.multi_hot", "1", "--work.tables_per_rank", "1000000000000"], "1048576 at most"),
+        (["--gpu.fused.gb_per_s", "1e-300"], "some rate is too small"),
+        (["--what", "product", "--network.hosts", "1", "--product.m", "1000000000000"], "262144 at most"),
         (["--what", "product"], "one host of 2 GPUs or more"),
         (["--what", "product", "--network.hosts", "1", "--product.m", "7"], "no multiple of 2"),
         (["--product.way", "arbitrated", "--product.pattern", "direct"], "set product.pattern ring"),
@@ -192,6 +211,12 @@ def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: py
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_leaf_of_more_hosts_than_there_are_is_a_leaf_of_all() -> None:
+    config = _read(Path("configs/simulate/slices.yaml"), "--network.hosts", "2")
+    many = replace(config, network=replace(config.network, hosts_per_leaf=10**20))
+    assert simulate(many).ms == simulate(config).ms
 
 
 def test_a_switch_joins_one_host() -> None:

@@ -16,6 +16,7 @@ from dlrm_overlap.simulate.measured import (
     OWN_HOST,
     calibrate_from,
     predict_all,
+    predict_cut,
     predict_products,
     product_config,
     step_config,
@@ -52,9 +53,13 @@ def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
         assert line in page, "docs/simulator.md says how far each row is off"
 
 
-def test_products_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
-    predictions = predict_products(read_rows(RESULTS / "gemm.csv"), gpu)
-    assert len(predictions) == 14
+@pytest.mark.parametrize("kind", ["products", "cut"])
+def test_rows_that_are_not_fitted_are_predicted(kind: str, gpu: GpuConfig) -> None:
+    if kind == "products":
+        predictions, count = predict_products(read_rows(RESULTS / "gemm.csv"), gpu), 14
+    else:
+        predictions, count = predict_cut(read_rows(RESULTS / "calibration/cut.csv"), gpu), 3
+    assert len(predictions) == count
     page = Path("docs/simulator.md").read_text()
     for each in predictions:
         assert abs(each.error) <= WITHIN, each.name
