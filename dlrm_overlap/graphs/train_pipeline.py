@@ -95,9 +95,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: collective | stores | auto, which is stores where all ranks are on one host: how they are
                 summed, see `dense.stores`.
             capture: None captures on GPUs.
+
+        Raises:
+            InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, or a dense parameter
+                that is trained is not in `flat`.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
+        if not hasattr(model, "init_data_parallel"):
+            what = f"{type(model).__name__} is no DistributedModelParallel"
+            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         if (reason := why_not_captured(model)) is not None:
             if dist.get_rank(group) == 0:

@@ -27,6 +27,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.dense_step import DenseStep
@@ -131,6 +132,14 @@ def test_a_flat_tensor_that_is_not_of_all_is_refused() -> None:
     with pytest.raises(InputError, match=r"flat has no 0.weight, 0.bias, .* give it all dense .* or leave it out"):
         check_all_held(FlatParameters(some), every)
     check_all_held(FlatParameters(every), every)
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        InputError, match="Linear is no DistributedModelParallel, and the model must be; wrap it in one"
+    ):
+        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU, BatchBound(2, {}))
 
 
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
