@@ -10,6 +10,8 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
 
+_WHERE = "flat parameters: "  # how its errors begin
+
 
 class Place(NamedTuple):
     """Where a parameter is in the flat tensors, in elements."""
@@ -210,7 +212,7 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
         names = "/".join(name for name, _ in slices)
         if held != holder.numel():
             raise InputError(
-                f"flat parameters: {names} are {held} of the {holder.numel()} elements of one parameter, and must be "
+                f"{_WHERE}{names} are {held} of the {holder.numel()} elements of one parameter, and must be "
                 f"all; give all tables of a lookup"
             )
         found |= {name: (f"lookup of {names}", each._start_offset) for name, each in slices}
@@ -226,13 +228,23 @@ def _without_slices(
     return whole
 
 
+def why_not_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Return why `FlatParameters` cannot move these, or None if it can."""
+    try:
+        _check(_without_slices(parameters, _slices(parameters)))
+    except InputError as error:
+        return str(error).removeprefix(_WHERE).partition(";")[0]
+    return None
+
+
 def _check(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise an `InputError` for the first parameter that cannot be moved."""
     if not parameters:
-        raise InputError("flat parameters: there are none; leave out the flat optimizer of a model without dense part")
+        raise InputError(f"{_WHERE}there are none; leave out the flat optimizer of a model without dense part")
     first, device = next((name, parameter.device) for name, parameter in parameters.items())
     names: dict[int, str] = {}
     for name, parameter in parameters.items():
+        cure = "leave out the flat optimizer"
         if type(parameter) is not nn.Parameter:
             what = f"is a {type(parameter).__name__} and must be a plain nn.Parameter, whose memory is its own"
         elif parameter.dtype != torch.float32:
@@ -240,10 +252,10 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
         elif parameter.device != device:
             what = f"is on {parameter.device} and must be on {device}, as {first} is"
         elif not parameter.requires_grad:
-            what = "takes no gradient, and must take one"
+            what, cure = "takes no gradient, and must take one", "leave it out"
         elif id(parameter) in names:
-            what = f"is {names[id(parameter)]} again, and must be given once"
+            what, cure = f"is {names[id(parameter)]} again, and must be given once", "leave it out"
         else:
             names[id(parameter)] = name
             continue
-        raise InputError(f"flat parameters: {name} {what}; leave it to another optimizer")
+        raise InputError(f"{_WHERE}{name} {what}; {cure}")

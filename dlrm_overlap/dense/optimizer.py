@@ -40,8 +40,12 @@ class FlatOptimizer(torch.optim.Optimizer):
             eps: of Adagrad and Adam.
             betas: of Adam.
             shadow_dtype: float16 or bfloat16 of a copy of the weights that each step writes along, see `shadow`.
+
+        Raises:
+            InputError: if there is no such kind.
         """
-        assert kind in STATES, f"{kind} is none of {', '.join(STATES)}"
+        if kind not in STATES:
+            raise InputError(f"flat optimizer: {kind!r} is not known; take one of {', '.join(STATES)}")
         self._flat, self._kind = flat, kind
         self._states = {name: flat.like(torch.float32) for name in STATES[kind]}
         self._shadow = flat.like(shadow_dtype) if shadow_dtype is not None else None

@@ -46,15 +46,14 @@ class DenseStep:
             stores: how they are reduced by stores; None leaves that to the group's collective.
         """
         self._optimizers, self._flat, self._casts = optimizers, flat, casts
-        # Another optimizer knows its numbers on the host alone, and takes its step behind the graph.
         self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
-        self.captures_update = len(self._flat_optimizers) == len(optimizers)
-        """whether `update` updates the parameters; otherwise `update_behind` does"""
-        # A wrapper that does more than to hold the optimizer wants all gradients at once.
-        self._updates_in_ranges = len(optimizers) == len(self._flat_optimizers) == 1 and type(optimizers[0]) in (
-            KeyedOptimizerWrapper,
-            FlatOptimizer,
+        # Another optimizer knows its numbers on the host alone, and so does a wrapper that does more than to hold one.
+        # They take their steps behind the graph.
+        self.captures_update = len(self._flat_optimizers) == len(optimizers) and all(
+            type(each) in (KeyedOptimizerWrapper, FlatOptimizer) for each in optimizers
         )
+        """whether `update` updates the parameters; otherwise `update_behind` does"""
+        self._updates_in_ranges = self.captures_update and len(optimizers) == 1
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)

@@ -1,5 +1,6 @@
 """What a training step is made of, and whether it can be captured."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,9 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
+from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 
@@ -22,15 +26,39 @@ def why_not_captured(model: nn.Module) -> str | None:
             return f"{type(module).__name__} is TorchRec's own, which waits for the host"
         if (reason := module.why_ids_are_not_taken()) is not None:
             return reason
-    return None
+    if not (dense := dense_parameters(model)):
+        return "no dense parameter takes a gradient"
+    reason = why_not_flat(dense)
+    return reason and f"dense parameter {reason}"
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a sharded model, by name, that no fused lookup updates in its backward.
+    """Return the parameters of a sharded model, by name, that take a gradient and that no fused lookup updates.
 
     Data-parallel tables are among them, as slices of what holds them, see `FlatParameters`.
     """
-    return dict(in_backward_optimizer_filter(model.named_parameters()))
+    return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
+
+
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the dense parameters of a sharded model that take no gradient, and are alike on all ranks."""
+    divided = shards_of(model)  # of which each rank has another part
+    every = in_backward_optimizer_filter(model.named_parameters())
+    return [parameter for name, parameter in every if not parameter.requires_grad and name not in divided]
+
+
+def check_all_held(flat: FlatParameters, trained: Mapping[str, nn.Parameter]) -> None:
+    """Check that every parameter that is trained is in the flat tensor; no other gradients are summed over the ranks.
+
+    Raises:
+        InputError: if one is not.
+    """
+    held = {id(parameter) for parameter in flat.named.values()}
+    if missing := [name for name, parameter in trained.items() if id(parameter) not in held]:
+        raise InputError(
+            f"GraphTrainPipeline: flat has no {', '.join(missing)}, whose gradients it would not sum over the ranks; "
+            f"give it all dense parameters that take a gradient, or leave it out"
+        )
 
 
 def exchange_of(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
@@ -40,11 +68,18 @@ def exchange_of(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
 
 
 def split_optimizer(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups."""
+    """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups.
+
+    A wrapper that is no mere holder of one, such as a warm-up of all, counts as one of dense parameters, since it is
+    its step that updates them; those fused that are within it are found all the same.
+    """
     if isinstance(optimizer, CombinedOptimizer):
         parts = [split_optimizer(each) for _, each in optimizer.optimizers]
         return [o for dense, _ in parts for o in dense], [o for _, fused in parts for o in fused]
-    return ([], [optimizer]) if isinstance(optimizer, FusedOptimizer) else ([optimizer], [])
+    if isinstance(optimizer, FusedOptimizer):
+        return [], [optimizer]
+    within = split_optimizer(optimizer._optimizer)[1] if hasattr(optimizer, "_optimizer") else []
+    return [optimizer], within
 
 
 def innermost(optimizer: Any) -> Any:

@@ -40,7 +40,14 @@ from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
 from dlrm_overlap.graphs.dense_step import DenseStep
-from dlrm_overlap.graphs.parts import dense_parameters, exchange_of, split_optimizer, why_not_captured
+from dlrm_overlap.graphs.parts import (
+    check_all_held,
+    dense_parameters,
+    exchange_of,
+    frozen_parameters,
+    split_optimizer,
+    why_not_captured,
+)
 from dlrm_overlap.graphs.static_batch import StaticBatch, on_device
 
 log = logging.getLogger("dlrm_overlap")
@@ -88,9 +95,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: collective | stores | auto, which is stores where all ranks are on one host: how they are
                 summed, see `dense.stores`.
             capture: None captures on GPUs.
+
+        Raises:
+            InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, or a dense parameter
+                that is trained is not in `flat`.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
+        if not hasattr(model, "init_data_parallel"):
+            what = f"{type(model).__name__} is no DistributedModelParallel"
+            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         if (reason := why_not_captured(model)) is not None:
             if dist.get_rank(group) == 0:
@@ -110,12 +124,17 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
         timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
-        flat = flat or FlatParameters(dense_parameters(model), shards_of(model))
+        trained = dense_parameters(model)
+        flat = flat or FlatParameters(trained, shards_of(model))
+        check_all_held(flat, trained)
+        if self._group.size() > 1:
+            for parameter in frozen_parameters(model):
+                dist.broadcast(parameter.data, group=self._group, group_src=0)
         for layer in divided_layers(model):
             layer.ranks.order = self._order
         self._dense = DenseStep(dense, flat, casts, self._group, self._order, gradient_dtype, stores)
         if self._captures and not self._dense.captures_update:
-            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer")
+            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer alone")
         self._streams = Streams(device)
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []

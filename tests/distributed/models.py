@@ -1,6 +1,6 @@
 """A TorchRec model to train under any sharder: its tables, its plan, and what some steps make of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,9 +106,7 @@ def make_plan(model: Model, tables: Shards, others: Shards, sharder: ModuleShard
     )
 
 
-def _pipeline(
-    kind: str, model: DistributedModelParallel, optimizer: CombinedOptimizer, batches: Sequence[Batch]
-) -> Any:
+def _pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, batches: Sequence[Batch]) -> Any:
     """Return TorchRec's pipeline that works ahead, its simplest one, or ours of captured steps, uncaptured here."""
     if kind == "none":
         return TrainPipelineBase(model, optimizer, CPU)
@@ -123,9 +121,18 @@ def _pipeline(
 
 
 def train(
-    model: Model, plan: ShardingPlan, sharder: ModuleSharder, batches: Sequence[Batch], pipeline: str = "none"
+    model: Model,
+    plan: ShardingPlan,
+    sharder: ModuleSharder,
+    batches: Sequence[Batch],
+    pipeline: str = "none",
+    wrap: Callable[[CombinedOptimizer], Any] = lambda optimizer: optimizer,
 ) -> dict[str, Any]:
-    """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged."""
+    """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.
+
+    Args:
+        wrap: gives what the pipeline is given, by the optimizer of all.
+    """
     sharded = DistributedModelParallel(
         model, env=ShardingEnv.from_process_group(world()), device=CPU, plan=plan, sharders=[sharder]
     )
@@ -134,7 +141,7 @@ def train(
     for parameter in dense.values():  # the data-parallel tables among them
         nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", dense_optimizer)])
+    optimizer = wrap(CombinedOptimizer([sharded.fused_optimizer, ("dense", dense_optimizer)]))
     steps, remaining = _pipeline(pipeline, sharded, optimizer, batches), iter(batches)
     outputs = [steps.progress(remaining) for _ in batches]
     states = {

@@ -12,19 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
 from tests.distributed.captured import captures
-from tests.distributed.models import SUM, Model, local_tensors, make_plan, train
+from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train
 from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 
 SAMPLES = 16
@@ -244,7 +249,25 @@ class OwnIds(Model):
         return super().forward(replace(batch, sparse=made))
 
 
-def _check_models(kind: type[Model], reference: str) -> None:
+class Frozen(Model):
+    """A model with a layer that is not trained."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.frozen = torch.nn.Linear(1, 1)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, batch: Batch) -> Any:
+        return super().forward(replace(batch, dense=self.frozen(batch.dense)))
+
+
+def _warm_up(optimizer: CombinedOptimizer) -> WarmupOptimizer:
+    """Change the learning rates of tables and dense parameters in every step, from the first one on."""
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1), WarmupStage(WarmupPolicy.POLY, 9, value=2.0)]
+    return WarmupOptimizer(optimizer, stages, lr=0.3)
+
+
+def _check_models(kind: type[Model], reference: str, **kwargs: Any) -> None:
     """A model of two embedding modules, one of them of one rank alone, under torch.optim.SGD."""
     last = dist.get_world_size() - 1
     tables, other = {"a": (20, 8, ["f"], SUM), "b": (9, 4, ["g"], SUM)}, {"c": (12, 8, ["h"], SUM)}
@@ -255,11 +278,23 @@ def _check_models(kind: type[Model], reference: str) -> None:
         params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.5}
         sharder = OverlapEmbeddingBagCollectionSharder(params, copy_output=True)
         plan = make_plan(model, {"a": [last], "b": [0]}, {"c": [last]}, sharder)
-        found[pipeline] = train(model, plan, sharder, batches, pipeline)
+        found[pipeline] = train(model, plan, sharder, batches, pipeline, **kwargs)
     for step, (ours, theirs) in enumerate(zip(found["graph"]["outputs"], found[reference]["outputs"], strict=True)):
         assert_all_near(ours, theirs, 0.0, f"step {step}, output")
     for what in ("weights", "states"):
         assert_all_near(found["graph"][what], found[reference][what], 0.0, what)
+
+
+def _check_frozen_layers_start_alike() -> None:
+    model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    plan = make_plan(model, {"a": [0]}, {"c": [0]}, sharder)
+    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder], init_data_parallel=False)
+    model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
+    bound = BatchBound(5, dict.fromkeys("fh", (0, 2)))
+    pipeline = GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU, bound)
+    assert model.frozen.weight.item() == 7.0
+    pipeline.close()
 
 
 def _own_batches() -> Iterator[Batch]:
@@ -295,9 +330,9 @@ def _check_captured_evaluations() -> None:
     assert taken["replayed"] >= 4
 
 
-def _check_captured_models(kind: type[Model], reference: str) -> None:
+def _check_captured_models(kind: type[Model], reference: str, **kwargs: Any) -> None:
     with captures() as taken:
-        _check_models(kind, reference)
+        _check_models(kind, reference, **kwargs)
     assert taken == {"captured": 2, "replayed": 9 - 3 - 2}
 
 
@@ -318,6 +353,8 @@ CASES: dict[str, Callable[[], None]] = {
     "torchrec, then graph, bf16": partial(_check_resume, "torchrec", "graph", *BF16, *DCN),
     "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
+    "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
+    "frozen layers start alike": _check_frozen_layers_start_alike,
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "data-parallel tables": _check_data_parallel,
     "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
@@ -328,6 +365,7 @@ if INTERPRETED:
         "captured, data-parallel tables": partial(_check_captured, BORDERS[0], *DATA_PARALLEL),
         "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[0], *KNOWN, *BF16),
+        "captured, a warm-up of all": partial(_check_captured_models, Model, "sparse_dist", wrap=_warm_up),
         "captured, evaluations within a segment": _check_captured_evaluations,
         "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),
         "captured, a model's own ids": partial(_check_captured_models, OwnIds, "none"),

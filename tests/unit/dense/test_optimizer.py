@@ -229,3 +229,9 @@ def test_the_loss_of_a_closure_is_returned() -> None:
 def test_a_second_group_of_parameters_is_refused() -> None:
     with pytest.raises(InputError, match="it updates its flat parameters; give others an optimizer of their own"):
         Run("sgd", flat=True).ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    flat = FlatParameters({"weight": nn.Parameter(torch.ones(2))})
+    with pytest.raises(InputError, match="flat optimizer: 'adamw' is not known; take one of sgd, adagrad, adam"):
+        FlatOptimizer(flat, "adamw", lr=0.1)

@@ -18,12 +18,20 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap import pipeline
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.graphs.parts import why_not_captured
+from dlrm_overlap.graphs.dense_step import DenseStep
+from dlrm_overlap.graphs.parts import check_all_held, dense_parameters, split_optimizer, why_not_captured
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.pipeline import takes_graph
 from tests.distributed.models import CPU, SUM, table_configs
@@ -101,6 +109,69 @@ def test_ids_of_data_parallel_tables_are_checked_as_the_sharder_says(
     module: Any = _shard(OverlapEmbeddingBagCollectionSharder(params), world_of_one, data_parallel())
     tables = ReplicatedTables.of(module._embedding_shardings, module._lookups)
     assert tables.bounds_check == (BoundsCheckMode.WARNING if mode is None else mode)
+
+
+def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.ProcessGroup) -> None:
+    """Frozen parameters need not be."""
+    sharded, dense = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED), nn.Linear(2, 2)
+    model = nn.ModuleDict({"sharded": sharded, "dense": dense, "frozen": nn.Linear(2, 2).bfloat16()})
+    model["frozen"].requires_grad_(False)
+    assert why_not_captured(model) is None
+    assert list(dense_parameters(model)) == ["dense.weight", "dense.bias"]
+    dense.to(torch.bfloat16)
+    assert why_not_captured(model) == "dense parameter dense.weight is torch.bfloat16 and must be torch.float32"
+    dense.requires_grad_(False)
+    assert why_not_captured(model) == "no dense parameter takes a gradient"
+
+
+def test_a_flat_tensor_that_is_not_of_all_is_refused() -> None:
+    """Gradients of the others would not be summed over the ranks."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    every = dict(model.named_parameters())
+    some = {name: parameter for name, parameter in every.items() if not name.startswith("0")}
+    with pytest.raises(InputError, match=r"flat has no 0.weight, 0.bias, .* give it all dense .* or leave it out"):
+        check_all_held(FlatParameters(some), every)
+    check_all_held(FlatParameters(every), every)
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        InputError, match="Linear is no DistributedModelParallel, and the model must be; wrap it in one"
+    ):
+        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU, BatchBound(2, {}))
+
+
+def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper(parameters, lambda each: torch.optim.SGD(each, lr=0.1))
+
+
+def test_fused_optimizers_are_found_within_wrappers(world_of_one: dist.ProcessGroup) -> None:
+    """So that the rows' learning rate is followed where a wrapper of all, or of the fused ones, sets it."""
+    module: Any = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
+    fused, dense = module.fused_optimizer, _sgd(dict(nn.Linear(2, 2).named_parameters()))
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4)]
+    leaves = split_optimizer(fused)[1]
+    assert leaves
+    of_all = WarmupOptimizer(CombinedOptimizer([fused, ("dense", dense)]), stages)
+    assert split_optimizer(of_all) == ([of_all], leaves)
+    of_fused = WarmupOptimizer(fused, stages)
+    assert split_optimizer(CombinedOptimizer([("t", of_fused), ("d", dense)])) == ([of_fused, dense], leaves)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_wrappers_that_count_on_the_host_take_their_steps_behind_the_graph(
+    world_of_one: dist.ProcessGroup, wrapped: bool
+) -> None:
+    parameters = dict(nn.Linear(2, 2).named_parameters())
+    flat = FlatParameters(parameters)
+    optimizer: Any = KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "sgd", lr=0.1))
+    if wrapped:
+        optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, 0.1)
+    order = CommunicationOrder()
+    step = DenseStep([optimizer], flat, None, world_of_one, order, torch.float32, None)
+    assert step.captures_update == (not wrapped)
+    step.close()
 
 
 @pytest.mark.parametrize("where", ["post_lookup", "post_odist"])
