@@ -68,6 +68,14 @@ def test_a_trainer_that_saved_beside_its_steps_leaves_no_memory_behind(tmp_path:
     assert model() is None
 
 
+def test_a_save_is_refused_for_the_loss_behind_it_and_says_so(tmp_path: Path) -> None:
+    """Step 1's weights and state are finite, and give step 2 a loss that is not, which no log line has told by then."""
+    options = ["--train.optimizer", "adagrad", "--train.lr", "1e30", "--train.steps", "4", "--log.every", "4"]
+    with pytest.raises(NotFiniteError, match="step 1: the loss of the step behind it is nan and must be finite"):
+        _fit(tmp_path, *options, *BESIDE, "--checkpoint.every", "1")
+    assert checkpoints(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_a_save_whose_next_loss_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     options = ["--train.optimizer", "adagrad", "--checkpoint.keep", "1", "--checkpoint.every", "1"]
