@@ -76,6 +76,19 @@ def test_a_save_is_refused_for_the_loss_behind_it_and_says_so(tmp_path: Path) ->
     assert checkpoints(tmp_path) == []
 
 
+def test_a_save_behind_which_kernels_have_recorded_a_fault_is_not_kept(tmp_path: Path) -> None:
+    options = [*BESIDE, "--checkpoint.every", "1", "--log.every", "4"]
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
+
+    def recorded() -> None:
+        raise RuntimeError("rank 0 waited for rank 1")
+
+    trainer.saves._check = recorded
+    with pytest.raises(RuntimeError, match="rank 0 waited for rank 1"):
+        trainer.fit()
+    assert checkpoints(tmp_path) == [], "nor is one of the steps between"
+
+
 @pytest.mark.slow
 def test_a_save_whose_next_loss_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     options = ["--train.optimizer", "adagrad", "--checkpoint.keep", "1", "--checkpoint.every", "1"]
