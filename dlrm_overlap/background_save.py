@@ -235,7 +235,7 @@ class BackgroundSaves:
         self._told.wait()
         if self._is_abandoned:
             return Refusal("the run has ended before the loss of the step behind it was known")
-        loss = 0.0
+        fault, loss = self._snapshot.fault, 0.0  # `to_host` would take a loss that is not finite for a state
         if self._loss is not None:
             if self._loss_known is not None:
                 self._loss_known.synchronize()
@@ -244,6 +244,6 @@ class BackgroundSaves:
             self._check()  # kernels have recorded by now whatever they had against that step and those before
         except Exception as error:
             return Refusal(" ".join(str(error).split()))
-        if self._snapshot.fault:
-            return Refusal(self._snapshot.fault, not_finite=True)
+        if fault:
+            return Refusal(fault, not_finite=True)
         return None if math.isfinite(loss) else Refusal(f"the loss of the step behind it is {loss}", not_finite=True)

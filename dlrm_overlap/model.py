@@ -172,7 +172,7 @@ class JoinInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the columns of one gradient tensor that belong to either."""
+        """Return the gradients of `dense_bD` and `pooled`: two ranges of columns of the one that comes, not copied."""
         (gradient,) = gradients
         return gradient[:, : ctx.dim], gradient[:, ctx.dim :]
 

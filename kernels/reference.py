@@ -27,22 +27,6 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
     return pooled
 
 
-def pooled_lookup(weights: Sequence[torch.Tensor], lengths: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the rows of each bag of several tables, side by side; see `pool`.
-
-    Args:
-        weights: one tensor a table, [rows_t, D], any float type.
-        lengths: [T * B] int, bags of table 0, sample by sample, then table 1's.
-        values: [sum of lengths] int, row ids in the same order.
-
-    Returns:
-        [B, T * D] float32, each sample's tables side by side.
-    """
-    by_table = lengths.view(len(weights), -1)
-    ids = values.split(by_table.sum(1).tolist())
-    return torch.cat([pool(*table) for table in zip(weights, by_table, ids, strict=True)], dim=1)
-
-
 def pull_ids(
     published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,11 +77,6 @@ class TaskGrid:
         """Return the index of the task's slice among all that this rank sends to the task's destination."""
         return task.feature * self.slices + task.block // (self.slice_bags // self.task_bags)
 
-    def tasks_in_slice(self, task: Task) -> int:
-        """Return how many tasks share the task's slice."""
-        each = self.slice_bags // self.task_bags
-        return min(each, self.blocks - task.block // each * each)
-
 
 def staggered_peers(rank: int, world_size: int) -> list[int]:
     """Return the peers of `rank` from the next one on: at each turn no two ranks send to one peer.

@@ -104,7 +104,7 @@ class Arena(ABC):
         return torch.tensor(pointers, dtype=torch.int64, device=self.device)
 
     def loan(self, name: str) -> "Loan":
-        """Return region `name` as something to lend."""
+        """Return a `Loan` of region `name` of this rank's arena, by which its window is lent to the model."""
         region = self.local(name)
         region_bytes = region.numel() * region.dtype.itemsize
         on_gpu = self.device.type == "cuda"
@@ -146,7 +146,7 @@ class Loan:
         return shaped.data  # no view, in a fifth of the time that a tensor takes to be made
 
     def _shape(self, rows: int, first_column: int) -> torch.Tensor:
-        """Return what is lent, to be kept; it uses the storage, too."""
+        """Make and keep the tensor of these rows and columns, which counts as one user of the idle storage."""
         if len(self._shaped) >= _MOST_SHAPES:
             self._idle -= len(self._shaped)
             self._shaped.clear()

@@ -175,9 +175,8 @@ class _Nvshmem:
         if interface := os.environ.get("NCCL_SOCKET_IFNAME"):
             os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interface)
         self._calls = calls = ctypes.CDLL(str(_library(_HOST_LIBRARY)))
-        calls.nvshmem_malloc.restype = calls.nvshmem_ptr.restype = ctypes.c_void_p
+        calls.nvshmem_malloc.restype = ctypes.c_void_p
         calls.nvshmem_malloc.argtypes = [ctypes.c_size_t]
-        calls.nvshmem_ptr.argtypes = [ctypes.c_void_p, ctypes.c_int]
         calls.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
         self.running, self.fault = False, ""
         self._free: dict[int, list[int]] = {}
@@ -224,10 +223,6 @@ class _Nvshmem:
     def keep(self, size_bytes: int, address: int) -> None:
         """Take a block back."""
         self._free.setdefault(size_bytes, []).append(address)
-
-    def address_at(self, address: int, rank: int) -> int:
-        """Return where this process loads and stores a place of the heap of `rank`; 0 if it does not reach that."""
-        return self._calls.nvshmem_ptr(address, rank) or 0
 
     def prepare(self, module: int) -> None:
         """Make a loaded module of kernels know this rank's heap."""

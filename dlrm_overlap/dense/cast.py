@@ -116,7 +116,7 @@ class CastWeights:
         self._flat.zero(self._names - self._written)
 
     def _write(self) -> None:
-        """Write what has been taken, and tell of it."""
+        """Write the gradients that have been taken to the flat tensor, and tell who reduces them which are complete."""
         views = self._flat.gradients.views
         for names, write in self._later:
             write([views[name] for name in names])

@@ -202,7 +202,7 @@ class GradientBuckets:
         return torch.cuda.stream(self._stream)
 
     def _begin(self) -> None:
-        """Await all gradients anew."""
+        """Begin a step: every bucket waits for all of its gradients again."""
         self._next = 0
         """index of the first bucket that is not reduced"""
         self._filled_on.clear()

@@ -43,7 +43,7 @@ class Reduction(ABC):
 
 
 class CollectiveReduction(Reduction):
-    """By the all-reduce of the process group: NCCL's on GPUs, gloo's on CPUs."""
+    """Reduces by the all-reduce of the process group: NCCL's on GPUs, gloo's on CPUs."""
 
     def __init__(self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         """Take what is reduced, and the type in which it is sent and added up, float32 or bfloat16."""
@@ -53,12 +53,12 @@ class CollectiveReduction(Reduction):
         self._ranges: Sequence[tuple[int, int]] = ()
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take the ranges."""
+        """Take the ranges, each of which one all-reduce takes."""
         self._ranges = ranges
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Reduce a range."""
+        """Replace a range of the gradient by its mean over the ranks."""
         begin, end = self._ranges[number]
         gradient = self._gradients[begin:end]
         if self._sent is None and gradient.is_cuda:
@@ -73,7 +73,7 @@ class CollectiveReduction(Reduction):
             gradient.copy_(sent)
 
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Wait for all of it."""
+        """Make the current stream wait for all ranges, which arrive as one piece."""
         if stream is not None:
             torch.cuda.current_stream(self._gradients.device).wait_stream(stream)
         yield self._gradients.numel()

@@ -126,7 +126,7 @@ class StoreReduction(Reduction):
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Wait for one piece after the other."""
+        """Make the current stream wait for one piece after the other, and yield where each ends."""
         assert self._arena is not None
         for _, pieces in self._cut:
             for piece in pieces:
@@ -149,7 +149,7 @@ class StoreReduction(Reduction):
 
     @abstractmethod
     def _prepare(self, arena: Arena) -> None:
-        """Take the memory that has just been made."""
+        """Make what the kernels or copies need of `arena`, which has just been opened."""
 
     @abstractmethod
     def _raise(self, slot: int) -> None:

@@ -27,7 +27,7 @@ class TableLoad(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """Where the tables are."""
+    """Where each table's shards are placed, and how even the ranks' work is then."""
 
     ranks: list[list[int]]
     """of each table the ranks that hold its shards: equal ranges of its columns, in their order"""
@@ -38,7 +38,7 @@ class Balance(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The greater of both."""
+        """The greater of `memory` and `links`."""
         return max(self.memory, self.links)
 
 

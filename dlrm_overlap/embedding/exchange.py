@@ -4,12 +4,10 @@ In a training step `Exchange.start` starts the forward's half and returns what w
 `start_backward`, when the gradient of the pooled embeddings is there, and `finish_backward`, at the end.
 """
 
-import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,57 +15,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.comm.network import choose_puts
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.comm.reach import Reach, find_reach
+from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
+from dlrm_overlap.embedding.failure import fails_for_good
 from dlrm_overlap.embedding.halves import Halves, open_halves
+from dlrm_overlap.embedding.neighbours import Neighbours
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange, uncompiled
 from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
-from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
-log = logging.getLogger("dlrm_overlap")
-
 _HERE = nullcontext()
-
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
-
-
-def _fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Refuse every part of a step once one has failed on this rank.
-
-    The peers wait for the step that failed, and would take a later step's data for its own.
-    """
-
-    @wraps(part)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        self: Any = args[0]
-        if self._failure is not None:
-            raise RuntimeError(
-                f"exchange: {self._failure} on this rank, which cannot go on where the others wait for that step; end "
-                f"all ranks and start again, from a checkpoint"
-            )
-        try:
-            if torch.is_inference_mode_enabled():  # training steps could not write to what is made in it and kept
-                with torch.inference_mode(False), torch.no_grad():
-                    return part(*args, **kwargs)
-            return part(*args, **kwargs)
-        except WindowHeldError:  # nothing has begun
-            raise
-        except Exception as error:
-            self._failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
-            raise
-
-    return run
 
 
 class Exchange:
@@ -97,15 +62,14 @@ class Exchange:
         self._replicated: ReplicatedTables | None = None
         self.order = CommunicationOrder()
         """of captured steps; set before the first step where several exchanges are captured together"""
+        self.neighbours = Neighbours(options, group, self.device)
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
-        self._reach: Reach | None = None
-        self._puts: bool | None = None
         self._capacity = 0
         self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._pending: Step | None = None
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[ArrivedIds] = deque()
         # Of lowest priority, so that the small kernels of a bottom MLP need not wait for the lookup's many programs.
@@ -124,31 +88,7 @@ class Exchange:
     @property
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; a collective when it is asked for first."""
-        if self._reach is None:
-            # A collective reaches all alike, and needs no look.
-            reach = Reach.of_one_host(self._group)
-            if BACKENDS[self.options.backend].stores_to_peers:
-                reach = find_reach(self._group, self.device, self.options.hosts)
-            self._reach = reach
-        return self._reach
-
-    @property
-    def puts(self) -> bool:
-        """Whether kernels put messages to other hosts; a collective when it is asked for first.
-
-        Where there are several hosts, rank 0's log says so, and how they are reached.
-        """
-        if self._puts is None:
-            reach, device = self.reach, self.device
-            self._puts, why = choose_puts(self.options.between_hosts, reach, self._group, device)
-            if not reach.whole and reach.rank == 0:
-                carrier = "NCCL" if device.type == "cuda" else "gloo"
-                by = "put part by part by kernels (NVSHMEM)" if self._puts else f"by {carrier}, since {why}"
-                log.warning(
-                    "backend %s: %s: stores within a host; between hosts one message a host and rank each way, %s",
-                    self.options.backend, reach.summary(), by,
-                )  # fmt: skip
-        return self._puts
+        return self.neighbours.reach
 
     def keep_rows(self) -> "KeptRows | None":
         """Return what puts this rank's rows by while steps go on; the same each time.
@@ -198,7 +138,7 @@ class Exchange:
         self.start_forward(step)
         return PooledAwaitable(self, step, None)
 
-    @_fails_for_good
+    @fails_for_good
     def start_forward(self, step: Step) -> None:
         """Start to pool and to send."""
         if self._pending is not None:  # its flags must be awaited before the next step
@@ -222,7 +162,7 @@ class Exchange:
             self.close()
             self._capacity = max(1, samples)
             known = self.layout, self._tables, self.options, self._group, self.device
-            rest = self.order, self._ids, self._replicated, self.reach, self.puts
+            rest = self.order, self._ids, self._replicated, self.reach, self.neighbours.puts
             context = ExchangeContext(*known, self._capacity, self.counters, *rest)
             self._halves = open_halves(context)
         return self._halves
@@ -258,7 +198,7 @@ class Exchange:
         """
         self._sent.append(self._send(features, count))
 
-    @_fails_for_good
+    @fails_for_good
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None, "an exchange that does not take ids"
         ids = self._require(self._ids.bound.samples).ids
@@ -300,7 +240,7 @@ class Exchange:
         if self.device.type == "cuda":
             step.set_aside_event = torch.cuda.current_stream(self.device).record_event()
 
-    @_fails_for_good
+    @fails_for_good
     def finish_forward(self, step: Step, copy: bool | None = None) -> torch.Tensor:
         """Return the pooled embeddings of a step, once.
 
@@ -329,7 +269,7 @@ class Exchange:
         step.number = self.steps
         self.steps += 1
 
-    @_fails_for_good
+    @fails_for_good
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of what `wait` returned to the rows' owners, from where it lies.
 
@@ -343,7 +283,7 @@ class Exchange:
         if (local := self._open().local) is not None:
             local.start_backward(step, gradient)
 
-    @_fails_for_good
+    @fails_for_good
     def finish_backward(self, step: Step) -> None:
         """Make all that is issued on the current stream from now on see this rank's rows updated by the step."""
         backward = self._open().backward
@@ -389,7 +329,7 @@ class Exchange:
         except RuntimeError as error:  # a kernel has stopped the GPU; its record says why
             stopped = error
         try:
-            if self._failure is None:  # else it has been raised already
+            if self.failure is None:  # else it has been raised already
                 halves.check()
         finally:
             if stopped is None:

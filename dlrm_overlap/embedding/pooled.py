@@ -45,7 +45,7 @@ class StartExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None, None]:
-        """Wait for the rows' update."""
+        """Make what autograd issues next wait for the update of this rank's rows."""
         ctx.exchange.finish_backward(ctx.step)
         return None, None, None
 
@@ -61,7 +61,7 @@ class FinishExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Start to send the gradient [b, D_total]."""
+        """Start to send the gradient [b, D_total] of the pooled embeddings to the owners of the rows."""
         (gradient,) = gradients
         ctx.exchange.start_backward(ctx.step, gradient)
         return gradient.new_empty(ctx.token, dtype=torch.float32), None, None

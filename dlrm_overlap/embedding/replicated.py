@@ -77,7 +77,7 @@ class ReplicatedGradients(ReplicatedTables):
         return self.table_in(self._gradient(shard.lookup), shard)
 
     def state(self, shard: FeatureShard) -> None:
-        """SGD has none."""
+        """Return None: SGD keeps no state."""
 
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return the flat gradient that holds a table's, and by which rule it is updated."""

@@ -8,39 +8,39 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionAwaitable,
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.pooled import PooledAwaitable
 from dlrm_overlap.embedding.protocol.ids import BatchBound
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.replicated import (
-    MOST_COLUMNS,
     ReplicatedTables,
     replicated_shards,
     why_not_looked_up,
 )
-from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm, unsupported
+from dlrm_overlap.embedding.shardings import (
+    build_layout,
+    groups_of,
+    model_order,
+    output_types,
+    why_not_exchanged,
+    why_not_together,
+)
+from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm
 
 log = logging.getLogger("dlrm_overlap")
-
-_OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
 
 
 class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -61,10 +61,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._set_up_exchange()
 
     def _set_up_exchange(self) -> None:
-        reasons = [self._reason_to_fall_back(sharding) for sharding in self._embedding_shardings]
-        found = zip(self._embedding_shardings, reasons, strict=True)
-        unlike = _unlike([sharding for sharding, reason in found if reason is None])
-        reasons = [reason or unlike for reason in reasons]
+        reasons = self._reasons_to_fall_back()
         for sharding_type, reason in zip(self._sharding_types, reasons, strict=True):
             # Data-parallel tables have nothing to exchange.
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._env.rank == 0:
@@ -94,10 +91,23 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._output_names = names + [name for sharding in others for name in sharding.embedding_names()]
             self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
 
+    def _reasons_to_fall_back(self) -> list[str | None]:
+        """Return, of each sharding, why it stays with TorchRec, alike on all ranks, or None if it is exchanged."""
+        if self._is_weighted:
+            whole = "bags have weights"
+        elif isinstance(self._env, ShardingEnv2D):
+            whole = "2D parallelism"
+        else:
+            whole = None
+        shardings: list[Any] = self._embedding_shardings
+        reasons = [why_not_exchanged(each, self._options.wire_dtype) or whole for each in shardings]
+        alone = why_not_together([each for each, reason in zip(shardings, reasons, strict=True) if reason is None])
+        return [reason or alone for reason in reasons]
+
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
         """Return the options, with the lookups' type, and the collective where the rows' update is FBGEMM's alone."""
-        options, groups = self._options, [group for sharding in shardings for group in _groups(sharding)]
-        if (output := _output_types(shardings[0]).pop()) != SparseType.FP32:
+        options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
+        if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
         backward = options.resolved_backward
         reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
@@ -106,37 +116,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self._env.rank == 0:
             log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
         return replace(options, backward="collective")
-
-    def _reason_to_fall_back(self, sharding: Any) -> str | None:
-        """Return why a sharding cannot be exchanged, alike on all ranks, or None if it can."""
-        if type(sharding) not in (TwPooledEmbeddingSharding, CwPooledEmbeddingSharding):
-            return "only table-wise and column-wise shards are exchanged"
-        if self._is_weighted:
-            return "bags have weights"
-        if isinstance(self._env, ShardingEnv2D):
-            return "2D parallelism"
-        if sharding.qcomm_codecs_registry:
-            return "quantised communication: use wire_dtype instead"
-        if len(set(names := sharding.embedding_names())) < len(names):
-            return "a table names a feature twice"
-        for group in _groups(sharding):
-            kernels = {table.compute_kernel for table in group.embedding_tables}
-            if kernels != {EmbeddingComputeKernel.FUSED}:
-                return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
-            if group.has_feature_processor:
-                return "feature processors"
-            if max(table.local_cols for table in group.embedding_tables) > MOST_COLUMNS:
-                return f"shards of more than {MOST_COLUMNS} columns"
-            if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
-                return f"rows of type {group.data_type.value}"
-            params = group.fused_params or {}
-            if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
-                return f"output of type {output.value}"
-            if output != SparseType.FP32 and self._options.wire_dtype not in (torch.float32, output.as_dtype()):
-                return f"output of type {output.value}: leave wire_dtype out"
-            if (reason := unsupported(params)) is not None:
-                return reason
-        return None
 
     @property
     def leading_columns(self) -> int:
@@ -288,67 +267,9 @@ class _Part(Awaitable[torch.Tensor]):
         return self._parts()[self._number]
 
 
-def _groups(sharding: Any) -> list[Any]:
-    """Return what a sharding's lookups on all ranks are made of, a `GroupedEmbeddingConfig` each."""
-    return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
-
-
-def _output_types(sharding: Any) -> set[SparseType]:
-    """Return the types in which a sharding's lookups return pooled embeddings."""
-    return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in _groups(sharding)}
-
-
-def _unlike(shardings: Sequence[Any]) -> str | None:
-    """Return in what the tables of shardings differ that one exchange has for all, alike on all ranks, or None."""
-    types = {output.value for sharding in shardings for output in _output_types(sharding)}
-    if len(types) > 1:
-        return f"outputs of types {' and '.join(sorted(types))}"
-    params = [group.fused_params or {} for sharding in shardings for group in _groups(sharding)]
-    modes = {BoundsCheckMode(each.get("bounds_check_mode", BoundsCheckMode.WARNING)).name for each in params}
-    return f"bounds check modes {' and '.join(sorted(modes))}" if len(modes) > 1 else None
-
-
 def _weighted(ids: KeyedJaggedTensor) -> bool:
     weights = ids.weights_or_none()
     return weights is not None and weights.is_floating_point()
-
-
-def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the names of the pooled embeddings in the order of the unsharded module."""
-    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
-
-
-def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
-    """Return the layout of table-wise and column-wise shardings, alike on all ranks, for an output in order of `names`.
-
-    Args:
-        shardings: TorchRec's; sharding i has its ids in input i of each rank.
-    """
-    shards: list[FeatureShard] = []
-    for owner in range(world_size):
-        lookup = 0
-        for number, sharding in enumerate(shardings):
-            feature = 0
-            for config in sharding._grouped_embedding_configs_per_rank[owner]:
-                for index, table in enumerate(config.embedding_tables):
-                    for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
-                        shard = FeatureShard(
-                            name=name,
-                            owner=owner,
-                            input=number,
-                            feature=feature,
-                            lookup=lookup,
-                            table=index,
-                            first_column=table.local_metadata.shard_offsets[1],
-                            dim=table.local_cols,
-                            mean=config.pooling == PoolingType.MEAN,
-                            dtype=data_type_to_dtype(config.data_type),
-                            feature_name=feature_name,
-                        )
-                        shards.append(shard)
-                        feature += 1
-                lookup += 1
-    return Layout(shards, names, world_size)
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:
@@ -360,7 +281,7 @@ def output_dtype(module: nn.Module) -> torch.dtype:
         exchange, exchanged = module.exchange, module._exchanged
     types = [] if exchange is None else [exchange.options.output_dtype]
     others = [each for number, each in enumerate(module._embedding_shardings) if number not in exchanged]
-    types += [output.as_dtype() for sharding in others for output in _output_types(sharding)]
+    types += [output.as_dtype() for sharding in others for output in output_types(sharding)]
     return reduce(torch.promote_types, types)
 
 

@@ -62,7 +62,7 @@ class DenseStep:
 
     @property
     def counters(self) -> Sequence[Counters]:
-        """What a captured step advances."""
+        """Counters of the dense gradients' epochs, which a captured step advances."""
         return self._buckets.counters
 
     def learn(self) -> AbstractContextManager[None]:
@@ -70,14 +70,14 @@ class DenseStep:
         return self._buckets.learn()
 
     def begin(self) -> None:
-        """Begin a step, before its forward."""
+        """Begin a step, before its forward: no gradient of an earlier step is added to."""
         if self._casts is not None:
             self._casts.begin()
         else:
             self._flat.zero()
 
     def update(self) -> None:
-        """Reduce what the backward has left, and update the parameters."""
+        """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
         if self._updates_in_ranges:
@@ -102,7 +102,7 @@ class DenseStep:
             optimizer.cast_shadows()
 
     def refresh(self) -> None:
-        """Hand learning rates on that have changed."""
+        """Write learning rates that have changed to where captured steps read them."""
         for optimizer in self._flat_optimizers:
             optimizer.refresh()
 

@@ -71,7 +71,7 @@ class StaticIds:
             self.count.fill_(self._count)
 
     def copy_from(self, other: "StaticIds") -> None:
-        """Copy from another one on the device."""
+        """Copy the content of `other`, which is on the same device, into these fixed addresses."""
         self.tensor.values().copy_(other.tensor.values())
         if self._known:
             self.count.copy_(other.count)
@@ -128,7 +128,7 @@ class StaticBatch:
             lease.copying()
 
     def copy_from(self, other: "StaticBatch") -> None:
-        """Copy from another one on the device."""
+        """Copy the content of `other`, which is on the same device, into these fixed addresses."""
         for to, source in zip(self._leaves, other._leaves, strict=True):
             if isinstance(to, StaticIds):
                 assert isinstance(source, StaticIds)

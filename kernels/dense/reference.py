@@ -21,7 +21,7 @@ def average_share(shares: Sequence[torch.Tensor]) -> None:
 
 
 def begin_update(update: FlatUpdate) -> None:
-    """Count an update."""
+    """Count an update, before its first range: Adam's corrections depend on the number."""
     update.step.add_(1)
 
 
@@ -51,7 +51,7 @@ def update_range(update: FlatUpdate, begin: int, end: int) -> None:
 
 
 def update_parameters(update: FlatUpdate) -> None:
-    """Update all weights."""
+    """Count an update and update all flat weights by it."""
     begin_update(update)
     update_range(update, 0, update.weights.numel())
 

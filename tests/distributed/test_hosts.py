@@ -57,7 +57,7 @@ def _group() -> dist.ProcessGroup:
 
 def _exchange(stage: Stage, hosts: str, backend: str, **options: Any) -> Exchange:
     exchange = stage.exchange(_group(), backend, **options)
-    exchange._reach = Reach(stage.rank, HOSTS[hosts], "emulated")
+    exchange.neighbours.reach = Reach(stage.rank, HOSTS[hosts], "emulated")
     return exchange
 
 

@@ -262,17 +262,37 @@ def test_steps_that_are_tracked_stay_with_torchrec(
 
 def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:
     tables: Tables = {"a": (5, 4, ["x", "y"], SUM), "b": (5, 8, ["y"], SUM), "c": (5, 4, ["z"], SUM)}
+    tables = dict(tables) | {"d": (5, 4, ["x"], SUM)}
     module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    ways = {"a": FUSED, "b": data_parallel(), "c": column_wise([0], compute_kernel="fused")}
+    ways = {"a": FUSED, "b": data_parallel(), "c": column_wise([0], compute_kernel="fused"), "d": FUSED}
     sharder: Any = OverlapEmbeddingBagCollectionSharder(output_order="model")
     ordered: Any = OverlapEmbeddingBagCollectionSharder()
     plan = dict(construct_module_sharding_plan(module, dict(reversed(ways.items())), sharder, 1, 1, "cpu"))
     environment = ShardingEnv.from_process_group(world_of_one)
     ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 3]), lengths=torch.ones(3, dtype=torch.int64))
     by_model, by_plan = (each.shard(module, plan, environment, CPU)(ids) for each in (sharder, ordered))
-    assert by_model.keys() == ["x", "y@a", "z", "y@b"], "what TorchRec keeps comes last"
+    assert by_model.keys() == ["x@a", "y@a", "z", "x@d", "y@b"], "what TorchRec keeps comes last"
     assert by_plan.keys() != by_model.keys()
     assert by_plan.keys() == EmbeddingBagCollectionSharder().shard(module, plan, environment, CPU)(ids).keys()
+
+
+@pytest.mark.parametrize("output_order", ["plan", "model"])
+def test_means_of_row_wise_tables_are_divided(world_of_one: dist.ProcessGroup, output_order: str) -> None:
+    """TorchRec divides all means behind the exchange where one table is row-wise, whose shards hold parts of them."""
+    tables: Tables = {"a": (5, 4, ["x"], MEAN), "b": (5, 8, ["y"], MEAN), "c": (5, 4, ["z"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    ways = {"a": row_wise(compute_kernel="fused"), "b": FUSED, "c": FUSED}
+    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 2, 3, 4]), lengths=torch.tensor([2, 2, 1]))
+    ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=output_order)
+    found = []
+    stock: Any = EmbeddingBagCollectionSharder()
+    for sharder in (ours, stock):
+        plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
+        sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+        initialise_tables(sharded, seed=0)
+        found.append(dict(sorted(sharded(ids).to_dict().items())))
+    assert_all_near(found[0], found[1], 0.0, "output")
+    assert all(pooled.any() for pooled in found[0].values())
 
 
 @pytest.mark.parametrize("output", [SparseType.BF16, DataType.FP16])

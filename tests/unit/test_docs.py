@@ -67,11 +67,11 @@ def _table(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip(" |").split(" | ")] for line in lines[start:end]]
 
 
-def _anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
+def _anchors(page: Path) -> list[str]:
+    """Return the anchors of a page's headings, in their order, as GitHub makes them where no title is there twice."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     plain = [re.sub(r"\]\([^)]*\)", "", title) for title in titles]
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain]
 
 
 def test_the_page_of_keys_has_every_key_and_no_other() -> None:
@@ -227,6 +227,17 @@ def test_the_page_shows_the_measured_collectives() -> None:
 
 def _digits(median_ms: float) -> str:
     return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
+
+
+def test_the_map_of_decisions_has_every_heading_in_order() -> None:
+    page = Path("docs/architecture.md")
+    title, *anchors = _anchors(page)
+    mapped = [
+        anchor for row in _table(str(page), "| part |") for anchor in re.findall(r"\]\(#([\w-]+)\)", " ".join(row))
+    ]
+    assert title == "architecture"
+    assert mapped == anchors
+    assert len(set(anchors)) == len(anchors), "a title that is there twice has another anchor the second time"
 
 
 def test_the_table_of_floors_is_the_one_that_is_checked() -> None:

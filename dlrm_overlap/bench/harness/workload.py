@@ -19,8 +19,8 @@ from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.protocol.layout import Layout
-from dlrm_overlap.embedding.sharded_module import build_layout, model_order
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharder
+from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.model import build_model

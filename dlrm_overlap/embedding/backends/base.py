@@ -39,7 +39,7 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         raise NotImplementedError(f"{type(self).__name__} is not captured")
 
     def check(self) -> None:  # noqa: B027  most record nothing
-        """Raise what a kernel has recorded since; never waits for the device."""
+        """Raise what a kernel has recorded since the last call; never waits for the device."""
 
     def close(self) -> None:  # noqa: B027  nor have they anything to release
         """Release what outlives Python references; nothing may keep a view of a window."""

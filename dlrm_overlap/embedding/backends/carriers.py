@@ -87,7 +87,7 @@ class PooledByCollective(PooledCarrier):
         self._windows: dict[BatchSizes, list[tuple[range, Windows]]] = {}
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
-        """Pool into the messages."""
+        """Pool into the messages; `receive` sends them."""
         if self._buffers.make_room(self._crossing.pooled(step.batch)):
             self._windows.clear()
         for host, windows in self._windows_of(step.batch):
@@ -106,13 +106,13 @@ class PooledByCollective(PooledCarrier):
         return self._windows[batch]
 
     def receive(self, step: Step) -> None:
-        """Send and receive."""
+        """Send all messages and receive the other hosts', in one call."""
         self._buffers.exchange(self._crossing.pooled(step.batch)).wait()
 
     def put(
         self, step: Step, slot: int, place: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
     ) -> None:
-        """Store a message into the windows."""
+        """Store a message that has arrived into the windows of this host's ranks."""
         rows = self._crossing.pooled(step.batch).received[slot].within(self._buffers.received)
         put_columns(rows, place, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
@@ -134,7 +134,7 @@ class GradientsByCollective(GradientCarrier):
         self._work = self._buffers.exchange(messages)
 
     def receive(self, step: Step, slot: int) -> torch.Tensor:
-        """Wait for all messages, with the first."""
+        """Return a message that has arrived; the first call of a step waits for all of them."""
         if self._work is not None:
             self._work.wait()
             self._work = None

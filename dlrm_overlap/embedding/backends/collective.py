@@ -71,7 +71,7 @@ class CollectiveForward(Forward):
 
 
 class HostCollectiveForward(CollectiveForward):
-    """The same on a CPU, by the reference's lookup."""
+    """`CollectiveForward` on a CPU, which looks up as the reference does."""
 
     def pool(self, step: Step, send: torch.Tensor) -> None:
         """Pool shard by shard."""

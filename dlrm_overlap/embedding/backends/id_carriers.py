@@ -23,13 +23,13 @@ class IdCarrier(Carrier, ABC):
 
 
 class IdsByCollective(IdCarrier):
-    """Windows in one call of the group's backend."""
+    """Brings all windows in one call of the group's backend."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         self._group, self._windows = context.group, windows
 
     def bring(self) -> None:
-        """Send and receive."""
+        """Send this rank's window to each other host, and receive theirs, in one call."""
         send_window(self._windows, self._group)
 
 
@@ -64,7 +64,7 @@ class IdsByPuts(IdCarrier):
             here.copy_(heap.arrived(slot, message, parity).flatten()[:words])
 
     def skip(self, status: torch.Tensor) -> bool:
-        """Take an epoch in which signals go alone."""
+        """Take an epoch in which a put brings its signal and no ids; see `Carrier.skip`."""
         self._heap.skip(self._messages, status)
         return True
 

@@ -158,7 +158,7 @@ def _input(values: torch.Tensor, offsets: torch.Tensor, samples: int) -> KeyedJa
 
 
 class HostIdExchange(IdExchange):
-    """On CPUs, by the reference's copies."""
+    """`IdExchange` on CPUs: every rank copies the ids of its tables as the reference does."""
 
     def _fetch(self, samples: int) -> ArrivedIds:
         arena = self.windows.arena

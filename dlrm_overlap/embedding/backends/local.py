@@ -61,10 +61,10 @@ class LocalLookup(Half):
 
 
 class HostLocalLookup(LocalLookup):
-    """On a CPU, by the reference's arithmetic."""
+    """`LocalLookup` on a CPU, which pools and updates as the reference does."""
 
     def pool(self, step: Step) -> None:
-        """Pool feature after feature."""
+        """Pool one feature after the other into this rank's window."""
         own, window = self.own(step), self.windows.local
         for shard, column in self.columns.items():
             pooled = pool_on_host(shard, self.replicated.weight(shard), own, 0, own.batch.total)
@@ -72,7 +72,7 @@ class HostLocalLookup(LocalLookup):
             window[: own.batch.total, first : first + shard.dim] = pooled
 
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Add feature after feature."""
+        """Add the gradients of one feature's rows after the other."""
         own = self.own(step)
         for shard, column in self.columns.items():
             bag = shard.feature * own.batch.total
@@ -85,7 +85,7 @@ class HostLocalLookup(LocalLookup):
             reference.update_rows(sums, None, ids.long(), rows.repeat_interleave(lengths, dim=0), "sgd", rate)
 
     def finish_backward(self, step: Step) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `start_backward` has added all gradients."""
 
 
 class DeviceLocalLookup(LocalLookup):

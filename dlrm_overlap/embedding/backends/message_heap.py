@@ -93,7 +93,7 @@ class MessageHeap:
         return self._rows_at(self._sent_at(number, parity), message)
 
     def outgoing(self, number: int, message: Message, parity: int) -> Outgoing:
-        """Return the same as kernels take it, and where it goes."""
+        """Return where that message is staged, where it arrives and who takes it, as kernels are told."""
         slot = replace(self.reach, rank=message.peer).sources.index(self.reach.rank)
         sent, signals = self._sent_at(number, parity), self._signals_at(slot, parity)
         return Outgoing(self._begin + sent, self._received_at(slot, parity) - sent, signals, message.peer)
@@ -103,13 +103,13 @@ class MessageHeap:
         return self._rows_at(self._received_at(slot, parity), message)
 
     def incoming(self, slot: int, message: Message, parity: int) -> Incoming:
-        """Return the same as kernels take it."""
+        """Return where that message arrives and who sends it, as kernels are told."""
         address = self._begin + self._received_at(slot, parity)
         return Incoming(address, self._signals_at(slot, parity), message.peer)
 
     @property
     def parity(self) -> int:
-        """Of the current epoch."""
+        """Which of the heap's two windows the current epoch uses: 0 or 1."""
         return self._windows.epoch % 2
 
     def put(self, number: int, message: Message, rows: int) -> None:

@@ -36,7 +36,7 @@ class CopiedSlicesForward(SlicedForward):
 
     @property
     def put(self) -> Any:
-        """Left to copy engines."""
+        """What the kernel is told of puts: it puts nothing, since copy engines bring the slices."""
         return COPIED
 
     @classmethod

@@ -77,6 +77,15 @@ def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
     _plan(sgd, world_of_one, rows)
 
 
+def test_data_parallel_tables_are_room_too(world_of_one: dist.ProcessGroup) -> None:
+    room = build_topology(torch.device("cpu"), 1, 1).devices[0].storage.ddr * 0.8
+    small = int(room / (16 * _config().model.dim))  # with gradient and states as large as the room; four times its rows
+    rows = [small + 1, small, 20, 10]
+    _plan(_config(), world_of_one, rows)
+    with pytest.raises(InputError, match="no plan of kind auto"):
+        _plan(_config("--embedding.data_parallel_rows", str(small)), world_of_one, rows)
+
+
 def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     placed = Balance([[1, 0], [0], [1], [0]], memory=1.0, links=1.0)
     given: list[list[TableLoad]] = []

@@ -68,6 +68,27 @@ def test_a_trainer_that_saved_beside_its_steps_leaves_no_memory_behind(tmp_path:
     assert model() is None
 
 
+def test_a_save_is_refused_for_the_loss_behind_it_and_says_so(tmp_path: Path) -> None:
+    """Step 1's weights and state are finite, and give step 2 a loss that is not, which no log line has told by then."""
+    options = ["--train.optimizer", "adagrad", "--train.lr", "1e30", "--train.steps", "4", "--log.every", "4"]
+    with pytest.raises(NotFiniteError, match="step 1: the loss of the step behind it is nan and must be finite"):
+        _fit(tmp_path, *options, *BESIDE, "--checkpoint.every", "1")
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_save_behind_which_kernels_have_recorded_a_fault_is_not_kept(tmp_path: Path) -> None:
+    options = [*BESIDE, "--checkpoint.every", "1", "--log.every", "4"]
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
+
+    def recorded() -> None:
+        raise RuntimeError("rank 0 waited for rank 1")
+
+    trainer.saves._check = recorded
+    with pytest.raises(RuntimeError, match="rank 0 waited for rank 1"):
+        trainer.fit()
+    assert checkpoints(tmp_path) == [], "nor is one of the steps between"
+
+
 @pytest.mark.slow
 def test_a_save_whose_next_loss_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     options = ["--train.optimizer", "adagrad", "--checkpoint.keep", "1", "--checkpoint.every", "1"]

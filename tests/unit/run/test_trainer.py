@@ -13,6 +13,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.graphs.parts import innermost
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.preflight import check_runs
@@ -289,6 +290,15 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(Trainer, "evaluate", lambda self: {"loss": math.nan, "auroc": math.nan, "ne": math.nan})
     with pytest.raises(NotFiniteError, match="step 4: the held-out loss is nan"):
         _fit(tmp_path)
+
+
+def test_stochastic_rounding_goes_on_from_the_step_of_the_checkpoint(tmp_path: Path) -> None:
+    """Its random numbers are those of the step, which would repeat themselves if a resumed run counted from 0."""
+    options = [*SAVES, "--embedding.backend", "pgas"]
+    _fit(tmp_path, *options, "--train.steps", "2")
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
+    trainer.fit()
+    assert [exchange.steps for exchange in exchanges(trainer.model)] == [4]
 
 
 def test_a_run_goes_on_with_other_samples_only_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

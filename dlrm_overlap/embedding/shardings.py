@@ -1,0 +1,113 @@
+"""What TorchRec's shardings of a module hold: which of them an exchange can take, and the layout of those."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+from dlrm_overlap.embedding.options import WIRE_DTYPES
+from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.replicated import MOST_COLUMNS
+from dlrm_overlap.embedding.tables import unsupported
+
+_OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
+
+
+def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:
+    """Return why an exchange cannot take a sharding of TorchRec's, alike on all ranks, or None if it can.
+
+    Args:
+        wire_dtype: in which pooled embeddings would travel.
+    """
+    if type(sharding) not in (TwPooledEmbeddingSharding, CwPooledEmbeddingSharding):
+        return "only table-wise and column-wise shards are exchanged"
+    if sharding.qcomm_codecs_registry:
+        return "quantised communication: use wire_dtype instead"
+    if len(set(names := sharding.embedding_names())) < len(names):
+        return "a table names a feature twice"
+    reasons = (_why_not_pooled(group, wire_dtype) for group in groups_of(sharding))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
+    """Return why an exchange cannot pool and update the tables of one lookup, or None if it can."""
+    kernels = {table.compute_kernel for table in group.embedding_tables}
+    if kernels != {EmbeddingComputeKernel.FUSED}:
+        return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
+    if group.has_feature_processor:
+        return "feature processors"
+    if max(table.local_cols for table in group.embedding_tables) > MOST_COLUMNS:
+        return f"shards of more than {MOST_COLUMNS} columns"
+    if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
+        return f"rows of type {group.data_type.value}"
+    params = group.fused_params or {}
+    if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
+        return f"output of type {output.value}"
+    if output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
+        return f"output of type {output.value}: leave wire_dtype out"
+    return unsupported(params)
+
+
+def groups_of(sharding: Any) -> list[Any]:
+    """Return what a sharding's lookups on all ranks are made of, a `GroupedEmbeddingConfig` each."""
+    return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
+
+
+def output_types(sharding: Any) -> set[SparseType]:
+    """Return the types in which a sharding's lookups return pooled embeddings."""
+    return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in groups_of(sharding)}
+
+
+def why_not_together(shardings: Sequence[Any]) -> str | None:
+    """Return in what the tables of shardings differ that one exchange has for all, alike on all ranks, or None."""
+    types = {output.value for sharding in shardings for output in output_types(sharding)}
+    if len(types) > 1:
+        return f"outputs of types {' and '.join(sorted(types))}"
+    params = [group.fused_params or {} for sharding in shardings for group in groups_of(sharding)]
+    modes = {BoundsCheckMode(each.get("bounds_check_mode", BoundsCheckMode.WARNING)).name for each in params}
+    return f"bounds check modes {' and '.join(sorted(modes))}" if len(modes) > 1 else None
+
+
+def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
+    """Return the names of the pooled embeddings in the order of the unsharded module."""
+    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+
+
+def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
+    """Return the layout of table-wise and column-wise shardings, alike on all ranks, for an output in order of `names`.
+
+    Args:
+        shardings: TorchRec's; sharding i has its ids in input i of each rank.
+    """
+    shards: list[FeatureShard] = []
+    for owner in range(world_size):
+        lookup = 0
+        for number, sharding in enumerate(shardings):
+            feature = 0
+            for config in sharding._grouped_embedding_configs_per_rank[owner]:
+                for index, table in enumerate(config.embedding_tables):
+                    for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
+                        shard = FeatureShard(
+                            name=name,
+                            owner=owner,
+                            input=number,
+                            feature=feature,
+                            lookup=lookup,
+                            table=index,
+                            first_column=table.local_metadata.shard_offsets[1],
+                            dim=table.local_cols,
+                            mean=config.pooling == PoolingType.MEAN,
+                            dtype=data_type_to_dtype(config.data_type),
+                            feature_name=feature_name,
+                        )
+                        shards.append(shard)
+                        feature += 1
+                lookup += 1
+    return Layout(shards, names, world_size)
