@@ -375,10 +375,9 @@ def test_prepared_launches_serve_their_sizes_types_and_rows_alone(
 
 
 @interpreted
-@pytest.mark.parametrize("backend", ["pgas", "fused"])
-def test_short_bags_are_pooled_by_launches_of_their_own(world_of_one: dist.ProcessGroup, backend: str) -> None:
+def test_short_bags_are_pooled_by_launches_of_their_own(world_of_one: dist.ProcessGroup) -> None:
     stage = Stage([([64], [])], rank=0)
-    options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=20.0)
+    options = ExchangeOptions(backend="pgas", wait_timeout_s=20.0)
     forward = interpreted_forward(stage, world_of_one, options, samples=3)
     rows = stage.tables.weight(stage.shards[0])
     for of_each in (4, 1, 1, 4):  # so that each window has both
@@ -390,7 +389,7 @@ def test_short_bags_are_pooled_by_launches_of_their_own(world_of_one: dist.Proce
             expected += rows[ids]
         assert_same(forward.finish(step, copy=True), expected, f"{of_each} ids of each")
     prepared: Any = forward
-    assert len(prepared.lookup._launches if backend == "pgas" else prepared._puts) == 4
+    assert len(prepared.lookup._launches) == 4
     forward.close()
 
 
