@@ -70,16 +70,31 @@ class Tuning(NamedTuple):
     """groups of task_bags / groups bags that a program of the persistent kernel pools one after the other"""
 
 
+_SHORT_IDS = 2  # of a bag on average, or fewer
+
+
+def has_short_bags(values: torch.Tensor, offsets: torch.Tensor) -> bool:
+    """Return whether the bags of an input, see `Bags`, are short on average, which their shapes alone tell.
+
+    Example: 100 ids in 64 bags are short, 200 are not.
+    """
+    return values.numel() <= _SHORT_IDS * (offsets.numel() - 1)
+
+
 @lru_cache
-def tuning_for(dim: int, itemsize: int, groups: int = 1) -> Tuning:
+def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) -> Tuning:
     """Return how to cut a launch for rows of `dim` elements of `itemsize` bytes.
 
     By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a warp awaits up to 4 KB of rows at a time.
     Of rows of up to 128 bytes these are those of four bags side by side, so that a lane loads 16 bytes; of two bags up
-    to 128 elements, and of one beyond.
+    to 128 elements, and of one beyond. Where bags are `short`, see `has_short_bags`, a program's chain of loads decides
+    how long it takes: so it has four bags side by side, up to 128 elements, and two rows of each are all that there is
+    to load.
     """
     block = power_of_2(dim)
-    if block * itemsize <= 128:
+    if short and block <= 128:
+        bags, unroll = 4, 2
+    elif block * itemsize <= 128:
         bags, unroll = 4, 8
     elif block * itemsize <= 256:
         bags, unroll = 2, 8

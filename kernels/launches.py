@@ -21,7 +21,8 @@ class _Config(ctypes.Structure):
     """The driver's CUlaunchConfig."""
 
     _fields_ = (
-        ("programs", ctypes.c_uint * 3),
+        ("programs", ctypes.c_uint),
+        ("programs_yz", ctypes.c_uint * 2),
         ("threads", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
@@ -47,7 +48,7 @@ class Launch:
     def __init__(
         self,
         kernel: CompiledKernel,
-        programs: int,
+        programs: int | None,
         dtypes: tuple[torch.dtype, ...],
         arguments: Sequence[Any],
         changing: Sequence[str] = (),
@@ -55,7 +56,7 @@ class Launch:
         """Compile the kernel, if need be, and pack the arguments.
 
         Args:
-            programs: of each launch; of 0 nothing is launched.
+            programs: of each launch; of 0 nothing is launched. None: each call says how many.
             dtypes: as `CompiledKernel` takes them.
             arguments: all run-time arguments, in the order of the names; the first is a tensor.
             changing: names of those that each call gives anew, in the order in which it does.
@@ -65,7 +66,7 @@ class Launch:
         self._changing = [kernel.arguments.index(name) for name in changing]
         self._device = arguments[0].device.index
         self._interpreted, self._types = INTERPRETED, [_type_of(arguments[index]) for index in self._changing]
-        if not INTERPRETED and programs:
+        if not INTERPRETED and programs != 0:
             self._pack(kernel.compiled(dtypes, *arguments))
         for index in self._changing:  # else they would be held until the last call
             self._arguments[index] = None
@@ -92,25 +93,34 @@ class Launch:
             fields[-1].value = value = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
             assert isinstance(value, float) or fields[-1].value == value, f"{value} in a parameter of {size} bytes"
         self._fields = [fields[index] for index in self._changing]
-        self._config = _Config((self._programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
+        self._config = _Config(0, (1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
         told = _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
         self._told = (ctypes.c_void_p * len(told))(*told)
         self._places = ctypes.c_void_p(ctypes.addressof(self._config)), ctypes.c_void_p(ctypes.addressof(self._told))
         self._call = driver.cuLaunchKernelEx
 
-    def __call__(self, *changed: Any) -> None:
-        """Launch on the current stream, with `changed` in place of the arguments that change."""
+    def __call__(self, *changed: Any, programs: int | None = None) -> None:
+        """Launch on the current stream, with `changed` in place of the arguments that change.
+
+        Args:
+            changed: the arguments, in the order of `changing`.
+            programs: of this launch, where those of each are not the same.
+        """
+        if programs is None:
+            programs = self._programs
+            assert programs is not None, f"{self._kernel.name}: of how many programs?"
         if self._interpreted:
             for index, argument, kind in zip(self._changing, changed, self._types, strict=True):
                 assert _type_of(argument) == kind, f"{self._kernel.name}: {_type_of(argument)}, prepared for {kind}"
                 self._arguments[index] = argument
-            self._kernel(self._programs, self._dtypes, *self._arguments)
+            self._kernel(programs, self._dtypes, *self._arguments)
             return
-        if self._programs == 0:
+        if programs == 0:
             return
         for field, argument in zip(self._fields, changed, strict=True):
             field.value = argument if type(argument) is int else argument.data_ptr()
         config, told = self._places
+        self._config.programs = programs
         self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
         if status := self._call(config, self._function, None, told):
             raise RuntimeError(f"{self._kernel.name}: {_error(status)}")

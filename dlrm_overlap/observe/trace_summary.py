@@ -29,7 +29,7 @@ _KINDS = {
     "all-reduce": r"AllReduce|_average_share",
     "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
-    r"|_place_gradients|_find_ranges|_cut_runs",
+    r"|_place_gradients|_cut_runs",
     "samples": r"_draw_\w+",
     # In CUDA graphs the first two are kernels, named memcpy128 and the like.
     "copies": r"^[Mm]emcpy|^[Mm]emset|_keep_rows|_copy_rows",

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Windows, power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
+from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import raise_flags, task_at
 
 # Columns of the shard table [parts, W, most, 3] int64.
@@ -196,8 +197,35 @@ def push_gradients(
         first_part: the first part to send.
         end_part: the part behind the last one to send.
     """
+    for push in pushing_gradients(
+        gradient, tables, windows, flags, rank, schedule, first_sample, batch, most_samples, scale, programs,
+        first_part, end_part,
+    ):  # fmt: skip
+        push(gradient, epoch)
+
+
+def pushing_gradients(
+    gradient: torch.Tensor,
+    tables: Sequence[ShardTable],
+    windows: Windows,
+    flags: PartFlags,
+    rank: int,
+    schedule: str,
+    first_sample: int,
+    batch: int,
+    most_samples: int,
+    scale: float,
+    programs: int,
+    first_part: int,
+    end_part: int,
+) -> list[Launch]:
+    """Return the launches of `push_gradients`, each called with another gradient and the epoch.
+
+    All of them are called in each exchange, with a gradient of the shape, type and strides of this one.
+    """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0
+    launches: list[Launch] = []
     for table in tables:
         parts, world_size, most, _ = table.entries.shape
         kernel = _compiled(
@@ -205,10 +233,10 @@ def push_gradients(
             windows.alignment, table.source_alignment, table.start_alignment, gradient.element_size(), scale != 1.0,
         )  # fmt: skip
         blocks, counted = -(-most_samples // kernel.constants["ROWS"]), programs * len(tables)
-        kernel(
-            programs,
-            (gradient.dtype,),
+        arguments = (
             gradient, table.entries, table.counts, windows.addresses, flags.addresses, flags.done, flags.clock,
             rank, world_size, parts, first_part, end_part,
-            most, blocks, gradient.shape[0], batch, first_sample, scale, counted, epoch,
+            most, blocks, gradient.shape[0], batch, first_sample, scale, counted, 0,
         )  # fmt: skip
+        launches.append(Launch(kernel, programs, (gradient.dtype,), arguments, changing=("gradient", "epoch")))
+    return launches

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.launches import Launch
 
 # Columns of the table of an input's features, [features, 4] int64. A unit is 4 elements.
 START_AT = tl.constexpr(0)  # column of D_local where the feature's shard begins, in units
@@ -28,20 +29,26 @@ CHUNKS = tl.constexpr(0)  # number of chunks
 DONE = tl.constexpr(1)  # word DONE + c counts the finished chunks of the run whose first chunk is c
 
 CHUNK_IDS = 128  # longer runs are cut into chunks of so many ids; very long ones into larger chunks
+_PLACED_IDS = 1024  # that a program of _place_gradients takes
 _CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by side
 
 
-@triton.jit(do_not_specialize=["ids", "batch", "bits", "row_units"], do_not_specialize_on_alignment=["offsets"])
+@triton.jit(
+    do_not_specialize=["words", "ids", "batch", "bits", "row_units"], do_not_specialize_on_alignment=["offsets"]
+)
 def _place_gradients(
-    infos, offsets, input_features, scales, ids: tl.int64, batch: tl.int64, bits, row_units: tl.int64,
+    infos, offsets, input_features, scales, shared, words,
+    ids: tl.int64, batch: tl.int64, bits, row_units: tl.int64,
     ANY_MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace each id's info, which names its bag, by the place of that bag's gradient; BLOCK ids a program.
+    """Replace each id's info, which names its bag, by the place of that bag's gradient; BLOCK ids a program. And zero
+    the state that the programs of the update share.
 
     Memory: `infos` [ids] int32 is rewritten in place: feature << bits | sample becomes the offset of the bag's gradient
     in the gradient window or, with `row_units` other than 0, in a tensor with a row of so many units for each sample,
     in units of 4 elements. With ANY_MEAN the program reads the lengths of bags that are means
-    from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum.
+    from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum. Program p of
+    P writes 0 to BLOCK words of `shared` [words] int32 from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
 
     Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
 
@@ -64,24 +71,24 @@ def _place_gradients(
         bag = offsets + feature * batch + sample
         length = tl.load(bag + 1, mask=mean, other=1) - tl.load(bag, mask=mean, other=0)
         tl.store(scales + i, 1.0 / length.to(tl.float32), mask=mask)
+    for first in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
+        word = first + tl.arange(0, BLOCK)
+        tl.store(shared + word, 0, mask=word < words)
 
 
-@triton.jit(do_not_specialize=["ranges"])
-def _find_ranges(run_keys, run_count, boundaries, bounds, ranges, BLOCK: tl.constexpr):
-    """Find, for each of `boundaries`, the first run whose key is at least that; the grid is one program.
+@triton.jit
+def _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES: tl.constexpr):
+    """Find, for each of `boundaries` [ranges] int64, the first of `runs` runs whose key is at least that.
 
-    Memory: `run_keys` ascend, up to the `run_count` [1] that are there. Each lane reads one of `boundaries` [ranges]
-    int64, searches the keys by halves, and writes one of `bounds` [ranges] int64.
-
-    Order: one program alone; the kernel's end orders its stores for those that follow on the stream.
+    Each lane searches `run_keys`, which ascend, by halves, and writes one of `bounds` [ranges] int64.
 
     Example: run keys 3 5 8 9, boundaries 0 5 7 10: bounds 0 1 2 4.
     """
-    i = tl.arange(0, BLOCK)
+    i = tl.arange(0, RANGES)
     mask = i < ranges
     boundary = tl.load(boundaries + i, mask=mask, other=0)
-    low = tl.zeros((BLOCK,), tl.int64)
-    high = low + tl.load(run_count)
+    low = tl.zeros((RANGES,), tl.int64)
+    high = low + runs
     for _ in range(0, 40):
         middle = (low + high) // 2
         searching = low < high
@@ -91,23 +98,29 @@ def _find_ranges(run_keys, run_count, boundaries, bounds, ranges, BLOCK: tl.cons
     tl.store(bounds + i, low, mask=mask)
 
 
-@triton.jit
-def _cut_runs(run_starts, run_count, shared, chunk_run, chunk_first, CHUNK_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Cut runs of more than CHUNK_IDS ids into chunks, as program p of P.
+@triton.jit(do_not_specialize=["ranges"])
+def _cut_runs(
+    run_keys, run_starts, run_count, boundaries, shared, chunk_run, chunk_first, bounds, ranges,
+    CHUNK_IDS: tl.constexpr, BLOCK: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """Cut runs of more than CHUNK_IDS ids into chunks, as program p of P. Program 0 finds the ranges' runs besides.
 
     The program looks at BLOCK runs at a time: those from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
 
     Memory: the program reads `run_starts` up to the `run_count` [1] runs that are there. It takes numbers for its
     chunks from shared[CHUNKS], and writes of chunk c its run to chunk_run[c] and the number of the run's first chunk
-    to chunk_first[c], both int32.
+    to chunk_first[c], both int32. For `run_keys`, `boundaries` and `bounds` see `_find_ranges`.
 
-    Order: the atomic on shared[CHUNKS] is relaxed, since it only hands out numbers: those of a run are consecutive, but
-    which program comes first is up to chance. The kernel's end orders the rest for those that follow on the stream.
+    Order: `shared` was zeroed by the kernel before. The atomic on shared[CHUNKS] is relaxed, since it only hands out
+    numbers: those of a run are consecutive, but which program comes first is up to chance. The kernel's end orders the
+    rest for those that follow on the stream.
 
     Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. One program takes numbers
     0 .. 4: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
     """
     runs = tl.load(run_count)
+    if tl.program_id(0) == 0:
+        _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES)
     for block in range(tl.program_id(0), tl.cdiv(runs, BLOCK), tl.num_programs(0)):
         run = block * BLOCK + tl.arange(0, BLOCK)
         mask = run < runs
@@ -193,24 +206,72 @@ class PreparedRuns(NamedTuple):
     """[ranges + 1] int64: the first run of each range, and the end"""
 
 
-_PLACE_ARGUMENTS = ("infos", "offsets", "input_features", "scales", "ids", "batch", "bits", "row_units")
-_FIND_ARGUMENTS = ("run_keys", "run_count", "boundaries", "bounds", "ranges")
-_CUT_ARGUMENTS = ("run_starts", "run_count", "shared", "chunk_run", "chunk_first")
+_PLACE_ARGUMENTS = (
+    "infos", "offsets", "input_features", "scales", "shared", "words",
+    "ids", "batch", "bits", "row_units",
+)  # fmt: skip
+_CUT_ARGUMENTS = (
+    "run_keys", "run_starts", "run_count", "boundaries", "shared", "chunk_run", "chunk_first", "bounds", "ranges",
+)  # fmt: skip
 
 
 @lru_cache
 def _placing(any_mean: bool) -> CompiledKernel:
-    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, {"ANY_MEAN": any_mean, "BLOCK": 1024}, num_warps=4)
+    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, {"ANY_MEAN": any_mean, "BLOCK": _PLACED_IDS}, num_warps=4)
 
 
 @lru_cache
-def _finding(ranges: int) -> CompiledKernel:
-    return CompiledKernel(_find_ranges, _FIND_ARGUMENTS, {"BLOCK": power_of_2(ranges)}, num_warps=1)
+def _cutting(chunk_ids: int, ranges: int) -> CompiledKernel:
+    constants = {"CHUNK_IDS": chunk_ids, "BLOCK": _CUT_RUNS, "RANGES": power_of_2(ranges)}
+    return CompiledKernel(_cut_runs, _CUT_ARGUMENTS, constants, num_warps=1)
 
 
-@lru_cache
-def _cutting(chunk_ids: int) -> CompiledKernel:
-    return CompiledKernel(_cut_runs, _CUT_ARGUMENTS, {"CHUNK_IDS": chunk_ids, "BLOCK": _CUT_RUNS}, num_warps=1)
+class Preparation:
+    """What `prepare` does, for ids of the same types, bags and features as those that it was made with.
+
+    It belongs to one caller, as a `Launch` does.
+    """
+
+    def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
+        """Prepare the launches; the arguments are those of `prepare`."""
+        assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
+        self._features, self._chunk_ids = features, chunk_ids
+        made, ranges = self._room(ids), features.boundaries.numel()
+        place = (
+            ids.infos, ids.offsets, features.entries, made.scales, made.shared, made.shared.numel(),
+            ids.infos.numel(), ids.samples, ids.bits, row_units,
+        )  # fmt: skip
+        changing = "infos", "offsets", "scales", "shared", "words", "ids"
+        self._place = Launch(_placing(features.any_mean), None, (ids.offsets.dtype,), place, changing)
+        cut = (
+            ids.run_keys, ids.run_starts, ids.run_count, features.boundaries,
+            made.shared, made.chunk_run, made.chunk_first, made.bounds, ranges,
+        )  # fmt: skip
+        changing = "run_keys", "run_starts", "run_count", "shared", "chunk_run", "chunk_first", "bounds"
+        self._cut = Launch(_cutting(chunk_ids, ranges), None, (ids.run_keys.dtype,), cut, changing)
+
+    def _room(self, ids: SortedIds) -> PreparedRuns:
+        """Return runs whose own tensors are yet to be filled."""
+        count, device, features = ids.infos.numel(), ids.infos.device, self._features
+        scales = torch.empty(count, device=device) if features.any_mean else ids.infos
+        most = 4 * (1 + count // (2 * self._chunk_ids))  # more than 2 * count / chunk_ids, and thirds that are aligned
+        chunk_run, chunk_first, shared = torch.empty(3 * most + 1, dtype=torch.int32, device=device).split(
+            (most, most, most + 1)
+        )
+        bounds = torch.empty_like(features.boundaries)
+        return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, chunk_run, chunk_first, bounds)
+
+    def __call__(self, ids: SortedIds) -> PreparedRuns:
+        """Return the runs of `ids`, whose `infos` are overwritten."""
+        count, made = ids.infos.numel(), self._room(ids)
+        programs = max(1, -(-count // _PLACED_IDS))
+        self._place(
+            ids.infos, ids.offsets, made.scales, made.shared, made.shared.numel(), count, programs=programs
+        )  # fmt: skip
+        rest = made.shared, made.chunk_run, made.chunk_first, made.bounds
+        programs = max(1, min(4096, -(-count // _CUT_RUNS)))
+        self._cut(ids.run_keys, ids.run_starts, ids.run_count, *rest, programs=programs)
+        return made
 
 
 def prepare(ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> PreparedRuns:
@@ -224,21 +285,4 @@ def prepare(ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_i
             them, with rows of so many units of 4 elements.
         chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
     """
-    count, device = ids.infos.numel(), ids.infos.device
-    assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
-    scales = torch.empty(count, device=device) if features.any_mean else ids.infos
-    place = _placing(features.any_mean)
-    place(
-        -(-count // 1024), (ids.offsets.dtype,),
-        ids.infos, ids.offsets, features.entries, scales, count, ids.samples, ids.bits, row_units,
-    )  # fmt: skip
-    bounds = torch.empty_like(features.boundaries)
-    ranges = bounds.numel()
-    find = _finding(ranges)
-    find(1, (ids.run_keys.dtype,), ids.run_keys, ids.run_count, features.boundaries, bounds, ranges)
-    most = 4 * (1 + count // (2 * chunk_ids))  # more than 2 * count / chunk_ids, and halves that are aligned
-    shared = torch.zeros(1 + most, dtype=torch.int32, device=device)
-    chunk_run, chunk_first = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
-    cut = _cutting(chunk_ids)
-    cut(min(4096, -(-count // _CUT_RUNS)), (), ids.run_starts, ids.run_count, shared, chunk_run, chunk_first)
-    return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, chunk_run, chunk_first, bounds)
+    return Preparation(ids, features, row_units, chunk_ids)(ids)

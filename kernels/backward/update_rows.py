@@ -28,6 +28,7 @@ from dlrm_overlap.kernels.backward.optimizers import (
 )
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
+from dlrm_overlap.kernels.launches import Launch
 
 _PROGRAMS = 1 << 15  # of a launch, at most; each takes one task after the other
 _ROW_ELEMENTS = 256  # of a warp: elements of the rows that it updates side by side
@@ -251,6 +252,42 @@ def _compiled(
     return CompiledKernel(_update_rows, _ARGUMENTS, constants, num_warps=warps)
 
 
+class RowUpdate:
+    """The update of one range of rows, prepared: called with what differs from step to step.
+
+    It holds the gradient window, the rows and their states, which must stay where they are, and belongs to one caller,
+    as a `Launch` does. What it is called with has the types of what it was made with.
+    """
+
+    def __init__(
+        self, runs: PreparedRuns, rows: RowRange, gradient: torch.Tensor, rule: Rule, chunk_ids: int = CHUNK_IDS
+    ) -> None:
+        """Prepare the launch; the arguments are those of `update_rows`."""
+        assert gradient.numel() <= 2**33, (
+            f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
+        )
+        stochastic = rows.stochastic_rounding
+        kernel = _compiled(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, stochastic, chunk_ids)
+        self._dim, self._device, self._runs_a_task = rows.dim, gradient.device, kernel.constants["RUNS"]
+        arguments = (
+            *runs,
+            gradient, rows.weights, rows.states, self._chunk_sums(runs),
+            rows.index, rows.weight_at, rows.state_at,
+            *rule,
+        )  # fmt: skip
+        changing = (*PreparedRuns._fields, "chunk_sums", "numbers", "seed")
+        self._launch = Launch(kernel, None, (runs.run_keys.dtype, gradient.dtype), arguments, changing)
+
+    def _chunk_sums(self, runs: PreparedRuns) -> torch.Tensor:
+        return torch.empty(runs.chunk_run.numel() * self._dim, dtype=torch.float32, device=self._device)
+
+    def __call__(self, runs: PreparedRuns, rule: Rule) -> None:
+        """Update each row of the range that `runs` name; of `rule`, the clock and the factor are those known."""
+        ids = runs.places.numel()
+        programs = min(_PROGRAMS, -(-ids // self._runs_a_task) + runs.chunk_run.numel()) if ids else 0
+        self._launch(*runs, self._chunk_sums(runs), rule.numbers, rule.seed, programs=programs)
+
+
 def update_rows(
     runs: PreparedRuns, rows: RowRange, gradient: torch.Tensor, rule: Rule, chunk_ids: int = CHUNK_IDS
 ) -> None:
@@ -261,17 +298,4 @@ def update_rows(
             `push_gradients`.
         chunk_ids: as given to `prepare`.
     """
-    assert gradient.numel() <= 2**33, (
-        f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
-    )
-    ids, most_chunks = runs.places.numel(), runs.chunk_run.numel()
-    kernel = _compiled(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding, chunk_ids)
-    chunk_sums = torch.empty(most_chunks * rows.dim, dtype=torch.float32, device=gradient.device)
-    kernel(
-        min(_PROGRAMS, -(-ids // kernel.constants["RUNS"]) + most_chunks) if ids else 0,
-        (runs.run_keys.dtype, gradient.dtype),
-        *runs,
-        gradient, rows.weights, rows.states, chunk_sums,
-        rows.index, rows.weight_at, rows.state_at,
-        *rule,
-    )  # fmt: skip
+    RowUpdate(runs, rows, gradient, rule, chunk_ids)(runs, rule)

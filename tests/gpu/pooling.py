@@ -1,11 +1,11 @@
 """The command: `python -m tests.gpu.pooling`: the zero-copy kernel's lookup alone on one GPU, by how a launch is cut.
 
-For rows of each type and dim and each pooling factor L, bags have 0 to 2L ids, it prints how long `store_pooled` takes
-with two bags side by side and four rows of each in flight, and the times of other cuts over that time. Every output has
-to be that of the first cut, bit for bit. `*` is the cut that the exchange takes, see `tuning_for`.
+For rows of each type and dim and each pooling factor L, bags have 0 to 2L ids, or all one where L is `one`, it prints
+how long `store_pooled` takes with two bags side by side and four rows of each in flight, and the times of other cuts
+over that time. Launches are replayed as CUDA graphs, cuts in turns, so no host has a part in the times. Every output
+has to be that of the first cut, bit for bit. `*` is the cut that the exchange takes, see `tuning_for`.
 """
 
-import statistics
 import sys
 from itertools import product
 
@@ -13,14 +13,15 @@ import torch
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
+from tests.gpu.one_gpu import capture, times_us
 
 TABLES, ROWS = 16, 250_000
 SAMPLES = (16384, 2048)
-POOLING_FACTORS = (1, 8, 32, 128)
+POOLING_FACTORS = (0, 1, 2, 4, 8, 32, 128)
+"""0: every bag has one id"""
 ROW_TYPES = ((16, torch.float32), (32, torch.float32), (64, torch.float32), (128, torch.float32), (128, torch.bfloat16))
-CUTS = ((2, 4), (4, 4), (4, 8), (4, 16), (2, 8), (1, 8))
+CUTS = ((2, 4), (1, 8), (2, 8), (4, 2), (4, 4), (4, 8), (8, 2), (8, 4))
 """bags side by side, and rows of each that are loaded at a time; the first is what others are held against"""
-_ROUNDS, _ROUND_MS = 5, 3.0
 
 
 class _Lookup:
@@ -31,6 +32,8 @@ class _Lookup:
         generator = torch.Generator(device).manual_seed(pooling_factor)
         high = 2 * pooling_factor + 1
         lengths = torch.randint(0, high, (TABLES * samples,), device=device, generator=generator)
+        if pooling_factor == 0:
+            lengths.fill_(1)
         offsets = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), lengths.cumsum(0)))
         values = torch.randint(0, ROWS, (int(offsets[-1]),), device=device, generator=generator)
         dim, table_bytes = rows.shape[1], ROWS * rows.shape[1] * rows.itemsize
@@ -51,19 +54,9 @@ class _Lookup:
         self._launch(tuning)
         return self._output.clone()
 
-    def time_us(self, tuning: Tuning) -> float:
-        """Return how long a launch takes among launches back to back, the median of some rounds."""
-        launches = max(4, min(40, int(_ROUND_MS / self._round_ms(tuning, 4))))
-        return statistics.median(self._round_ms(tuning, launches) for _ in range(_ROUNDS)) * 1000
-
-    def _round_ms(self, tuning: Tuning, launches: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(launches):
-            self._launch(tuning)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / launches
+    def graph(self, tuning: Tuning) -> torch.cuda.CUDAGraph:
+        """Return a launch as a graph."""
+        return capture(lambda: self._launch(tuning))
 
     def _launch(self, tuning: Tuning) -> None:
         options = PoolingOptions(0, "balanced", tuning)
@@ -74,10 +67,10 @@ def _line(lookup: _Lookup, chosen: Tuning) -> str:
     cuts = [Tuning(bags, unroll, num_warps=1) for bags, unroll in CUTS]
     expected = lookup.output(cuts[0]).view(torch.int32)
     same = [torch.equal(lookup.output(cut).view(torch.int32), expected) for cut in cuts]
-    times_us = [lookup.time_us(cut) for cut in cuts]
-    shown = [f"{time / times_us[0]:6.3f}" if right else " wrong" for time, right in zip(times_us, same, strict=True)]
+    taken = times_us([lookup.graph(cut) for cut in cuts])
+    shown = [f"{time / taken[0]:6.3f}" if right else " wrong" for time, right in zip(taken, same, strict=True)]
     marked = [f"{text}{'*' if cut == chosen else ' '}" for text, cut in zip(shown, cuts, strict=True)]
-    return f"{times_us[0]:8.1f} us" + " ".join(marked)
+    return f"{taken[0]:8.1f} us" + " ".join(marked)
 
 
 def main() -> int:
@@ -95,7 +88,7 @@ def main() -> int:
         rows = torch.randn(TABLES * ROWS, dim, device=device).to(dtype)
         for samples, pooling_factor in product(SAMPLES, POOLING_FACTORS):
             line = _line(_Lookup(rows, samples, pooling_factor, device), tuning_for(dim, dtype.itemsize))
-            print(f"{samples:7} {dim:4} {str(dtype)[6:]:>8} {pooling_factor:4} {line}", flush=True)
+            print(f"{samples:7} {dim:4} {str(dtype)[6:]:>8} {pooling_factor or 'one':>4} {line}", flush=True)
     return 0
 
 

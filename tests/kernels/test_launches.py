@@ -117,6 +117,16 @@ def test_no_program_is_no_launch(driver: _Driver) -> None:
     assert driver.launched == []
 
 
+def test_a_call_says_of_how_many_programs_a_launch_is_that_knows_none(driver: _Driver) -> None:
+    values = torch.zeros(4)
+    launch = Launch(_kernel(), None, (), (values, values, 10, 0.5, 0), changing=("epoch",))
+    for programs in (5, 0, 2):
+        launch(1, programs=programs)
+    assert [config[0] for _, config, _ in driver.launched] == [5, 2]
+    with pytest.raises(AssertionError, match="_store: of how many programs"):
+        launch(1)
+
+
 def test_a_refused_launch_names_the_kernel(driver: _Driver) -> None:
     values, driver.status = torch.zeros(4), 700
     launch = Launch(_kernel(), 1, (), (values, values, 10, 0.5, 0), changing=("epoch",))

@@ -10,6 +10,7 @@ backward.
 from collections.abc import Callable
 from itertools import groupby
 from math import gcd
+from typing import Any
 
 import torch
 
@@ -21,11 +22,11 @@ from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange, in_
 from dlrm_overlap.embedding.device.rules import DeviceRules
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.protocol.step import Step, make_room
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
-from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
-from dlrm_overlap.kernels.backward.update_rows import update_rows
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.flags import awaiting_flags
 from dlrm_overlap.kernels.launches import Launch
 
@@ -50,14 +51,19 @@ class Push(WindowBackward):
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
         self._peers = peer_windows(windows, 0, self.options)  # gradients have no rows of one stride
+        self._local = [windows.arena.local(name) for name in windows.names]
         self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
         """the waits for the gradients up to each part, called with the epoch"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
         self._pushed = [self._shard_table(dim, self.layout.column) for dim in self._dims]
+        self._pushes: dict[tuple[Any, ...], list[Launch]] = {}
+        """the launches that send parts of a gradient, by all that they were made of"""
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
+        self._updates: dict[tuple[Any, ...], RowUpdate] = {}
+        """by all that they were made of; of the rows as they are"""
         self._seed = torch.initial_seed()
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
@@ -100,6 +106,7 @@ class Push(WindowBackward):
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
             places = self.gradients.starts, self.gradients.part_of
             self._inputs = [InputRows(list(shards), self.tables, *places) for _, shards in by_input]
+            self._updates.clear()
             self._storage = storage
             if self.tables.kept is not None:
                 self.tables.kept.follow(self._inputs)
@@ -146,7 +153,7 @@ class Push(WindowBackward):
                 self.push(step, gradient, 0, self.gradients.parts)
         if not step.runs:
             self.prepare(step)
-        inputs, window = self._input_rows(), self.windows.local
+        inputs, window = self._input_rows(), self._local[self.windows.epoch % 2]
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
             if not self.order.active and self.tables.kept is not None:
@@ -178,22 +185,29 @@ class Push(WindowBackward):
 
     def store(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
-        push_gradients(
-            gradient,
-            self._pushed,
-            self._peers[self.windows.epoch % 2],
-            self._part_flags,
-            rank=self.rank,
-            epoch=self.windows.counter.argument,
-            schedule=self.schedule,
-            first_sample=step.batch.first_sample[self.rank],
-            batch=step.batch.total,
-            most_samples=step.batch.most,
-            scale=self.sent_scale,
-            programs=self.programs,
-            first_part=first,
-            end_part=end,
-        )
+        parity, scale = self.windows.epoch % 2, self.sent_scale
+        key = parity, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
+        pushes = self._pushes.get(key)
+        if pushes is None:
+            pushes = pushing_gradients(
+                gradient,
+                self._pushed,
+                self._peers[parity],
+                self._part_flags,
+                rank=self.rank,
+                schedule=self.schedule,
+                first_sample=step.batch.first_sample[self.rank],
+                batch=step.batch.total,
+                most_samples=step.batch.most,
+                scale=scale,
+                programs=self.programs,
+                first_part=first,
+                end_part=end,
+            )
+            make_room(self._pushes)
+            self._pushes[key] = pushes
+        for push in pushes:
+            push(gradient, self.windows.counter.argument)
 
     def _await(self, part: int) -> None:
         """Make the current stream wait for the gradients up to `part`."""
@@ -222,8 +236,15 @@ class Push(WindowBackward):
         Args:
             number: of the input whose ids name the rows.
         """
-        if (runs := step.runs[number]) is not None:
-            update_rows(runs, updated.rows, window, self.rule(step, updated))
+        runs = step.runs[number]
+        if runs is None:
+            return
+        rule = self.rule(step, updated)
+        key = number, updated.rows.index, window.data_ptr(), runs.run_keys.dtype, rule.factor
+        update = self._updates.get(key)
+        if update is None:
+            update = self._updates[key] = RowUpdate(runs, updated.rows, window, rule)
+        update(runs, rule)
 
     def rule(self, step: Step, updated: UpdateRange) -> Rule:
         """Return by which numbers the rows of a range are updated in `step`."""
@@ -255,5 +276,5 @@ class Push(WindowBackward):
 
     def close(self) -> None:
         """Forget what has a view of the windows."""
-        self._peers, self._awaiting = [], []
+        self._peers, self._local, self._awaiting, self._pushes, self._updates = [], [], [], {}, {}
         super().close()

@@ -13,7 +13,15 @@ from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
+from dlrm_overlap.kernels.arguments import (
+    Bags,
+    FeatureTable,
+    PoolingOptions,
+    Tuning,
+    Windows,
+    has_short_bags,
+    tuning_for,
+)
 from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.launches import Launch
 
@@ -128,10 +136,11 @@ class DeviceLookup:
         for shards, table in zip(self.pooled_together, tables, strict=True):
             ids = step.inputs[shards[0].input]
             values, offsets = ids.values(), ids.offsets()
-            key = table, windows, step.batch, ranks, *type_and_place(values), *type_and_place(offsets)
+            short = has_short_bags(values, offsets)
+            key = table, windows, step.batch, ranks, short, *type_and_place(values), *type_and_place(offsets)
             launch = self._launches.get(key)
             if launch is None:
-                options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize))
+                options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
                 launch = storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
                 make_room(self._launches)
                 self._launches[key] = launch

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -12,7 +12,7 @@ from dlrm_overlap.embedding.protocol.layout import FeatureShard
 from dlrm_overlap.embedding.protocol.step import make_room
 from dlrm_overlap.embedding.tables import StoredRows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
-from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
+from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class InputRows:
         self._device_keys: dict[int, torch.Tensor] = {}
         self._infos: dict[tuple[int, int], tuple[int, int]] = {}
         """by samples and features, the bits of an info that hold the sample, and their mask"""
+        self._preparations: dict[tuple[Any, ...], Preparation] = {}
+        """by all that they were made of, but the ids, whose types are among it"""
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
@@ -153,7 +155,14 @@ class InputRows:
             info_B_num_bits=bits,
             info_B_mask=mask,
         )
-        return prepare(SortedIds(keys, starts, count, infos, bits, offsets, samples), self.input_features, row_units)
+        found = SortedIds(keys, starts, count, infos, bits, offsets, samples)
+        key = samples, features, row_units, keys.dtype, offsets.dtype
+        prepare = self._preparations.get(key)
+        if prepare is None:
+            prepare = Preparation(found, self.input_features, row_units)
+            make_room(self._preparations)
+            self._preparations[key] = prepare
+        return prepare(found)
 
 
 def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:

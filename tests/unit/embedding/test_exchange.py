@@ -374,6 +374,25 @@ def test_prepared_launches_serve_their_sizes_types_and_rows_alone(
     forward.close()
 
 
+@interpreted
+def test_short_bags_are_pooled_by_launches_of_their_own(world_of_one: dist.ProcessGroup) -> None:
+    stage = Stage([([64], [])], rank=0)
+    options = ExchangeOptions(backend="pgas", wait_timeout_s=20.0)
+    forward = interpreted_forward(stage, world_of_one, options, samples=3)
+    rows = stage.tables.weight(stage.shards[0])
+    for of_each in (4, 1, 1, 4):  # so that each window has both
+        values = torch.arange(3 * of_each) % rows.shape[0]
+        step = Step([KeyedJaggedTensor(["t"], values, lengths=torch.tensor([of_each] * 3))], BatchSizes.of((3,)))
+        forward.start(step)
+        expected = torch.zeros(3, rows.shape[1])
+        for ids in values.view(3, of_each).T:
+            expected += rows[ids]
+        assert_same(forward.finish(step, copy=True), expected, f"{of_each} ids of each")
+    prepared: Any = forward
+    assert len(prepared.lookup._launches) == 4
+    forward.close()
+
+
 def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dtype: torch.dtype, factor: int) -> None:
     """Take a step of other ids, and compare with `factor` times what the rows give that the stage was made with."""
     (ids,), expected = stage.inputs(number, (samples,))

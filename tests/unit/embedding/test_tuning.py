@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from dlrm_overlap.embedding.backends.sliced import persistent_tuning
-from dlrm_overlap.kernels.arguments import FeatureTable, power_of_2, tuning_for
+from dlrm_overlap.kernels.arguments import FeatureTable, has_short_bags, power_of_2, tuning_for
 
 _DIMS = (4, 12, 32, 36, 64, 92, 128, 256, 512, 1024)
 _TYPES = (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("dtype", _TYPES)
 @pytest.mark.parametrize("dim", _DIMS)
-def test_a_warp_has_at_most_4_kb_of_rows_in_flight(dim: int, dtype: torch.dtype) -> None:
-    tuning = tuning_for(dim, dtype.itemsize)
+def test_a_warp_has_at_most_4_kb_of_rows_in_flight(dim: int, dtype: torch.dtype, short: bool) -> None:
+    tuning = tuning_for(dim, dtype.itemsize, short=short)
     row_bytes = power_of_2(dim) * dtype.itemsize
     assert tuning.task_bags * tuning.unroll * row_bytes <= 4096 * tuning.num_warps
     assert tuning.task_bags <= 4, "of the smallest slice, embedding.slice_bags"
@@ -25,3 +26,9 @@ def test_a_task_lies_in_one_slice_however_many_bags_there_are(dim: int, slice_ba
     table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), dim, torch.float32, 16, 16)
     for samples in (1, 8192, 65536):
         assert slice_bags % persistent_tuning(table, samples, slice_bags).task_bags == 0
+
+
+def test_bags_are_short_by_the_shapes_of_their_input() -> None:
+    offsets = torch.zeros(65, dtype=torch.int32)
+    assert has_short_bags(torch.empty(128), offsets)
+    assert not has_short_bags(torch.empty(129), offsets)
