@@ -25,7 +25,7 @@ from dlrm_overlap.storage.load import Checkpoint, find_faults, open_checkpoint
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
 from dlrm_overlap.storage.parts import Part, Stored, fill, local_parts, whole
-from dlrm_overlap.storage.save import write_checkpoint
+from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
 from tests.agreement import assert_same
 
@@ -180,6 +180,21 @@ def test_a_save_that_fails_leaves_what_there_is(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["step_3"]
     assert path.stat().st_mtime_ns == before
     assert find_faults(path, read_manifest(path)) == []
+
+
+def test_a_checkpoint_that_lies_elsewhere_is_let_go_of_and_left_there(tmp_path: Path) -> None:
+    """One was moved to a slower disk, and a link put in its place; a file is in the way of the next save."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    path = write_new(folder, make_table([0, 4]))
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    remove_checkpoint(path)
+    assert os.listdir(folder) == []
+    (folder / ".partial_removed_step_1").symlink_to(elsewhere)
+    (folder / ".partial_removed_step_2").touch()
+    write_new(folder, make_table([0]))
+    assert os.listdir(folder) == ["step_3"]
+    assert find_faults(elsewhere, read_manifest(elsewhere)) == []
 
 
 def test_a_rank_that_sees_another_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
