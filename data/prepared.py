@@ -80,7 +80,7 @@ def read_meta(folder: Path) -> Meta | None:
         return Meta(**{**fields, "days": [_read_day(day) for day in fields["days"]]})
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
         ) from error

@@ -76,7 +76,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
         if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
             raise ValueError
-    except ValueError:
+    except (ValueError, RecursionError):
         log.warning("%s is not what was written, and left out", path)
         return None
     return {key: math.nan if value is None else value for key, value in content.items()}
