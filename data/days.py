@@ -130,8 +130,8 @@ class Days(Dataset):
     def _stand_in(self, position: int, into: _Samples, error: InputError) -> None:
         """Copy the sample that stands in for the bad one at `position`: the next good one, or else the one before.
 
-        It is looked for on this side of the borders, not further than 1000 samples away. Raises `error`, which says
-        what is wrong with the bad one, where all of these are bad: then the file is, or the tables' rows are.
+        It is looked for on this side of the borders, not further than 1000 samples away. Where all of these are bad,
+        the file is, or the tables' rows are: then this raises `error`, which says what is wrong with the bad one.
         """
         border = bisect_right(self._borders, position)
         begin, end = self._borders[border - 1], self._borders[border]
@@ -144,7 +144,9 @@ class Days(Dataset):
                 return
             except InputError:
                 continue
-        raise error
+        raise InputError(
+            f"{error}; data.bad_rows: skip does not help, since no sample within {_STAND_IN_REACH} of it is good"
+        ) from None
 
     def _stretches(self, first: int, count: int) -> Iterator[tuple[Day, slice, slice]]:
         """Yield each day that holds some of the samples [first, first + count), their places there and in the batch."""

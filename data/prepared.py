@@ -77,18 +77,26 @@ def read_meta(folder: Path) -> Meta | None:
     file = folder / _META
     try:
         fields = json.loads(file.read_text())
-        return Meta(**{**fields, "days": [_read_day(day) for day in fields["days"]]})
+        meta = Meta(**{**fields, "days": [_read_day(day) for day in fields["days"]]})
+        if meta.rows is not None:
+            _check_rows(meta.rows)
+        return meta
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
         ) from error
 
 
+def _check_rows(rows: Any) -> None:
+    if len(rows) != CRITEO_TABLES or not all(isinstance(count, int) and count > 0 for count in rows):
+        raise ValueError(f"rows are not {CRITEO_TABLES} positive numbers")
+
+
 def _read_day(fields: dict[str, Any]) -> SourceDay:
     files = fields.get("files")
-    return SourceDay(**{**fields, "files": files and {part: Written(**file) for part, file in files.items()}})
+    return SourceDay(**{**fields, "files": files and {part: Written(**files[part]) for part in PARTS}})
 
 
 def write_meta(target: Path, meta: Meta) -> None:

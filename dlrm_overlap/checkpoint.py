@@ -22,7 +22,15 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from dlrm_overlap.config import Config, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
-from dlrm_overlap.storage.branches import is_checkpoint, line, lineage, newest_checkpoint, read_manifests, surplus
+from dlrm_overlap.storage.branches import (
+    is_checkpoint,
+    line,
+    lineage,
+    newest_checkpoint,
+    read_manifests,
+    same_checkpoint,
+    surplus,
+)
 from dlrm_overlap.storage.fits import check_fits
 from dlrm_overlap.storage.load import agree_on, open_checkpoint
 from dlrm_overlap.storage.manifest import Manifest, read_manifest
@@ -263,11 +271,11 @@ class Checkpointer:
                 raise InputError(f"checkpoint.resume: {path}: {error}") from None
         model.load_state_dict(state[0])  # type: ignore[arg-type]
         optimizer.load_state_dict(state[1])
-        here = path.resolve().parent == self.folder.resolve()
-        self._parent = path.name if here else str(path.absolute())
-        if here:
+        source = same_checkpoint(self.folder, path)
+        self._parent = source.name if source else str(path.absolute())
+        if source:
             *led, own = lineage(manifest)
-            is_tip = manifest.branch and newest_checkpoint(self.folder) == self.folder / path.name
+            is_tip = manifest.branch and newest_checkpoint(self.folder) == source
             self._branch, self._led = (manifest.branch, tuple(led)) if is_tip else ("", (*led, own))
         return manifest.step
 

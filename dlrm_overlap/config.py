@@ -119,7 +119,7 @@ class DataConfig:
     bad_rows: Literal["error", "skip"] = "error"
     """files: what a row that is no sample does: a line that cannot be parsed, a label other than 0 and 1, a number that
     is not finite, an id outside its table. error ends the run; skip leaves lines out, lets the next good sample of
-    arrays stand in, and counts"""
+    arrays, of 1000 on either side, stand in, and counts"""
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE

@@ -130,7 +130,7 @@ def _in_use(path: Path, key: str) -> InputError:
     try:
         owner = json.loads(path.read_text())
         who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # its owner is about to write it
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its owner is about to write it
         who = "another process"
     return InputError(f"{key}: {path.parent} is in use by {who}; wait until it ends, or give another folder")
 

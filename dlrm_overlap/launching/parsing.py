@@ -61,6 +61,8 @@ def check_config_file(path: Path, config: type = Config) -> None:
         raise InputError(f"--config: {path}: {error.strerror}; give an existing YAML file, see configs/") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--config: {path} is not YAML in UTF-8: {_one_line(str(error))}; correct it") from None
+    except RecursionError:
+        raise InputError(f"--config: {path} is nested too deeply; sections hold keys, as in configs/") from None
     if tree is None:
         raise InputError(f"--config: {path} holds no key; write some into it, see configs/, or leave --config out")
     check_keys(tree, config, "", path)

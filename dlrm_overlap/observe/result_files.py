@@ -65,7 +65,7 @@ def _step_of(line: str) -> int | None:
     """Return the step of a line of `metrics.jsonl`, None where it is not whole."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

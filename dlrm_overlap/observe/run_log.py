@@ -32,7 +32,7 @@ from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
-from dlrm_overlap.storage.branches import newest_checkpoint
+from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -66,12 +66,20 @@ def has_results(folder: Path) -> bool:
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
 
-    The file holds null where a number was NaN or infinite; here it is NaN.
+    The file holds null where a number was NaN or infinite; here it is NaN. One that is damaged counts as none, with a
+    warning: a run that goes on writes it again.
     """
     path = folder / "summary.json"
     if not path.exists():
         return None
-    return {key: math.nan if value is None else value for key, value in json.loads(path.read_text()).items()}
+    try:
+        content = json.loads(path.read_text())
+        if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
+            raise ValueError
+    except (ValueError, RecursionError):
+        log.warning("%s is not what was written, and left out", path)
+        return None
+    return {key: math.nan if value is None else value for key, value in content.items()}
 
 
 def read_step_ms(folder: Path) -> list[float]:
@@ -88,7 +96,7 @@ def check_folder(config: Config) -> None:
     """
     folder, resume = config.folder, config.checkpoint.resume
     if newest := newest_checkpoint(folder / "checkpoints"):
-        if resume != "auto" and Path(resume).resolve().parent != newest.resolve().parent:
+        if resume != "auto" and not same_checkpoint(newest.parent, Path(resume)):
             raise InputError(
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
                 f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"

@@ -20,7 +20,13 @@ _STEP = re.compile(r"step_\d+")
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are named as checkpoints are, by step."""
-    return sorted((path for path in folder.glob("step_*") if _STEP.fullmatch(path.name)), key=_step_of)
+    named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=_step_of)
+
+
+def same_checkpoint(folder: Path, path: Path) -> Path | None:
+    """Return the checkpoint in `folder` that `path` leads to, by whatever name or link; None if it is none of these."""
+    return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
 
 
 def _step_of(path: Path) -> int:

@@ -113,16 +113,18 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if "format" not in content:  # format 0, or a manifest whose key was damaged
             if "sha256" in content or not isinstance(content["step"], int):
                 raise ValueError("no format")
-            return Manifest(content["step"], dict(content["shape"]), dict(content.get("settings", {})), format=0)
+            manifest = Manifest(content["step"], content["shape"], content.get("settings", {}), format=0)
+            _check_facts(manifest)
+            return manifest
         head = text.rpartition(_CHECKSUM)[0]
         if text != head + _tail(head):
             raise ValueError("its checksum is another")
-        if (version := content["format"]) > FORMAT:
+        if (version := _whole_number(content["format"])) > FORMAT:
             raise InputError(f"{path} has format {version}, and this program knows those up to {FORMAT}; use a newer")
         return _from_json(content)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise DamagedError(f"{path} is not what was written ({' '.join(str(error).split()):.80})") from None
@@ -142,6 +144,9 @@ def _from_json(content: dict[str, Any]) -> Manifest:
         for name, about in content["tensors"].items()
     }
     manifest = Manifest(**content)
+    _check_facts(manifest)
+    for name, tensor in manifest.tensors.items():
+        _check_tensor(name, tensor)
     for name in manifest.files:
         if Path(name).name != name or name in (".", ".."):
             raise ValueError(f"{name!r} is not the name of a file")
@@ -149,6 +154,51 @@ def _from_json(content: dict[str, Any]) -> Manifest:
     if lost := {p.file for t in manifest.tensors.values() for p in t.pieces} - manifest.files.keys():
         raise ValueError(f"file {min(lost)} is not listed")
     return manifest
+
+
+def _check_facts(manifest: Manifest) -> None:
+    """Check that what a manifest says of its run has the types that its readers count on, whoever wrote it.
+
+    Raises:
+        ValueError: naming a field that has not.
+    """
+    about, texts = manifest.about, [manifest.branch, *(branch for branch, _ in manifest.lineage)]
+    numbers = [manifest.step, manifest.saved, *(step for _, step in manifest.lineage)]
+    config, plan = (about.get(key, {}) for key in ("config", "plan"))
+    for field_name, is_right in {
+        "step, saved or lineage": all(_whole_number(number) >= 0 for number in numbers),
+        "branch": all(isinstance(text, str) for text in texts),
+        "parent": isinstance(manifest.parent, str | None),
+        "shape": isinstance(manifest.shape, dict) and isinstance(manifest.shape.get("model", {}), dict),
+        "settings": isinstance(manifest.settings, dict),
+        "metrics": all(isinstance(value, int | float) for value in manifest.metrics.values()),
+        "config": all(isinstance(group, dict) for group in config.values()),
+        "plan": all(isinstance(table["sharding"], str) for table in plan.values()),
+        "files": all(_whole_number(file.bytes) >= 0 for file in manifest.files.values()),
+    }.items():
+        if not is_right:
+            raise ValueError(f"{field_name} is of another type")
+
+
+def _check_tensor(name: str, tensor: StoredTensor) -> None:
+    """Check that the pieces of a tensor lie within it.
+
+    Raises:
+        ValueError: naming the tensor where one does not.
+    """
+    for piece in tensor.pieces:
+        boxes = list(zip(piece.offsets, piece.sizes, tensor.shape, strict=True))
+        within = all(0 <= _whole_number(first) <= first + _whole_number(size) <= end for first, size, end in boxes)
+        if not (within and all(size >= 0 for size in piece.sizes) and isinstance(piece.name, str)):
+            raise ValueError(f"a piece of {name} is not within it")
+    if not isinstance(tensor.per_row, bool) or (tensor.per_row and len(tensor.shape) != 2):
+        raise ValueError(f"{name} is no number a row")
+
+
+def _whole_number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no whole number")
+    return value
 
 
 def check_coverage(tensors: dict[str, StoredTensor]) -> None:

@@ -173,6 +173,8 @@ def fill(part: Part, stored: Stored) -> None:
         to = tuple(slice(i - o, j - o) for i, j, o in zip(low, high, part.offsets, strict=True))
         start = tuple(slice(i - o, j - o) for i, j, o in zip(low, high, piece.offsets, strict=True))
         values = stored.read(piece)
+        if tuple(values.shape) != (piece.sizes[:1] if part.per_row else piece.sizes):
+            raise InputError(f"the checkpoint has a piece of {part.name} of another shape than it says")
         if total is None:
             part.tensor[to].copy_(values[start])
         else:

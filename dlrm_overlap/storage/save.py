@@ -1,5 +1,6 @@
 """Writing a checkpoint from all ranks: beside its final place, synced, with the manifest last, then renamed."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -90,7 +91,16 @@ def remove_checkpoint(path: Path) -> None:
     """Remove the checkpoint `path`, which is not found any more from the first moment on."""
     removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
     os.replace(path, removed)
-    shutil.rmtree(removed, ignore_errors=True)  # or at the next save
+    with contextlib.suppress(OSError):  # the next save tries again
+        _discard(removed)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder with what is in it, or a file. What a link leads to is somebody else's, and stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def gather(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
@@ -133,7 +143,7 @@ def _agree(final: Path, fault: str, group: dist.ProcessGroup | None) -> None:
 def _make(temporary: Path, needed_bytes: int) -> None:
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for left in temporary.parent.glob(f"{_PARTIAL}*"):  # by a run that died
-        shutil.rmtree(left)
+        _discard(left)
     free = shutil.disk_usage(temporary.parent).free
     if needed_bytes > free:
         raise OSError(f"it takes {needed_bytes} bytes, and {free} are left on the disk")

@@ -103,7 +103,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             for name, about in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is not a file of tensors ({error})") from None
 
 

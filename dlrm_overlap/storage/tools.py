@@ -59,12 +59,17 @@ def verify(path: Path) -> list[str]:
     """Return what is wrong with the checkpoint `path`: nothing, if it is whole.
 
     Raises:
-        InputError: if it is no checkpoint.
+        InputError: if it is no checkpoint, or was removed meanwhile.
     """
     try:
-        return find_faults(path, _manifest(path))
+        faults = find_faults(path, _manifest(path))
     except DamagedError as error:
-        return [str(error)]
+        faults = [str(error)]
+    if not path.is_dir():
+        raise InputError(
+            f"checkpoint: {path} was removed while it was read, as a run removes its older ones; name another one"
+        )
+    return faults
 
 
 def export(path: Path, output: Path, optimizer: bool = False) -> int:

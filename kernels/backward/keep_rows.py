@@ -1,13 +1,14 @@
 """Rows put by as they are behind a step, a few at a time, while steps go on to update them.
 
 A copy of all rows takes longer than a step. So `copy_rows` copies some of them between every two steps, in the order of
-their keys, and `keep_rows` runs in each step before its update: of the rows that the step is about to update, it puts
-by those that the copy has not come to. A row is put by once: its mark is the number of the copy then, and both kernels
-pass over rows with that mark. When the copy has come to the last row, every row was put by as it was at the beginning.
+their keys, and the update of rows puts by, of those that it has loaded, the ones that the copy has not come to
+(`put_by_loaded`); where FBGEMM updates the rows, `keep_rows` runs before. A row is put by once: its mark is the number
+of the copy then, and rows with that mark are passed over. When the copy has come to the last row, every row was put by
+as it was at the beginning.
 
-Example: rows of keys 0 to 3, copy number 7. Keys 0 and 1 are copied. The next step updates keys 1 and 3: `keep_rows`
-passes over 1, which the copy has, puts 3 by and marks it 7. The next step updates 3 again: its mark is 7, so it is left
-alone. Then `copy_rows` of keys 2 and 3 copies 2 and passes over 3.
+Example: rows of keys 0 to 3, copy number 7. Keys 0 and 1 are copied. The next step updates keys 1 and 3: it passes over
+1, which the copy has, puts 3 by and marks it 7. The next step updates 3 again: its mark is 7, so it is left alone. Then
+`copy_rows` of keys 2 and 3 copies 2 and passes over 3.
 """
 
 from functools import lru_cache
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.optimizers import RowRange
+from dlrm_overlap.kernels.backward.optimizers import RowRange, elements
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 from dlrm_overlap.kernels.compiled import CompiledKernel
 
@@ -64,6 +65,29 @@ def _put_by(
     tl.store(kept_weights + at, row, mask=both)
     tl.debug_barrier()
     tl.store(marks + key, tl.zeros_like(key).to(tl.int32) + copy, mask=live)
+
+
+@triton.jit
+def put_by_loaded(
+    weight, state, kept_weights, kept_states, marks, control, weight_at, state_at, key, mask,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Put by what `load_rows` has returned of the rows of `key` [N], where `mask`, the copy under way asks for it.
+
+    That saves to read the rows once more. All warps have loaded the marks before one stores them, as in `_put_by`.
+    """
+    copy = tl.load(control).to(tl.int32)
+    if copy != 0:
+        live = mask & (key >= tl.load(control + 1))
+        live = live & (tl.load(marks + key, mask=live, other=0) != copy)
+        both = live[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+        tl.store(kept_weights + elements(weight_at, key, DIM, BLOCK_DIM), weight.to(WEIGHT), mask=both)
+        if OPTIMIZER == "adagrad":
+            tl.store(kept_states + elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
+        elif OPTIMIZER == "rowwise_adagrad":
+            tl.store(kept_states + state_at + key, state, mask=live)
+        tl.debug_barrier()
+        tl.store(marks + key, tl.zeros_like(key).to(tl.int32) + copy, mask=live)
 
 
 @triton.jit(do_not_specialize=["range_index", "weight_at", "state_at"])

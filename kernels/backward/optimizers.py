@@ -60,7 +60,7 @@ def seed_at(seed, clock):
 
 
 @triton.jit
-def _elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Return the offsets [N, BLOCK_DIM] of the elements of the rows of `key` [N]; that of key 0 begins at unit `first`.
 
     Example: DIM 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
@@ -78,10 +78,10 @@ def load_rows(
     The state is [N, BLOCK_DIM] float32 under Adagrad and [N] under row-wise Adagrad; under SGD it is the rows again.
     """
     both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    weight = tl.load(weights + _elements(weight_at, key, DIM, BLOCK_DIM), mask=both, other=0.0).to(tl.float32)
+    weight = tl.load(weights + elements(weight_at, key, DIM, BLOCK_DIM), mask=both, other=0.0).to(tl.float32)
     state = weight
     if OPTIMIZER == "adagrad":
-        state = tl.load(states + _elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
+        state = tl.load(states + elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
     elif OPTIMIZER == "rowwise_adagrad":
         state = tl.load(states + state_at + key, mask=mask, other=0.0)
     return weight, state
@@ -103,26 +103,11 @@ def store_updated_rows(
         step = lr * total
     elif OPTIMIZER == "adagrad":
         state += total * total
-        tl.store(states + _elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
+        tl.store(states + elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
         step = lr * total / (tl.sqrt_rn(state) + eps)
     else:
         state += tl.sum(tl.where(both, total * total, 0.0), 1) / DIM
         tl.store(states + state_at + key, state, mask=mask)
         step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
-    at = _elements(weight_at, key, DIM, BLOCK_DIM)
+    at = elements(weight_at, key, DIM, BLOCK_DIM)
     tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
-
-
-@triton.jit
-def update_row(
-    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Load the row of `run`, update it by `factor` times the sum `total` [BLOCK_DIM] of its gradients, and store it."""
-    one = tl.arange(0, 1)
-    key = tl.load(run_keys + run + one).to(tl.int64)
-    weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
-    store_updated_rows(
-        weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
-        lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
-    )  # fmt: skip

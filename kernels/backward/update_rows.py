@@ -18,14 +18,8 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.optimizers import (
-    RowRange,
-    Rule,
-    load_rows,
-    seed_at,
-    store_updated_rows,
-    update_row,
-)
+from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, put_by_loaded
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule, load_rows, seed_at, store_updated_rows
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.launches import Launch
@@ -34,6 +28,31 @@ _PROGRAMS = 1 << 15  # of a launch, at most; each takes one task after the other
 _ROW_ELEMENTS = 256  # of a warp: elements of the rows that it updates side by side
 _BESIDE_IDS = 16  # longer runs have a program to themselves, which sums several of their ids at a time
 _TILE_ELEMENTS = 512  # of a warp: elements of one run's gradients that it loads at a time
+
+
+@triton.jit
+def _update_row(
+    run, total, run_keys, weights, states, kept_weights, kept_states, marks, control,
+    weight_at, state_at, lr, eps, seed, factor,
+    KEEPS: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Load the row of `run`, update it by `factor` times the sum `total` [BLOCK_DIM] of its gradients, and store it.
+
+    Where KEEPS, it is put by in between, if a copy asks for it.
+    """
+    one = tl.arange(0, 1)
+    key = tl.load(run_keys + run + one).to(tl.int64)
+    weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
+    if KEEPS:
+        put_by_loaded(
+            weight, state, kept_weights, kept_states, marks, control, weight_at, state_at, key, one == 0,
+            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT,
+        )  # fmt: skip
+    store_updated_rows(
+        weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
+        lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -61,9 +80,9 @@ def _sum_gradients(
 @triton.jit
 def _sum_chunk(
     chunk, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
-    weight_at, state_at, lr, eps, seed, factor,
-    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
+    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, KEEPS: tl.constexpr, OPTIMIZER: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one chunk of `run`; if it is the run's last to be finished, update the row as well.
 
@@ -91,17 +110,17 @@ def _sum_chunk(
             of_run = turn + tl.arange(0, TILE)
             mask = (of_run < count)[:, None] & (column < DIM)[None, :]
             total += tl.load(chunk_sums + (first_chunk + of_run)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-        update_row(
-            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
-            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        _update_row(
+            run, tl.sum(total, 0), run_keys, weights, states, kept_weights, kept_states, marks, control,
+            weight_at, state_at, lr, eps, seed, factor, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
 @triton.jit
 def _update_runs(
     run, live, run_keys, run_starts, places, scales, gradient, weights, states,
-    weight_at, state_at, lr, eps, seed, factor,
-    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
+    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, KEEPS: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -118,6 +137,11 @@ def _update_runs(
     key = tl.load(run_keys + run, mask=live, other=0).to(tl.int64)
     # Loaded first, so that the rows are on their way while the gradients are summed.
     weight, state = load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
+    if KEEPS:
+        put_by_loaded(
+            weight, state, kept_weights, kept_states, marks, control, weight_at, state_at, key, live,
+            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT,
+        )  # fmt: skip
     total = tl.zeros((RUNS, BLOCK_DIM), tl.float32)
     for turn in range(0, tl.max(length, 0), 2):
         # Two ids of each run at a time: both places are loaded before the first gradient.
@@ -143,8 +167,8 @@ def _update_runs(
 @triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
     run, run_keys, run_starts, places, scales, gradient, weights, states,
-    weight_at, state_at, lr, eps, seed, factor,
-    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
+    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, KEEPS: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -157,20 +181,21 @@ def _update_run(
     length = tl.load(run_starts + run + 1) - start
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
         total = _sum_gradients(gradient, places, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
-        update_row(
-            run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
-            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        _update_row(
+            run, total, run_keys, weights, states, kept_weights, kept_states, marks, control,
+            weight_at, state_at, lr, eps, seed, factor, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed", "factor"])
 def _update_rows(
     run_keys, run_starts, places, scales, shared, chunk_run, chunk_first, bounds,
-    gradient, weights, states, chunk_sums,
+    gradient, weights, states, chunk_sums, kept_weights, kept_states, marks, control,
     range_index, weight_at: tl.int64, state_at: tl.int64,
     numbers, clock, seed: tl.int64, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    KEEPS: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Do the tasks p, p + P, .. of one range of rows, as program p of P: the chunks of long runs, then the other runs.
 
@@ -179,7 +204,7 @@ def _update_rows(
     Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, places and
     factors that `prepare` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
     `weights` and `states` of the runs that it completes, each row by one program alone, and stores the sums of chunks
-    to `chunk_sums` [chunks, DIM].
+    to `chunk_sums` [chunks, DIM]. Where KEEPS, it puts a row by before it rewrites it, see `put_by_loaded`.
 
     Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
     barrier, and counts the chunk in `shared` (acquire and release, GPU scope). The program that counts a run's last
@@ -203,29 +228,30 @@ def _update_rows(
             if (run >= begin) & (run < end):
                 _sum_chunk(
                     task, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states,
-                    chunk_sums, weight_at, state_at, lr, eps, seed, factor,
-                    TILE, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                    chunk_sums, kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
+                    TILE, CHUNK_IDS, ANY_MEAN, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
             first = begin + (task - chunks) * RUNS
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, places, scales, gradient, weights, states,
-                weight_at, state_at, lr, eps, seed, factor,
-                RUNS, BESIDE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
+                RUNS, BESIDE_IDS, ANY_MEAN, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
                         run, run_keys, run_starts, places, scales, gradient, weights, states,
-                        weight_at, state_at, lr, eps, seed, factor,
-                        TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                        kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
+                        TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 
 
 _ARGUMENTS = (
     *PreparedRuns._fields,
     "gradient", "weights", "states", "chunk_sums",
+    "kept_weights", "kept_states", "marks", "control",
     "range_index", "weight_at", "state_at",
     *Rule._fields,
 )  # fmt: skip
@@ -233,7 +259,7 @@ _ARGUMENTS = (
 
 @lru_cache
 def _compiled(
-    dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, chunk_ids: int
+    dim: int, weights: torch.dtype, any_mean: bool, keeps: bool, optimizer: str, stochastic: bool, chunk_ids: int
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
@@ -243,6 +269,7 @@ def _compiled(
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
         "CHUNK_IDS": chunk_ids,
         "ANY_MEAN": any_mean,
+        "KEEPS": keeps,
         "OPTIMIZER": optimizer,
         "DIM": dim,
         "BLOCK_DIM": block,
@@ -255,23 +282,33 @@ def _compiled(
 class RowUpdate:
     """The update of one range of rows, prepared: called with what differs from step to step.
 
-    It holds the gradient window, the rows and their states, which must stay where they are, and belongs to one caller,
-    as a `Launch` does. What it is called with has the types of what it was made with.
+    It holds the gradient window, the rows, their states and where these are put by, which must all stay where they are.
+    It belongs to one caller, as a `Launch` does. What it is called with has the types of what it was made with.
     """
 
     def __init__(
-        self, runs: PreparedRuns, rows: RowRange, gradient: torch.Tensor, rule: Rule, chunk_ids: int = CHUNK_IDS
+        self,
+        runs: PreparedRuns,
+        rows: RowRange,
+        gradient: torch.Tensor,
+        rule: Rule,
+        chunk_ids: int = CHUNK_IDS,
+        kept: KeptPlaces | None = None,
     ) -> None:
         """Prepare the launch; the arguments are those of `update_rows`."""
         assert gradient.numel() <= 2**33, (
             f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
         )
-        stochastic = rows.stochastic_rounding
-        kernel = _compiled(rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, stochastic, chunk_ids)
+        kernel = _compiled(
+            rows.dim, rows.weights.dtype, rows.any_mean, kept is not None, rows.optimizer, rows.stochastic_rounding,
+            chunk_ids,
+        )  # fmt: skip
+        if kept is None:  # which the kernel passes over
+            kept = KeptPlaces(rows.weights, rows.states, rule.clock, rule.clock)
         self._dim, self._device, self._runs_a_task = rows.dim, gradient.device, kernel.constants["RUNS"]
         arguments = (
             *runs,
-            gradient, rows.weights, rows.states, self._chunk_sums(runs),
+            gradient, rows.weights, rows.states, self._chunk_sums(runs), *kept,
             rows.index, rows.weight_at, rows.state_at,
             *rule,
         )  # fmt: skip
@@ -289,7 +326,12 @@ class RowUpdate:
 
 
 def update_rows(
-    runs: PreparedRuns, rows: RowRange, gradient: torch.Tensor, rule: Rule, chunk_ids: int = CHUNK_IDS
+    runs: PreparedRuns,
+    rows: RowRange,
+    gradient: torch.Tensor,
+    rule: Rule,
+    chunk_ids: int = CHUNK_IDS,
+    kept: KeptPlaces | None = None,
 ) -> None:
     """Update each row of a range that the ids name, once, by the sum of its bags' gradients, in place.
 
@@ -297,5 +339,6 @@ def update_rows(
         gradient: [D_local * B] of the wire's type, this rank's gradient window: [B, D] for each shard, see
             `push_gradients`.
         chunk_ids: as given to `prepare`.
+        kept: where rows are put by before they are updated, if the copy under way has not come to them.
     """
-    RowUpdate(runs, rows, gradient, rule, chunk_ids)(runs, rule)
+    RowUpdate(runs, rows, gradient, rule, chunk_ids, kept)(runs, rule)

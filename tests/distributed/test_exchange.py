@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.device.kept_rows import KeptRows
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol import gradients
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, UpdateRule
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
@@ -262,7 +263,8 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16}
     # Within a capture: each part is awaited before the next one is pushed.
     ways += [(adagrad, "push", True), (sgd, "atomic", True)]
-    for optimizer, backward, captured, more in (*((*way, {}) for way in ways), *((*way, half) for way in ways[1:4])):
+    cases = [*((*way, {}) for way in ways), *((*way, half) for way in ways[1:4])]
+    for (optimizer, backward, captured, more), fbgemm in (*product(cases, [False]), (cases[2], True)):
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
         exchange = expected.exchange(_group(), "pgas", **more)
         generator = torch.Generator().manual_seed(rank)
@@ -288,7 +290,12 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                     before = {name: tensor.clone() for name, tensor in _rows_and_states(stage).items()}
                     kept.begin()
                     push.prepare(step)
-                with patch.object(push, "push", wraps=push.push) as pushed:
+                by_kernels = UpdateRule.by_kernels if not fbgemm else False
+                with (
+                    patch.object(push, "push", wraps=push.push) as pushed,
+                    patch.object(UpdateRule, "by_kernels", by_kernels),
+                    patch.object(UpdateRule, "only_fbgemm", fbgemm),  # as of weight decay, which is 0 here
+                ):
                     push.start(step, gradient)
                 parts = push.gradients.parts
                 expected_calls = [(part, part + 1) for part in range(parts)] if captured else [(0, parts)]

@@ -39,7 +39,7 @@ def test_all_rows_are_put_by_as_they_were() -> None:
             runs = _runs(device)
             with torch.cuda.stream(beside):
                 torch.mm(factor, factor)
-            kept.keep([runs])
+            kept.keep(0, rows, runs)
             weights[runs.run_keys] += 1
             states[runs.run_keys] += 1
         for found, before in zip((kept.of(weights), kept.of(states)), expected, strict=True):

@@ -130,9 +130,6 @@ class Push(WindowBackward):
         self._update_stream.wait_event(step.ids_ready)
         with OnStream(self._update_stream):
             step.runs = [rows.sort(step.inputs[rows.input], step.batch.total) for rows in self._input_rows()]
-            # A captured step begins behind all that was issued; the ids of another may be here before that.
-            if self.order.active and self.tables.kept is not None:
-                self.tables.kept.keep(step.runs)
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
@@ -156,8 +153,6 @@ class Push(WindowBackward):
         inputs, window = self._input_rows(), self._local[self.windows.epoch % 2]
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
-            if not self.order.active and self.tables.kept is not None:
-                self.tables.kept.keep(step.runs)
             self.store_own(step, gradient)
             for part in range(self.gradients.parts):
                 if arrivals:
@@ -166,8 +161,11 @@ class Push(WindowBackward):
                     self._await(part)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        if step.rules[updated.lookup].by_kernels:
+                        rule = step.rules[updated.lookup]
+                        if rule.by_kernels:
                             self.update_range(step, number, rows, updated, window)
+                        elif rule.only_fbgemm:
+                            self._keep(step, number, updated)
             self.update_by_fbgemm(step, window)
 
     @property
@@ -243,8 +241,14 @@ class Push(WindowBackward):
         key = number, updated.rows.index, window.data_ptr(), runs.run_keys.dtype, rule.factor
         update = self._updates.get(key)
         if update is None:
-            update = self._updates[key] = RowUpdate(runs, updated.rows, window, rule)
+            kept = self.tables.kept.places(number, updated.rows) if self.tables.kept is not None else None
+            update = self._updates[key] = RowUpdate(runs, updated.rows, window, rule, kept=kept)
         update(runs, rule)
+
+    def _keep(self, step: Step, number: int, updated: UpdateRange) -> None:
+        """Put by rows that FBGEMM is about to update, where a copy may be under way."""
+        if self.tables.kept is not None and (runs := step.runs[number]) is not None:
+            self.tables.kept.keep(number, updated.rows, runs)
 
     def rule(self, step: Step, updated: UpdateRange) -> Rule:
         """Return by which numbers the rows of a range are updated in `step`."""

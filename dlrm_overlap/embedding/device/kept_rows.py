@@ -10,7 +10,7 @@ from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, copy_rows, keep_
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 
-_PROGRAMS_PER_SM = 16  # as many as there is room for: a step's update waits for its rows to be put by
+_PROGRAMS_PER_SM = 16  # as many as there is room for: FBGEMM's update waits for its rows to be put by
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class _KeptRange:
 class KeptRows:
     """Puts the rows of one exchange by. It makes room for them when the first step finds out which they are.
 
-    `begin`, then `advance` behind every step until it returns True. In each step `keep` comes before the update. All of
-    it is issued on streams that wait for each other, so that a row is never read and written at once.
+    `begin`, then `advance` behind every step until it returns True. In each step the update puts rows by at `places`,
+    or `keep` comes before it. All of it is issued on streams that wait for each other, so that a row is never read and
+    written at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,11 +94,13 @@ class KeptRows:
         """Return where what `tensor` shows of the rows or their states is put by, of its shape; None for any other."""
         return next((found for each in self._ranges if (found := each.of(tensor)) is not None), None)
 
-    def keep(self, runs: Sequence[PreparedRuns | None]) -> None:
-        """Put by what the step with these runs, one an input, is about to update, on the current stream."""
-        for each in self._ranges:
-            if (of_input := runs[each.number]) is not None:
-                keep_rows(self._programs, of_input, each.rows, each.kept)
+    def places(self, number: int, rows: RowRange) -> KeptPlaces:
+        """Return where the rows of a range of input `number` are put by."""
+        return next(each.kept for each in self._ranges if (each.number, each.rows.index) == (number, rows.index))
+
+    def keep(self, number: int, rows: RowRange, runs: PreparedRuns) -> None:
+        """Put by what a step with these runs of input `number` is about to update of a range, on the current stream."""
+        keep_rows(self._programs, runs, rows, self.places(number, rows))
 
     def begin(self) -> None:
         """Begin a copy of all rows as they are behind what is issued on the current stream."""

@@ -1,6 +1,7 @@
 """`data.bad_rows: skip`: what stands in for a bad row, that all others keep their places, and that it is counted."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def test_a_file_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     np.save(tmp_path / "bad" / "day_0_sparse.npy", np.full((N, 26), ROWS, np.int32))
     np.save(tmp_path / "bad" / "day_1_labels.npy", np.full((N, 1), 7, np.int32))
     data = CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS), "skip")
-    with pytest.raises(InputError, match="day_0: table 0, id of sample 4, column 0 is 50, not below 50"):
+    told = (
+        "day_0: table 0, id of sample 4, column 0 is 50, not below 50.*skip does not help, since no sample within 1000"
+    )
+    with pytest.raises(InputError, match=re.compile(told)):
         data.read(4, 2)
 
 

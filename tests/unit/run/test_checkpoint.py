@@ -154,6 +154,22 @@ def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
     for resume in ("auto", str(newest), str(older), f"{older}/../step_10"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
     check_folder(_run(tmp_path, "--checkpoint.resume", str(older), "--log.name", "another"))
+    slow, link = tmp_path / "slow_disk", tmp_path / "link"
+    newest.rename(slow)
+    newest.symlink_to(slow)
+    link.symlink_to(older)
+    for resume in (str(slow), str(link), str(older)):
+        check_folder(_run(tmp_path, "--checkpoint.resume", resume))
+    with pytest.raises(InputError, match="is an earlier run's"):
+        check_folder(_run(tmp_path, "--checkpoint.resume", str(tmp_path / "gone")))
+
+
+def test_a_file_that_is_named_as_checkpoints_are_is_none(tmp_path: Path) -> None:
+    _save(tmp_path, 1, 10, ("a", 10))
+    (tmp_path / "step_99").touch()
+    manifests, faults = read_manifests(tmp_path)
+    assert _names(list(manifests)) == ["step_10"]
+    assert not faults
 
 
 def _save(folder: Path, saved: int, step: int, *lineage: tuple[str, int], **metrics: float) -> None:

@@ -19,6 +19,7 @@ from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.preflight import check_runs
 from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.run_log import RunLog
+from dlrm_overlap.storage.manifest import read_manifest
 from dlrm_overlap.trainer import Trainer
 from tests.conftest import file_limit, read_metrics
 from tests.distributed.workers import make_trainer, quickstart
@@ -204,11 +205,32 @@ def test_a_run_whose_last_step_was_not_saved_is_finished(tmp_path: Path) -> None
     assert _contents(tmp_path) == before
 
 
-def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = _fit(tmp_path, *SAVES)
-    (tmp_path / "run" / "summary.json").unlink()
+    summary = tmp_path / "run" / "summary.json"
+    summary.unlink()
     again = _fit(tmp_path, *SAVES)
     assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
+    for damage in ("", "{", "[]", '{"steps": 4'):
+        summary.write_text(damage)
+        again = _fit(tmp_path, *SAVES)
+        assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
+        assert f"{summary} is not what was written, and left out" in caplog.messages
+
+
+def test_a_checkpoint_is_gone_on_from_by_a_link_as_by_its_name(tmp_path: Path) -> None:
+    """The newest was moved to another disk, and a link put in its place."""
+    _fit(tmp_path, "--checkpoint.every", "2")
+    folder = tmp_path / "run" / "checkpoints"
+    branch = read_manifest(folder / "step_4").branch
+    (folder / "step_4").rename(tmp_path / "moved")
+    (folder / "step_4").symlink_to(tmp_path / "moved")
+    for steps, path in ((5, "auto"), (6, str(folder / "step_5"))):
+        _fit(tmp_path, "--checkpoint.resume", path, "--checkpoint.every", "1", "--train.steps", str(steps))
+        written = read_manifest(folder / f"step_{steps}")
+        assert (written.parent, written.branch) == (f"step_{steps - 1}", branch)
+    assert checkpoints(tmp_path) == ["step_5", "step_6"], "of these, two are kept"
+    assert (tmp_path / "moved").is_dir()
 
 
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Nothing in a configuration or a data file is executed: files that would leave a mark if it were."""
 
+import fcntl
 import json
 import os
 import zipfile
@@ -13,8 +14,11 @@ import yaml
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
+from dlrm_overlap.data.prepared import read_meta
+from dlrm_overlap.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.result_files import MetricsFile
+from dlrm_overlap.observe.run_log import read_summary
 from tests.unit.data.criteo_lines import random_lines
 
 
@@ -134,3 +138,39 @@ def test_results_execute_nothing(tmp_path: Path, mark: Path) -> None:
     MetricsFile(path, 1).close()
     assert path.read_text() == '{"step": 1}\n'
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("rows", [[], {}, 7, "x", [50] * 25, [50] * 25 + ["x"], [50] * 25 + [-1], [[50]] * 26])
+def test_rows_that_are_no_numbers_of_26_tables_are_refused(tmp_path: Path, rows: Any) -> None:
+    folder = _write_days(tmp_path / "days")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"rows": rows}))
+    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
+        CriteoNpy(folder, TablesConfig())
+
+
+def test_a_day_without_the_checksum_of_a_part_is_refused(tmp_path: Path) -> None:
+    folder = _write_days(tmp_path / "days")
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["days"][0]["files"]["labels"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
+        prepare_criteo(folder / "text.tsv", folder, min_count=1)
+
+
+def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    """By the file's name, as any other that is not what it should be."""
+    deep = "[" * 100_000
+    for file in ("evil.yaml", "metrics.jsonl", "summary.json", "meta.json", LOCK_NAME):
+        (tmp_path / file).write_text(f"{deep}\n")
+    with pytest.raises(InputError, match=r"evil\.yaml is nested too deeply"):
+        parse_config("train", "", ["--config", str(tmp_path / "evil.yaml")], lambda parser: None)
+    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
+        read_meta(tmp_path)
+    assert read_summary(tmp_path) is None
+    MetricsFile(tmp_path / "metrics.jsonl", 1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    with (tmp_path / LOCK_NAME).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="is in use by another process"):
+            check_free(tmp_path, "log.dir")

@@ -1,6 +1,7 @@
 """What is on disk: damage is found and named, nothing is executed, and other cuts of a table get the right parts."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -25,7 +26,7 @@ from dlrm_overlap.storage.load import Checkpoint, find_faults, open_checkpoint
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
 from dlrm_overlap.storage.parts import Part, Stored, fill, local_parts, whole
-from dlrm_overlap.storage.save import write_checkpoint
+from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
 from tests.agreement import assert_same
 
@@ -182,6 +183,21 @@ def test_a_save_that_fails_leaves_what_there_is(tmp_path: Path, monkeypatch: pyt
     assert find_faults(path, read_manifest(path)) == []
 
 
+def test_a_checkpoint_that_lies_elsewhere_is_let_go_of_and_left_there(tmp_path: Path) -> None:
+    """One was moved to a slower disk, and a link put in its place; a file is in the way of the next save."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    path = write_new(folder, make_table([0, 4]))
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    remove_checkpoint(path)
+    assert os.listdir(folder) == []
+    (folder / ".partial_removed_step_1").symlink_to(elsewhere)
+    (folder / ".partial_removed_step_2").touch()
+    write_new(folder, make_table([0]))
+    assert os.listdir(folder) == ["step_3"]
+    assert find_faults(elsewhere, read_manifest(elsewhere)) == []
+
+
 def test_a_rank_that_sees_another_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_new(tmp_path, make_table([0, 4]))
     assert load.agree_on(path) == (read_manifest(path), [])
@@ -280,6 +296,82 @@ def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
+
+
+_TENSOR = ("tensors", NAME)
+_PIECE = (*_TENSOR, "pieces", 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("step",), -1),
+        (("saved",), "9"),
+        (("format",), True),
+        (("branch",), 7),
+        (("lineage",), [["a", None]]),
+        (("parent",), {}),
+        (("shape",), [1]),
+        (("shape",), {"model": [1]}),
+        (("settings",), 2**70),
+        (("metrics",), {"auroc": "high"}),
+        (("metrics",), True),
+        (("about",), "x"),
+        (("about",), {"config": {"embedding": None}}),
+        (("about",), {"plan": {"t": {}}}),
+        (("files", "rank_0.safetensors", "bytes"), None),
+        ((*_TENSOR, "shape"), [-ROWS, -D]),
+        ((*_TENSOR, "per_row"), 1),
+        ((*_PIECE, "name"), {}),
+        ((*_PIECE, "offsets"), []),
+        ((*_PIECE, "offsets"), [0, -1]),
+        ((*_PIECE, "offsets"), [0, 0.5]),
+        ((*_PIECE, "offsets"), [0, 1]),
+        ((*_PIECE, "sizes"), [-ROWS, -D]),
+    ],
+)
+def test_a_manifest_that_someone_made_up_is_refused(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
+    """Its checksum is right, so only the types and places of what it says can tell."""
+    path = write_new(tmp_path, make_table([0]))
+    manifest = read_manifest(path)
+    _make_up(path, manifest, (), None)
+    read_manifest(path)
+    _make_up(path, manifest, place, value)
+    with pytest.raises(DamagedError, match=r"checkpoint\.json is not what was written"):
+        read_manifest(path)
+
+
+def _make_up(path: Path, manifest: Manifest, place: tuple[Any, ...], value: Any) -> None:
+    """Write `manifest`, whose field at `place` is `value`, with the checksum of what it says then."""
+    content = json.loads(dump_manifest(manifest))
+    del content["sha256"]
+    at = content
+    for key in place[:-1]:
+        at = at[key]
+    if place:
+        at[place[-1]] = value
+    head = json.dumps(content, indent=1).rstrip("}\n")
+    checksum = hashlib.sha256(head.encode()).hexdigest()
+    (path / MANIFEST).write_text(f'{head},\n "sha256": "{checksum}"\n}}\n')
+
+
+def test_a_piece_that_is_stored_in_another_shape_is_refused(tmp_path: Path) -> None:
+    path = write_new(tmp_path, make_table([0]))
+    manifest = read_manifest(path)
+    _make_up(path, manifest, (*_TENSOR, "per_row"), True)
+    with pytest.raises(InputError, match=r"has a piece of model\.t\.weight of another shape than it says"):
+        whole(NAME, _open(path))
+
+
+@pytest.mark.parametrize("header", ["[]", "null", "[" * 100_000, '{"t": [1]}', '{"t": {"dtype": "F32", "shape": "x"}}'])
+def test_a_file_whose_header_is_of_another_form_is_refused(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "rank_0.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(DamagedError, match="is not a file of tensors"):
+        read_tensors(path)
+    (tmp_path / MANIFEST).write_text(header)
+    with pytest.raises(DamagedError, match="is not what was written"):
+        read_manifest(tmp_path)
 
 
 def test_a_manifest_may_not_name_files_elsewhere(tmp_path: Path) -> None:

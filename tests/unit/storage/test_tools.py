@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dlrm_overlap.cli import main
+from dlrm_overlap.storage import tools
+from dlrm_overlap.storage.save import remove_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors
 from tests.unit.storage.test_format import ROWS, WRITERS, D, make_table, write_new
 
@@ -45,6 +48,20 @@ def test_says_whether_it_is_whole(
     (path / "checkpoint.json").write_text("{}")
     assert main(["checkpoint", "verify", str(path)]) == 1
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
+
+
+def test_one_that_a_run_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, find = write_new(tmp_path, make_table([0, 4])), tools.find_faults
+
+    def late(*args: Any) -> list[str]:
+        remove_checkpoint(path)
+        return find(*args)
+
+    monkeypatch.setattr(tools, "find_faults", late)
+    assert main(["checkpoint", "verify", str(path)]) == 2
+    assert f"{path} was removed while it was read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
