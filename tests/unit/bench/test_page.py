@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.report.measured import Measured, hardware, read_measured, runs
-from dlrm_overlap.bench.report.page import Section, headline, html_page, markdown_page, write_report
+from dlrm_overlap.bench.report.page import Section, answer, headline, html_page, markdown_page, write_report
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
@@ -77,9 +77,29 @@ def test_a_contender_whose_losses_differ_gets_no_speedup_and_is_not_the_fastest(
     path = tmp_path / "step.csv"
     _rewrite(RESULTS / "step.csv", path, "pgas_graph", agrees="False", median_ms="0.5")
     section = _section(read_measured(path))
-    assert headline([section])[1][1] == "fused_graph"
+    assert headline([section])[1][4] == "fused_graph"
     (line,) = [line for line in section.table if line[1] == "pgas_graph" and line[3] == "0.500"]
-    assert line[-2:] == ["none: losses differ", "-"]
+    assert line[-2:] == ["none: losses differ"] * 2
+
+
+def test_the_page_begins_with_how_much_faster_a_step_is(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    _rewrite(RESULTS / "step.csv", path, "pgas_graph", speedup_over_torchrec_strongest="1.5", median_ms="7.5")
+    _rewrite(path, path, "fused_graph", agrees="False")
+    sections = [_section(read_measured(path)), _section(read_measured(RESULTS / "wide.csv"))]
+    first, *others = headline(sections)[1:]
+    assert first[1:] == ["12.52", "8.69", "7.50", "pgas_graph", "4.66x", "1.5x", "step"]
+    assert len(others) == 4, "no line for wide.csv, which TorchRec has no row in"
+    told = answer(sections)
+    assert told.startswith(
+        "On the steps below a training step is 1.5 to 16 times as fast as under TorchRec at its strongest, and 2.6 to "
+        "20 times as fast as under TorchRec as people run it."
+    )
+    assert html_page(sections).index(told) < html_page(sections).index("<table>")
+    on_cpu = [
+        _section(each.measured._replace(rows=[{**row, "gpu": ""} for row in each.measured.rows])) for each in sections
+    ]
+    assert answer(on_cpu).startswith("No step was measured on GPUs")
 
 
 def test_rows_of_a_cpu_are_labelled_so() -> None:
@@ -162,7 +182,7 @@ def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
     assert "<title>dlrm-overlap: report</title>" in shown
     assert shown.count("<img") == 1
     for row in read_measured(tmp_path / "step.csv").rows:
-        assert f"<td>{row['contender']}</td>" in shown
+        assert f'<td class="text">{row["contender"]}</td>' in shown
     assert "4.66x" in shown
 
 
