@@ -13,7 +13,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 log = logging.getLogger("dlrm_overlap")
 
-_SHOWN_KEYS = ("embedding.backend", "model.arch", "train.global_batch_size", "train.pipeline", "train.precision")
+_SHOWN_KEYS = ("embedding.backend", "model.arch", "train.compile_dense", "train.pipeline", "train.precision")
 
 
 class TensorBoard:
