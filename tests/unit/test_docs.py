@@ -23,7 +23,7 @@ from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import assert_same
-from tests.conftest import read_rows
+from tests.conftest import read_rows, read_table
 from tests.distributed.tiny_stage import Stage
 
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
@@ -57,14 +57,6 @@ def _rows(section: type, prefix: str = "") -> list[str]:
         meaning = _meanings()[section.__name__, field.name].replace("|", "\\|")
         rows.append(f"| `{prefix}{field.name}` | `{json.dumps(default)}` | {meaning} |")
     return rows
-
-
-def _table(page: str, header: str) -> list[list[str]]:
-    """Return the cells of the rows of the table that begins with `header`."""
-    lines = Path(page).read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
-    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.lstrip().startswith("|"))
-    return [[cell.strip() for cell in line.strip(" |").split(" | ")] for line in lines[start:end]]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -108,7 +100,7 @@ def test_every_test_that_the_page_of_faults_names_is_there() -> None:
 
 def test_what_the_changelog_says_moved_is_there() -> None:
     page = Path("CHANGELOG.md")
-    moved = _table(str(page), "  | was | is |")
+    moved = read_table(str(page), "  | was | is |")
     assert len(moved) >= 10
     for _, new in moved:
         _check_names(page, new)
@@ -138,13 +130,13 @@ def test_what_the_programs_of_a_page_import_is_there(page: Path) -> None:
 
 
 def test_readme_names_the_backends_of_the_registry() -> None:
-    assert [row[0] for row in _table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
+    assert [row[0] for row in read_table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
 
 
 def test_readme_and_its_plot_show_the_measured_rows() -> None:
     measured = read_rows(Path("docs/results/stage.csv"))
     shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
-    shown = _table("README.md", "| tables/GPU")
+    shown = read_table("README.md", "| tables/GPU")
     picture = Path("docs/results/report/stage.svg").read_text()
     assert len(shown) == len(shapes) == 5
     for cells, rows in zip(shown, shapes, strict=True):
@@ -186,7 +178,10 @@ def test_the_pages_show_the_measured_steps() -> None:
         if row["contender"] == "torchrec":
             runs.append({})
         runs[-1][row["contender"]] = float(row["median_ms"])
-    shown, in_readme = _table("docs/results/step.md", "| shape |"), _table("README.md", "| model, samples a GPU |")
+    shown, in_readme = (
+        read_table("docs/results/step.md", "| shape |"),
+        read_table("README.md", "| model, samples a GPU |"),
+    )
     assert len(shown) == len(in_readme) == len(runs)
     for run, cells, few in zip(runs, shown, in_readme, strict=True):
         names = ("torchrec", "torchrec_strongest", "pgas_graph")
@@ -232,7 +227,7 @@ def _digits(median_ms: float) -> str:
 def test_the_table_of_floors_is_the_one_that_is_checked() -> None:
     contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [layer.replace("dlrm_overlap.", "").split(" | ") for layer in contracts[0]["layers"]]
-    rows = _table("docs/architecture.md", "| floor |")
+    rows = read_table("docs/architecture.md", "| floor |")
     assert [sorted(re.findall(r"`([\w.]+)`", row[1])) for row in rows] == [sorted(layer) for layer in layers]
 
 
