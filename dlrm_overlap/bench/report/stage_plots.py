@@ -148,7 +148,6 @@ _PHASES = {
 _ACROSS: dict[str, dict[str, Any]] = {
     "baseline": {"color": "black", "lw": 0.8, "ls": "--"},
     "pgas": {"color": looks(["pgas"])["pgas"].colour, "lw": 5},  # to be seen below the limit, which it may reach
-    "fused": {"color": "black", "lw": 0.8, "ls": "-."},
 }
 
 
@@ -159,14 +158,16 @@ def draw_sweep(column: str, label: str) -> Callable[[Measured], Picture]:
         picture = Picture(measured.name, 3.2)
         (axes,) = picture.panels()
         swept = sorted((need(row, column), need(row, "median_ms")) for row in measured.rows if row.get(column))
-        line(axes, "fused", [x for x, _ in swept], [ms for _, ms in swept], looks(["fused"])["fused"])
+        name = next((row["contender"] for row in measured.rows if row.get(column)), "fused")
+        line(axes, name, [x for x, _ in swept], [ms for _, ms in swept], looks(["fused"])["fused"])
         for x, ms in swept:
             above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
             axes.annotate(milliseconds(ms), (x, ms), **above)
         for row in (row for row in measured.rows if not row.get(column)):
             ms, name = need(row, "median_ms"), row["contender"]
-            told = name if name != "fused" else "fused, as many as fit"
-            axes.axhline(ms, label=f"{told}: {milliseconds(ms)} ms", zorder=1, **_ACROSS[name])
+            told = f"{name}, as many as fit" if name.startswith("fused") else name
+            look = _ACROSS.get(name, {"color": "black", "lw": 0.8, "ls": "-."})
+            axes.axhline(ms, label=f"{told}: {milliseconds(ms)} ms", zorder=1, **look)
         bound = need(measured.rows[0], "limit_ms")
         axes.axhline(bound, label=f"limit of the hardware: {milliseconds(bound)} ms", **LIMIT)
         axes.set_xscale("log", base=2)

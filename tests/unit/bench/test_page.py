@@ -54,6 +54,15 @@ def test_a_changed_row_changes_plot_page_and_markdown(tmp_path: Path) -> None:
     assert "<td>77.25</td>" in (output / "index.html").read_text()
 
 
+@pytest.mark.parametrize("name", ["slice", "occupancy"])
+def test_a_sweep_of_fused_with_staged_slices_is_drawn(name: str) -> None:
+    measured = read_measured(RESULTS / f"{name}.csv")
+    rows = [{**row, "contender": row["contender"].replace("fused", "fused_stores")} for row in measured.rows]
+    drawn = PLOTS[name].draw(measured._replace(rows=rows)).svg().decode()
+    assert ">fused_stores</text>" in drawn
+    assert ">baseline: 4.78 ms</text>" in drawn
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = html_page([_section(read_measured(RESULTS / name)) for name in ("step.csv", "stage.csv")])
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)", page)
