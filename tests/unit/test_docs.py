@@ -17,6 +17,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dlrm_overlap import backends, config
+from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.page import Section, markdown_page, report_order
 from dlrm_overlap.bench.report.plots import PLOTS
@@ -131,6 +132,13 @@ def test_what_the_programs_of_a_page_import_is_there(page: Path) -> None:
 
 def test_readme_names_the_backends_of_the_registry() -> None:
     assert [row[0] for row in read_table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
+
+
+def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
+    page = Path("docs/figures.md").read_text().replace("`occupancy` or `schedule`", "bench occupancy bench schedule ")
+    named = set(re.findall(r"\bbench (\w+)", page))
+    assert set(FIGURES) <= named, "a figure without a line"
+    assert set(FIGURES) <= set(PLOTS), "and each has a plot"
 
 
 def test_readme_and_its_plot_show_the_measured_rows() -> None:
