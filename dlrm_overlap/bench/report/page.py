@@ -54,7 +54,7 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #111 }
 img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
 td, th { padding: .15em .6em; border-bottom: 1px solid #ddd; text-align: right }
-td:first-child, th, .text { text-align: left }
+td:first-child, th, .text { text-align: left } td:first-child { min-width: 11em }
 code, .from { font: 12px monospace; color: #333 } .wide { overflow-x: auto }
 """
 

@@ -75,7 +75,9 @@ def draw_ablation(measured: Measured) -> Picture:
         label = f"against {reference}"
         axes.barh(list(own), list(own.values()), 0.7, color=look.colour, hatch=look.hatch, label=label, **EDGE)
         for name, gain in own.items():
-            axes.text(gain, name, f" {gain:+.2f} ", va="center", ha="left" if gain >= 0 else "right", fontsize=6.5)
+            aside = {"xytext": (3 if gain >= 0 else -3, 0), "textcoords": "offset points"}
+            side = "left" if gain >= 0 else "right"
+            axes.annotate(f"{gain:+.2f}", (gain, name), va="center", ha=side, fontsize=6.5, **aside)
     axes.axvline(0, color="black", lw=0.5)
     axes.margins(x=0.12)
     axes.invert_yaxis()
