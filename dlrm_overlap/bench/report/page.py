@@ -39,9 +39,7 @@ _COMMANDS = (
 )
 _BASES = ("torchrec", "torchrec_strongest")
 _BEST, _RUN = "TorchRec at its strongest", "TorchRec as people run it"
-_YOURS = (
-    "For your own model: dlrm-overlap bench step --config YOURS.yaml --nproc 4, with as many ranks as you have GPUs."
-)
+_YOURS = "For your own model, measure: dlrm-overlap bench step --config YOURS.yaml --nproc auto"
 _WORDS = (
     "At its strongest, TorchRec has ids as int32 and its dense part compiled and captured in CUDA graphs. pgas and "
     "fused are backends of this project; a name with graph captures the whole step in one CUDA graph. dcn is a DLRM "
