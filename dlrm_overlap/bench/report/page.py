@@ -151,7 +151,7 @@ def headline(sections: Iterable[Section]) -> Table:
     lines = [["training step", "TorchRec as run, ms", "at its strongest, ms", "ours, ms", "which is"]]
     lines[0] += ["speedup over TorchRec as run", "over its strongest", "rows"]
     for section, run, best in _steps(sections):
-        device = re.sub(r"^\d+ x ", "", best.get("gpu") or "CPU")  # how many the title tells
+        device = re.sub(r"^\d+ x ", "", best.get("gpu") or "CPU, a rehearsal")  # how many the title tells
         title = f"{step_title(best)}, {device}".replace("\n", ", ")
         times = [milliseconds(number(run[name], "median_ms")) if name in run else "-" for name in _BASES]
         over = ["-" if each is None else f"{each:.3g}x" for each in _speedups(best)]
