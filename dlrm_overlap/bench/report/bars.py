@@ -38,8 +38,14 @@ def bars(
     names = contenders(groups)
     shown = looks(names)
     width = _SPAN / max(len(names), _LEAST_BARS)
-    upright = len(groups) * len(names) >= _NARROW
-    text = {"ha": "center", "fontsize": 5.5 if len(groups) > 6 else 6.5, "rotation": 90 if upright else 0}
+    text = {
+        "ha": "center",
+        "fontsize": 5.5 if len(groups) > 6 else 6.5,
+        "rotation": 90 if len(groups) * len(names) >= _NARROW else 0,
+        "textcoords": "offset points",
+        "bbox": _BOX,
+        "zorder": 4,
+    }
     seen = set()
     for place, group in enumerate(groups):
         base = need(group[over], "median_ms") if over else 1.0
@@ -51,9 +57,10 @@ def bars(
             seen.add(name)
             alpha = {} if trusted(row) else {"linestyle": ":", "alpha": 0.5}
             axes.bar(x, height, width * 0.94, color=look.colour, hatch=look.hatch, label=label, **EDGE, **alpha)
-            told, side = (f"{digits(time)} \u2191", "top") if time / base > cut else (digits(time), "bottom")
-            above = ((0, -1) if side == "top" else (0, 1.5), "offset points")
-            axes.annotate(told, (x, height), xytext=above[0], textcoords=above[1], va=side, bbox=_BOX, zorder=4, **text)
+            if time / base > cut:
+                axes.annotate(f"{digits(time)} \u2191", (x, height), xytext=(0, -1), va="top", **text)
+            else:
+                axes.annotate(digits(time), (x, height), xytext=(0, 1.5), va="bottom", **text)
         first = next(iter(group.values()))
         if limit and (bound := number(first, limit)) is not None:
             label = bound_name if "limit" not in seen else "_"

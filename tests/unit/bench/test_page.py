@@ -105,6 +105,8 @@ def test_the_page_begins_with_how_much_faster_a_step_is(tmp_path: Path) -> None:
         "20 times as fast as under TorchRec as people run it."
     )
     assert html_page(sections).index(told) < html_page(sections).index("<table>")
+    _rewrite(path, path, "torchrec", median_ms="0.1")
+    assert headline([_section(read_measured(path))])[1][4] == "pgas_graph", "the reference is none of ours"
     on_cpu = [
         _section(each.measured._replace(rows=[{**row, "gpu": ""} for row in each.measured.rows])) for each in sections
     ]
