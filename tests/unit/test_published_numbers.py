@@ -153,11 +153,14 @@ def volume() -> Iterable[tuple[str, str]]:
     for name in ("fused", "baseline"):
         rows = [row for row in _read("volume") if row["contender"] == name]
         busy = [row for row in rows if float(row["bytes"])]
-        us = sum(float(row["end_us"]) - float(row["begin_us"]) for row in busy)
+        stage_us = float(rows[0]["stage_us"])
+        us = min(
+            stage_us, sum(float(row["end_us"]) - float(row["begin_us"]) for row in busy)
+        )  # the last bin ends later
         link = float(rows[0]["link_gb_per_s"])
         most = max(float(row["gb_per_s"]) for row in rows) / link
         mean = sum(float(row["bytes"]) for row in busy) / us / 1e3 / link
-        found[name] = f"{us / float(rows[0]['stage_us']):.0%}", f"{mean:.0%}", f"{most:.0%}"
+        found[name] = f"{us / stage_us:.0%}", f"{mean:.0%}", f"{most:.0%}"
     during, mean, most = found["fused"]
     yield FIGURES, f"`fused` even for {during} of its time, at {mean} of the links' rate in the mean and {most} at most"
     yield FIGURES, f"the baseline in one burst of {found['baseline'][0]} of its time, at {found['baseline'][2]} at most"

@@ -74,6 +74,7 @@ def _volume() -> Expected:
         own = [row for row in rows if row["contender"] == name]
         stage_us = float(own[0]["stage_us"])
         busy_us = sum(float(row["end_us"]) - float(row["begin_us"]) for row in own if float(row["bytes"]))
+        busy_us = min(stage_us, busy_us)  # the last bin ends later
         yield [stage_us, 100 * busy_us / stage_us, max(float(row["gb_per_s"]) for row in own)]
 
 
