@@ -161,6 +161,14 @@ def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path
     return folder / name
 
 
+def read_table(page: str, header: str) -> list[list[str]]:
+    """Return the cells of the rows of the table of `page`, a Markdown file, that begins with `header`."""
+    lines = Path(page).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
+    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.lstrip().startswith("|"))
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in lines[start:end]]
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file."""
     with path.open(newline="") as file:

@@ -15,12 +15,13 @@ from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.text_table import markdown_table
 
 DIFFERENCE = "compare/loss_difference"
+_EXPOSED = "exposed communication, ms a traced step"
 LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
     "step time, ms: median, and the band p10 to p90 of the logged steps": [
         "Margin",
         ["speed/step_ms_p50", "speed/step_ms_p10", "speed/step_ms_p90"],
     ],
-    "exposed communication, ms a traced step": ["Multiline", ["speed/exposed_ms"]],
+    _EXPOSED: ["Multiline", ["speed/exposed_ms"]],
     "training loss": ["Multiline", ["train/loss"]],
     "training loss, relative difference from the reference": ["Multiline", [DIFFERENCE]],
     "samples a second": ["Multiline", ["speed/samples_per_s"]],
@@ -54,10 +55,11 @@ def write_board(
                 board.scalars({DIFFERENCE: loss / reference[step] - 1}, step)
         board.close()
     board = TensorBoard(place, start_step=0)
-    board.layout(LAYOUT)
+    parts = {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
+    board.layout({title: chart for title, chart in LAYOUT.items() if parts or title != _EXPOSED})
     order = _TURNS.format(turn) if (turn := comparison["interleave"]) else _ORDER
     board.text("comparison", f"{comparison_markdown(comparison)}\n\n{order}")
-    if parts := {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}:
+    if parts:
         board.text("breakdown", breakdown_markdown(parts))
         board.image("breakdown", draw_breakdown(parts))
     board.close()
@@ -75,18 +77,19 @@ def comparison_markdown(comparison: Mapping[str, Any]) -> str:
         lines.append(
             [
                 name,
-                *(_digits(result[key]) for key in ("step_ms_p50", "step_ms_p95", "speedup")),
-                f"{interval[0]:.3g} to {interval[1]:.3g}" if interval else "-",
-                _digits(result["samples_per_s"]),
+                *(_digits(result[key]) for key in ("step_ms_p50", "step_ms_p95")),
+                _digits(result["speedup"], ".2f"),
+                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-",
+                _digits(result["samples_per_s"], ",.0f"),
                 ("reference" if name == comparison["reference"] else "agree") if result["agree"] else "DISAGREE",
             ]
         )
     reference_ms = comparison["backends"][comparison["reference"]]["step_ms_p50"]
     for name, run in comparison["noise"]["runs"].items() if comparison["noise"] else ():
         ratio = reference_ms / run["step_ms_p50"] if reference_ms and run["step_ms_p50"] else None
-        lines.append([name, _digits(run["step_ms_p50"]), "-", _digits(ratio), "-", "-", "the reference again"])
+        lines.append([name, _digits(run["step_ms_p50"]), "-", _digits(ratio, ".2f"), "-", "-", "the reference again"])
     return markdown_table(lines)
 
 
-def _digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _digits(value: float | None, spec: str = ".4g") -> str:
+    return "-" if value is None else format(value, spec)

@@ -37,6 +37,7 @@ from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
 log = logging.getLogger("dlrm_overlap")
 
 _STEP_TIMES = "step_ms.npy"
+_FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "train_loss")  # as HParams shows them
 
 
 def start_logging(rank: int, console: Console) -> None:
@@ -286,7 +287,8 @@ class RunLog:
             np.save(self.folder / _STEP_TIMES, np.array(times, dtype=np.float32))
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
-            results = {f"result/{key}": value for key, value in summary.items() if isinstance(value, float)}
+            order = [*_FIRST_RESULTS, *(key for key in summary if key not in _FIRST_RESULTS)]
+            results = {f"result/{key}": summary[key] for key in order if isinstance(summary.get(key), float)}
             self._board.hyperparameters(flatten(self.config.as_dict()), results)
         return summary
 

@@ -25,6 +25,8 @@ LOOKS = {
     "fused": ("#e08e45", "s"),
     "fused, aggregator": ("#1f6f8b", "^"),
 }
+NETWORK_LOOKS = (("#1f6f8b", "o"), ("#e08e45", "s"), ("#9aa5b1", "^"), ("#252525", "D"))
+WAY_LOOKS = (("#9aa5b1", "////"), ("#f0b27a", ""), ("#1f6f8b", ""), ("#d9dee3", "...."))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -40,11 +42,16 @@ def variant(row: Row) -> str:
     return "fused, aggregator" if int(row["aggregate_bytes"]) else "fused"
 
 
-def lines(axes: Axes, rows: Sequence[Row], x: str, name: Callable[[Row], str] = variant) -> None:
-    """Draw ms over the column `x`, which is logarithmic, a line for each name."""
-    for label in dict.fromkeys(map(name, rows)):
+def lines(
+    axes: Axes, rows: Sequence[Row], x: str, name: Callable[[Row], str] = variant, from_ms: float | None = None
+) -> None:
+    """Draw ms over the column `x`, which is logarithmic, a line for each name.
+
+    From `from_ms` on, milliseconds are logarithmic too; without it they begin at 0.
+    """
+    for label, others in zip(dict.fromkeys(map(name, rows)), NETWORK_LOOKS, strict=False):
         points = sorted((float(row[x]), float(row["ms"])) for row in rows if name(row) == label)
-        colour, marker = LOOKS.get(label, (None, "o"))
+        colour, marker = LOOKS.get(label, others)
         axes.plot(*zip(*points, strict=True), marker=marker, color=colour, ms=4, label=label)
     axes.set_xscale("log", base=2)
     ticks = sorted({float(row[x]) for row in rows})
@@ -52,7 +59,10 @@ def lines(axes: Axes, rows: Sequence[Row], x: str, name: Callable[[Row], str] = 
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylim(bottom=0)
+    if from_ms:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=from_ms or 0)
     axes.legend(frameon=False)
     axes.set_ylabel("ms, simulated")
 
@@ -72,10 +82,8 @@ def draw_p1_scaling(folder: Path) -> None:
 def _draw_panels(folder: Path, titles: Mapping[str, str], x_label: str, name: str) -> None:
     figure, panels = plt.subplots(1, len(titles), figsize=(9, 3.2), layout="constrained")
     for axes, (rows, title) in zip(panels, titles.items(), strict=True):
-        lines(axes, read_rows(folder / f"simulated_{rows}.csv"), "world_size")
-        if rows == "p1_strong":
-            axes.set_yscale("log")
-            axes.set_ylim(bottom=5)
+        from_ms = 5 if rows == "p1_strong" else None
+        lines(axes, read_rows(folder / f"simulated_{rows}.csv"), "world_size", from_ms=from_ms)
         axes.set_title(f"Simulated: {title}", fontsize=9)
         axes.set_xlabel(x_label)
     _save(figure, folder / f"{name}.svg")
@@ -98,8 +106,7 @@ def draw_slices(folder: Path) -> None:
     rows = [row for row in read_rows(folder / "simulated_slices.csv") if row["schedule"] == "balanced"]
     rows = [row for row in rows if int(row["slice_bags"]) > 1]  # 1.6 s at every rate
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    lines(axes, rows, "slice_bags", lambda row: f"{float(row['nic_gbit_per_s']):g} Gb/s a GPU")
-    axes.set_yscale("log")
+    lines(axes, rows, "slice_bags", lambda row: f"{float(row['nic_gbit_per_s']):g} Gb/s a GPU", from_ms=10)
     axes.set_title("Simulated: embedding stage on 16 hosts of 8 GPUs, fused, balanced", fontsize=9)
     axes.set_xlabel("bags a slice")
     _save(figure, folder / "simulated_slices.svg")
@@ -115,13 +122,14 @@ def draw_pays(folder: Path) -> None:
         ("16", "100.0"): ("16 hosts of 8, 100 Gb/s a GPU", 12.5),
     }
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for key, (label, gb_per_s) in networks.items():
+    for (key, (label, gb_per_s)), (colour, marker) in zip(networks.items(), NETWORK_LOOKS, strict=True):
         of = [row for row in rows if (row["hosts"], row["nic_gbit_per_s"]) == key]
         baseline, fused = ([row for row in of if row["backend"] == name] for name in ("torchrec", "fused"))
         speedups = [float(a["ms"]) / float(b["ms"]) for a, b in zip(baseline, fused, strict=True)]
         ratios = [float(b["hbm_bytes"]) / MEMORY_GB_PER_S / (float(b["link_bytes"]) / gb_per_s) for b in fused]
-        axes.plot(ratios, speedups, marker="o", ms=4, label=label)
+        axes.plot(ratios, speedups, marker=marker, color=colour, ms=4, label=label)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.axhline(1, color="black", lw=0.6)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -141,10 +149,11 @@ def draw_products(folder: Path) -> None:
     labels = [f"{row['name']}\n{row['ranks']} ranks, {LAYERS[row['layer']]}" for row in serial]
     figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
     width = 0.8 / len(WAYS)
-    for number, (way, colour) in enumerate(zip(WAYS, ("#9aa5b1", "#e08e45", "#1f6f8b", "#d9dee3"), strict=True)):
+    for number, (way, (colour, hatch)) in enumerate(zip(WAYS, WAY_LOOKS, strict=True)):
         times = {product_key(row): float(row["ms"]) for row in assumed if row["way"] == way}
         speedups = [float(row["ms"]) / times[product_key(row)] for row in serial]
-        axes.bar([i + width * (number - 1.5) for i in range(len(serial))], speedups, width, color=colour, label=way)
+        places = [i + width * (number - 1.5) for i in range(len(serial))]
+        axes.bar(places, speedups, width, color=colour, hatch=hatch, edgecolor="black", lw=0.3, label=way)
     axes.set_xticks(range(len(serial)), labels, fontsize=6, rotation=90)
     axes.set_ylim(0.9, 1.6)
     axes.axhline(1, color="black", lw=0.6)
@@ -163,7 +172,7 @@ def _save(figure: plt.Figure, path: Path) -> None:  # pyright: ignore[reportPriv
 def main(folder: str | Path = Path(__file__).parent) -> None:
     """Draw all figures of the rows in `folder`."""
     # Text stays text, and the same rows give the same file.
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "simulated", "font.size": 8}
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "simulated", "font.size": 8, "hatch.linewidth": 0.4}
     for draw in (draw_scaling, draw_p1, draw_p1_scaling, draw_slices, draw_pays, draw_products):
         draw(Path(folder))
 

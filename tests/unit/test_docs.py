@@ -17,13 +17,14 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dlrm_overlap import backends, config
+from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.page import Section, markdown_page, report_order
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import assert_same
-from tests.conftest import read_rows
+from tests.conftest import read_rows, read_table
 from tests.distributed.tiny_stage import Stage
 
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
@@ -57,14 +58,6 @@ def _rows(section: type, prefix: str = "") -> list[str]:
         meaning = _meanings()[section.__name__, field.name].replace("|", "\\|")
         rows.append(f"| `{prefix}{field.name}` | `{json.dumps(default)}` | {meaning} |")
     return rows
-
-
-def _table(page: str, header: str) -> list[list[str]]:
-    """Return the cells of the rows of the table that begins with `header`."""
-    lines = Path(page).read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
-    end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.lstrip().startswith("|"))
-    return [[cell.strip() for cell in line.strip(" |").split(" | ")] for line in lines[start:end]]
 
 
 def _anchors(page: Path) -> list[str]:
@@ -108,7 +101,7 @@ def test_every_test_that_the_page_of_faults_names_is_there() -> None:
 
 def test_what_the_changelog_says_moved_is_there() -> None:
     page = Path("CHANGELOG.md")
-    moved = _table(str(page), "  | was | is |")
+    moved = read_table(str(page), "  | was | is |")
     assert len(moved) >= 10
     for _, new in moved:
         _check_names(page, new)
@@ -138,13 +131,20 @@ def test_what_the_programs_of_a_page_import_is_there(page: Path) -> None:
 
 
 def test_readme_names_the_backends_of_the_registry() -> None:
-    assert [row[0] for row in _table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
+    assert [row[0] for row in read_table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
+
+
+def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
+    page = Path("docs/figures.md").read_text().replace("`occupancy` or `schedule`", "bench occupancy bench schedule ")
+    named = set(re.findall(r"\bbench (\w+)", page))
+    assert set(FIGURES) <= named, "a figure without a line"
+    assert set(FIGURES) <= set(PLOTS), "and each has a plot"
 
 
 def test_readme_and_its_plot_show_the_measured_rows() -> None:
     measured = read_rows(Path("docs/results/stage.csv"))
     shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
-    shown = _table("README.md", "| tables/GPU")
+    shown = read_table("README.md", "| tables/GPU")
     picture = Path("docs/results/report/stage.svg").read_text()
     assert len(shown) == len(shapes) == 5
     for cells, rows in zip(shown, shapes, strict=True):
@@ -186,7 +186,10 @@ def test_the_pages_show_the_measured_steps() -> None:
         if row["contender"] == "torchrec":
             runs.append({})
         runs[-1][row["contender"]] = float(row["median_ms"])
-    shown, in_readme = _table("docs/results/step.md", "| shape |"), _table("README.md", "| model, samples a GPU |")
+    shown, in_readme = (
+        read_table("docs/results/step.md", "| shape |"),
+        read_table("README.md", "| model, samples a GPU |"),
+    )
     assert len(shown) == len(in_readme) == len(runs)
     for run, cells, few in zip(runs, shown, in_readme, strict=True):
         names = ("torchrec", "torchrec_strongest", "pgas_graph")
@@ -233,7 +236,7 @@ def test_the_map_of_decisions_has_every_heading_in_order() -> None:
     page = Path("docs/architecture.md")
     title, *anchors = _anchors(page)
     mapped = [
-        anchor for row in _table(str(page), "| part |") for anchor in re.findall(r"\]\(#([\w-]+)\)", " ".join(row))
+        anchor for row in read_table(str(page), "| part |") for anchor in re.findall(r"\]\(#([\w-]+)\)", " ".join(row))
     ]
     assert title == "architecture"
     assert mapped == anchors
@@ -243,7 +246,7 @@ def test_the_map_of_decisions_has_every_heading_in_order() -> None:
 def test_the_table_of_floors_is_the_one_that_is_checked() -> None:
     contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [layer.replace("dlrm_overlap.", "").split(" | ") for layer in contracts[0]["layers"]]
-    rows = _table("docs/architecture.md", "| floor |")
+    rows = read_table("docs/architecture.md", "| floor |")
     assert [sorted(re.findall(r"`([\w.]+)`", row[1])) for row in rows] == [sorted(layer) for layer in layers]
 
 

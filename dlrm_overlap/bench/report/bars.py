@@ -1,5 +1,6 @@
 """Bars and lines of contenders, as several plots have them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from dlrm_overlap.bench.report.measured import (
 from dlrm_overlap.bench.report.style import EDGE, LIMIT, Look, looks
 
 _SPAN = 0.84  # of the place of a group of bars
+_LEAST_BARS = 4  # of a group, whose place fewer bars do not fill
+_NARROW = 32  # bars of a plot from which on their numbers stand upright
+_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # keeps a number readable on the line of the limit
 
 
 def bars(
@@ -24,31 +28,48 @@ def bars(
     over: str | None = None,
     digits: Callable[[float], str] = milliseconds,
     bound_name: str = "limit of the hardware",
+    cut: float = math.inf,
 ) -> None:
     """Draw each group's times side by side, in ms or over that of the contender `over`, with ms above the bars.
 
     A bar of dots is of a contender whose results were not the reference's. `limit` is the column of the line across.
+    What is higher than `cut` ends there, with an arrow behind its ms.
     """
     names = contenders(groups)
     shown = looks(names)
-    width = _SPAN / len(names)
+    width = _SPAN / max(len(names), _LEAST_BARS)
+    text = {
+        "ha": "center",
+        "fontsize": 5.5 if len(groups) > 6 else 6.5,
+        "rotation": 90 if len(groups) * len(names) >= _NARROW else 0,
+        "textcoords": "offset points",
+        "bbox": _BOX,
+        "zorder": 4,
+    }
     seen = set()
     for place, group in enumerate(groups):
         base = need(group[over], "median_ms") if over else 1.0
-        for i, (name, row) in enumerate(group.items()):
+        for name, row in group.items():
             time = need(row, "median_ms")
-            x = place - _SPAN / 2 + (names.index(name) + 0.5) * width if len(group) > 1 else place
-            look = shown[name]
+            x = place + (names.index(name) - (len(names) - 1) / 2) * width if len(group) > 1 else place
+            look, height = shown[name], min(time / base, cut)
             label = name if name not in seen else "_"
             seen.add(name)
             alpha = {} if trusted(row) else {"linestyle": ":", "alpha": 0.5}
-            axes.bar(x, time / base, width * 0.94, color=look.colour, hatch=look.hatch, label=label, **EDGE, **alpha)
-            axes.text(x, time / base, digits(time), ha="center", va="bottom", fontsize=5.5 if len(groups) > 6 else 6.5)
-            if limit and i == 0 and (bound := number(row, limit)) is not None:
-                label = bound_name if "limit" not in seen else "_"
-                seen.add("limit")
-                axes.hlines(bound / base, place - _SPAN / 2, place + _SPAN / 2, label=label, **LIMIT)
+            axes.bar(x, height, width * 0.94, color=look.colour, hatch=look.hatch, label=label, **EDGE, **alpha)
+            if time / base > cut:
+                axes.annotate(f"{digits(time)} \u2191", (x, height), xytext=(0, -1), va="top", **text)
+            else:
+                axes.annotate(digits(time), (x, height), xytext=(0, 1.5), va="bottom", **text)
+        first = next(iter(group.values()))
+        if limit and (bound := number(first, limit)) is not None:
+            label = bound_name if "limit" not in seen else "_"
+            seen.add("limit")
+            axes.hlines(bound / base, place - _SPAN / 2, place + _SPAN / 2, label=label, zorder=3, **LIMIT)
+    if not all(trusted(row) for group in groups for row in group.values()):
+        axes.bar(0, 0, color="white", **EDGE, linestyle=":", label="dotted: results differ")
     axes.set_xticks(range(len(groups)), labels, fontsize=7)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
 
 
 def line(axes: Any, name: str, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:

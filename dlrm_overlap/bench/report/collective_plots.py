@@ -54,6 +54,7 @@ def draw_collectives(measured: Measured) -> Picture:
             axes.plot([x for x, _ in alone], [y for _, y in alone], label="the product alone", **LIMIT)
         axes.set_ylim(0, _CUT)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("MB to each peer")
         axes.set_ylabel("time / NCCL's")
         beside = "alone" if kind[1] == "nothing" else "beside a matrix product"

@@ -26,7 +26,7 @@ def draw_gemm(measured: Measured) -> Picture:
     for axes, (operator, of_shape) in zip(panels, shapes.items(), strict=True):
         groups = list(of_shape.values())
         bars(axes, groups, list(of_shape), "floor_ms", "serial", milliseconds, "product or links alone")
-        axes.set_ylabel("time / serial")
+        axes.set_ylabel("time / serial's; above each bar: ms")
         axes.set_title(_OPERATORS.get(operator, operator), fontsize=7)
     picture.legend(panels[0])
     return picture

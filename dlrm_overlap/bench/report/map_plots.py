@@ -12,6 +12,7 @@ PAYS = 1.05
 _HOST = 0.9  # of a step's time: from there on a step takes as long as its host takes to issue it
 _EVERYWHERE = "every one measured"
 _DARKEST = 3.0  # speedups beyond are as dark
+_NUMBERS = f"speedup over the strongest baseline; hatched: below {PAYS}; in brackets: the host's time decides"
 
 
 class Axis(NamedTuple):
@@ -63,7 +64,8 @@ class Map:
         """Draw the heat maps, numbers in the cells; a number in brackets is bound by the host."""
         first = self.cells(measured.rows, "median_ms")
         panels = sorted({panel for panel, _, _ in first})
-        picture = Picture(measured.name, 2.7 * len(_TIMES) + 0.8)
+        picture = Picture(measured.name, 2.7 * len(_TIMES) + 1.0)
+        picture.title(_NUMBERS)
         axes = picture.panels(len(panels), len(_TIMES))
         places = [(time, panel) for time in _TIMES for panel in panels]
         for each, (time, panel) in zip(axes, places, strict=True):
@@ -83,7 +85,7 @@ class Map:
             axes.bar(corner[0], 1, 1, bottom=corner[1] - 0.5, color=str(grey), edgecolor="black", lw=0.4, **looks)
             text = f"({cell.speedup:.2f})" if cell.host_bound else f"{cell.speedup:.2f}"
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if looks else None
-            colour = "white" if grey < 0.5 else "black"
+            colour = "white" if grey < 0.45 else "black"
             axes.text(*corner, text, ha="center", va="center", fontsize=8, color=colour, bbox=box)
         axes.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
         axes.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])

@@ -4,7 +4,8 @@ import base64
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +13,12 @@ from typing import NamedTuple
 from dlrm_overlap.bench.report.measured import (
     Measured,
     Row,
+    Run,
     Table,
     cells,
     hardware,
+    milliseconds,
+    need,
     number,
     read_measured,
     runs,
@@ -33,10 +37,22 @@ _COMMANDS = (
     "A figure's command measures one of its shapes on four GPUs, and not always that of these rows: other shapes have "
     "files of their own under configs/bench. Where rows name the commands that measured them, these are told instead."
 )
+_BASES = ("torchrec", "torchrec_strongest")
+_BEST, _RUN = "TorchRec at its strongest", "TorchRec as people run it"
+_YOURS = "For your own model, measure: dlrm-overlap bench step --config YOURS.yaml --nproc auto"
+_WORDS = (
+    "At its strongest, TorchRec has ids as int32 and its dense part compiled and captured in CUDA graphs. pgas and "
+    "fused are backends of this project; a name with graph captures the whole step in one CUDA graph. dcn is a DLRM "
+    "with DCNv2's cross network, dot one with dot products. Losses were held against each other before anything was "
+    "timed. Hosts differ, and TorchRec's step is bound by its host: the same step has several lines where it was "
+    "measured on several."
+)
 _STYLE = """
+:root { color-scheme: light }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #111 }
 img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
-td, th { padding: .15em .6em; border-bottom: 1px solid #ddd; text-align: right } td:first-child, th { text-align: left }
+td, th { padding: .15em .6em; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, th, .text { text-align: left } td:first-child { min-width: 11em }
 code, .from { font: 12px monospace; color: #333 } .wide { overflow-x: auto }
 """
 
@@ -113,7 +129,7 @@ def _section(measured: Measured, output: Path) -> Section:
     except InputError as error:
         raise InputError(f"{measured.name}.csv: {error}") from None
     what, (first, *more) = _commands(measured, plot)
-    others = f", and {len(more)} other commands" if more else ""
+    others = f", and {len(more)} other command{'s' if len(more) > 1 else ''}" if more else ""
     picture.caption(hardware(measured.rows), f"{what}: {first}{others}")
     svg = picture.svg()
     (output / f"{measured.name}.svg").write_bytes(svg)
@@ -128,27 +144,61 @@ def _commands(measured: Measured, plot: Plot) -> tuple[str, list[str]]:
 
 
 def headline(sections: Iterable[Section]) -> Table:
-    """Return the answer to "how much faster is my job": each measured step, with the best contender's speedups."""
-    lines = [["training step", "fastest with equal losses", "ms", "over TorchRec as run", "over TorchRec's strongest"]]
-    for section in sections:
-        if section.measured.kind != "step":
-            continue
-        for run in runs(section.measured.rows):
-            best = min((row for row in run.values() if trusted(row)), key=lambda row: float(row["median_ms"]))
-            over = [number(best, f"speedup_over_{name}") for name in ("torchrec", "torchrec_strongest")]
-            times = ["-" if each is None else f"{each:.2f}x" for each in over]
-            title = f"{step_title(best)}, {best.get('gpu') or 'CPU'}".replace("\n", ", ")
-            lines.append([title, best["contender"], best["median_ms"], *times])
+    """Return the answer to "how much faster is my job": a line for each step that was measured under TorchRec too.
+
+    The best contender is the fastest of ours whose losses were the reference's.
+    """
+    lines = [["training step", "TorchRec as run, ms", "at its strongest, ms", "ours, ms", "which is"]]
+    lines[0] += ["speedup over TorchRec as run", "over its strongest", "rows"]
+    for section, run, best in _steps(sections):
+        device = re.sub(r"^\d+ x ", "", best.get("gpu") or "CPU, a rehearsal")  # how many the title tells
+        title = f"{step_title(best)}, {device}".replace("\n", ", ")
+        times = [milliseconds(number(run[name], "median_ms")) if name in run else "-" for name in _BASES]
+        over = ["-" if each is None else f"{each:.3g}x" for each in _speedups(best)]
+        ours = [milliseconds(number(best, "median_ms")), best["contender"]]
+        lines.append([title, *times, *ours, *over, section.measured.name])
     return lines if len(lines) > 1 else []
+
+
+def _steps(sections: Iterable[Section]) -> Iterator[tuple[Section, Run, Row]]:
+    """Return each measured step with a speedup over TorchRec, with the row of the best contender of ours."""
+    for section in sections:
+        if section.measured.kind == "step":
+            for run in runs(section.measured.rows):
+                ours = [row for name, row in run.items() if not name.startswith("torchrec") and trusted(row)]
+                best = min(ours, key=lambda row: need(row, "median_ms"), default=None)
+                if best and any(each is not None for each in _speedups(best)):
+                    yield section, run, best
+
+
+def _speedups(row: Row) -> list[float | None]:
+    return [number(row, f"speedup_over_{name}") for name in _BASES]
+
+
+def answer(sections: Iterable[Section]) -> str:
+    """Return the headline's sentence: from how many to how many times as fast a step is, on GPUs."""
+    found = [_speedups(best) for _, _, best in _steps(sections) if best.get("gpu")]
+    if not found:
+        return f"No step was measured on GPUs against TorchRec. {_YOURS}"
+    as_run, strongest = ([each for each in column if each is not None] for column in zip(*found, strict=True))
+    told = [
+        f"{_span(over)} times as fast as under {name}" for over, name in ((strongest, _BEST), (as_run, _RUN)) if over
+    ]
+    return f"On the steps below a training step is {', and '.join(told)}. {_YOURS}"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = (f"{each:.2g}" for each in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def html_page(sections: Sequence[Section]) -> str:
     """Return the page: nothing in it is loaded from elsewhere."""
-    parts = ["<h1>dlrm-overlap: what was measured</h1>", f"<p>{_COMMANDS}</p>"]
+    parts = ["<h1>dlrm-overlap: what was measured</h1>"]
     if table := headline(sections):
-        parts += ["<h2>How much faster is a training step?</h2>", _html_table(table)]
-    items = "".join(f'<li><a href="#{s.measured.name}">{escape(_title(s))}</a></li>' for s in sections)
-    parts.append(f"<ul>{items}</ul>")
+        parts += ["<h2>How much faster is a training step?</h2>", f"<p><b>{escape(answer(sections))}</b></p>"]
+        parts += [_html_table(table), f"<p>{_WORDS}</p>"]
+    parts += ["<h2>All figures</h2>", f"<ul>{_contents(sections)}</ul>", f"<p>{_COMMANDS}</p>"]
     for section in sections:
         measured, plot = section.measured, section.plot
         what, commands = _commands(measured, plot)
@@ -171,15 +221,24 @@ def html_page(sections: Sequence[Section]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
+def _contents(sections: Sequence[Section]) -> str:
+    """Return an item a figure, with a link to the section of each of its files."""
+    links: dict[str, list[str]] = {}
+    for section in sections:
+        name = section.measured.name
+        links.setdefault(section.plot.title, []).append(f'<a href="#{name}">{name}</a>')
+    return "".join(f"<li>{escape(title)}: {', '.join(found)}</li>" for title, found in links.items())
+
+
 def markdown_page(sections: Sequence[Section]) -> str:
     """Return the same as Markdown, with the plots as files beside it."""
     parts = [
         "# What was measured",
-        f"Made from the CSV files by `dlrm-overlap bench report`; [{PAGE}]({PAGE}) is the same as one page. "
-        f"{_COMMANDS}",
+        f"Made from the CSV files by `dlrm-overlap bench report`; [{PAGE}]({PAGE}) is the same as one page.",
     ]
     if table := headline(sections):
-        parts.append(markdown_table(table))
+        parts += ["## How much faster is a training step?", f"**{answer(sections)}**", markdown_table(table), _WORDS]
+    parts.append(_COMMANDS)
     for section in sections:
         measured, plot = section.measured, section.plot
         what, commands = _commands(measured, plot)
@@ -216,6 +275,11 @@ def _environments(sections: Sequence[Section]) -> Table:
 
 def _html_table(table: Table) -> str:
     head, *lines = table
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    body = "".join(f"<tr>{''.join(map(_html_cell, line))}</tr>" for line in lines)
     titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     return f'<div class="wide"><table><tr>{titles}</tr>{body}</table></div>'
+
+
+def _html_cell(cell: str) -> str:
+    is_text = re.match(r"[A-Za-z]", cell)
+    return f"<td{' class=text' if is_text else ''}>{escape(cell)}</td>"

@@ -77,7 +77,8 @@ PLOTS = {
     "step": Plot(
         "The whole training step",
         "Median of a step by contender. The line is the floor: the longest of the dense products, the bytes of memory "
-        "and the bytes of the links. A dotted bar is of a contender whose losses were not the reference's.",
+        "and the bytes of the links, under the first contender's plan; one that divides dense layers moves other bytes "
+        "and may be below it. A dotted bar is of a contender whose losses were not the reference's.",
         "dlrm-overlap bench step --config configs/bench/step_mlperf.yaml --nproc 4",
         draw_step,
         step_table,
@@ -85,14 +86,17 @@ PLOTS = {
     "stage": Plot(
         "The embedding stage, forward",
         "Time over the baseline's, FBGEMM + NCCL + unpack: from the ids at the tables' ranks to the pooled embeddings "
-        "at the samples' ranks. Outputs were equal before anything was timed.",
+        "at the samples' ranks. Outputs were equal before anything was timed. The limit is the bytes over the rate of "
+        "copies in memory or over that of the links, the greater; a lookup mostly reads, so it may be a little faster.",
         _STAGE.format("stage"),
         draw_stage,
         stage_table,
     ),
     "backward": Plot(
         "The backward",
-        "From gradients to updated rows, over the time of NCCL with FBGEMM's update. Bars beyond 1.6 are cut.",
+        "From gradients to updated rows, over the time of NCCL with FBGEMM's update. Bars beyond 1.6 are cut and have "
+        "an arrow. A time may be below the limit, which counts every read of a gradient, also those that the cache "
+        "saves.",
         _STAGE.format("backward") + " --iterations 40",
         draw_backward,
         stage_table,

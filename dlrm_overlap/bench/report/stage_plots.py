@@ -76,16 +76,18 @@ def draw_backward(measured: Measured) -> Picture:
     half = (len(groups) + 1) // 2
     panels = picture.panels(1, 2)
     for axes, part in zip(panels, (groups[:half], groups[half:]), strict=True):
-        labels = [shape(group["baseline"]) + "\n" + group["baseline"]["optimizer"] for group in part]
+        labels = [
+            f"{shape(group['baseline'])}\n{group['baseline']['optimizer']}".replace(", zipf", "\nzipf")
+            for group in part
+        ]
         if not part:
             axes.set_axis_off()
             continue
-        bars(axes, part, labels, "limit_ms", "baseline")
+        bars(axes, part, labels, "limit_ms", "baseline", cut=_CUT)
         axes.tick_params(axis="x", labelsize=6)
-        axes.set_ylim(0, _CUT)  # what is far beyond has its time in the table
-        for text in axes.texts:
-            text.set_clip_on(True)
-        axes.set_ylabel("time / baseline's; above bars: ms")
+        axes.set_ylim(0, _CUT)
+        axes.set_ylabel("time / baseline's; above each bar: ms")
+    panels[-1].set_xlabel("tables a GPU x rows x dim; global batch, ids a bag, skew of the ids; optimizer")
     picture.legend(panels[0])
     return picture
 
@@ -143,7 +145,10 @@ _PHASES = {
     "counts, puts, raises a flag": ("#000000", ""),
     "waits for peers": ("#ffffff", "////"),
 }
-_DASHES = {"baseline": "--", "pgas": ":"}
+_ACROSS: dict[str, dict[str, Any]] = {
+    "baseline": {"color": "black", "lw": 0.8, "ls": "--"},
+    "pgas": {"color": looks(["pgas"])["pgas"].colour, "lw": 5},  # to be seen below the limit, which it may reach
+}
 
 
 def draw_sweep(column: str, label: str) -> Callable[[Measured], Picture]:
@@ -153,11 +158,18 @@ def draw_sweep(column: str, label: str) -> Callable[[Measured], Picture]:
         picture = Picture(measured.name, 3.2)
         (axes,) = picture.panels()
         swept = sorted((need(row, column), need(row, "median_ms")) for row in measured.rows if row.get(column))
-        line(axes, "fused", [x for x, _ in swept], [ms for _, ms in swept], looks(["fused"])["fused"])
+        name = next((row["contender"] for row in measured.rows if row.get(column)), "fused")
+        line(axes, name, [x for x, _ in swept], [ms for _, ms in swept], looks(["fused"])["fused"])
+        for x, ms in swept:
+            above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
+            axes.annotate(milliseconds(ms), (x, ms), **above)
         for row in (row for row in measured.rows if not row.get(column)):
-            name = row["contender"] if row["contender"] != "fused" else "fused, as many as fit"
-            axes.axhline(need(row, "median_ms"), color="black", ls=_DASHES.get(name, "-."), lw=0.8, label=name)
-        axes.axhline(need(measured.rows[0], "limit_ms"), label="limit of the hardware", **LIMIT)
+            ms, name = need(row, "median_ms"), row["contender"]
+            told = f"{name}, as many as fit" if name.startswith("fused") else name
+            look = _ACROSS.get(name, {"color": "black", "lw": 0.8, "ls": "-."})
+            axes.axhline(ms, label=f"{told}: {milliseconds(ms)} ms", zorder=1, **look)
+        bound = need(measured.rows[0], "limit_ms")
+        axes.axhline(bound, label=f"limit of the hardware: {milliseconds(bound)} ms", **LIMIT)
         axes.set_xscale("log", base=2)
         axes.set_xticks([x for x, _ in swept], [f"{x:g}" for x, _ in swept])
         axes.set_ylim(bottom=0)

@@ -17,6 +17,8 @@ from dlrm_overlap.bench.report.measured import (
 )
 from dlrm_overlap.bench.report.style import EDGE, Picture, looks
 
+_OVER = "speedup_over_"
+
 
 def step_title(row: Row) -> str:
     """Return two or three lines that name the step of a row."""
@@ -39,16 +41,16 @@ def draw_step(measured: Measured) -> Picture:
 def step_table(measured: Measured) -> Table:
     """Return the table of the numbers behind the plot of `bench step`."""
     groups = runs(measured.rows)
-    lines: list[list[Any]] = [["step", "contender", "p10, ms", "median, ms", "p90, ms", "floor, ms", "speedup", "over"]]
+    bases = [column.removeprefix(_OVER) for column in measured.rows[0] if column.startswith(_OVER)]
+    times = ("p10_ms", "median_ms", "p90_ms", "floor_ms")
+    lines: list[list[Any]] = [["step", "contender", *(f"{name.removesuffix('_ms')}, ms" for name in times)]]
+    lines[0] += [f"speedup over {base}" for base in bases]
     for group in groups:
         for name, row in group.items():
-            speedups = {
-                column.removeprefix("speedup_over_"): number(row, column) for column in row if "over_" in column
-            }
-            over = [base for base, value in speedups.items() if value is not None and trusted(row)]
-            told = ", ".join(f"{speedups[base]:.3g}x" for base in over) if trusted(row) else "none: losses differ"
-            times = [milliseconds(number(row, column)) for column in ("p10_ms", "median_ms", "p90_ms", "floor_ms")]
-            lines.append([step_title(row).replace("\n", ", "), name, *times, told or "-", ", ".join(over) or "-"])
+            own = [step_title(row).replace("\n", ", "), name, *(milliseconds(number(row, column)) for column in times)]
+            speedups = [number(row, f"{_OVER}{base}") for base in bases]
+            told = ["-" if each is None else f"{each:.3g}x" for each in speedups]
+            lines.append([*own, *(told if trusted(row) else ["none: losses differ"] * len(bases))])
     return cells(lines)
 
 
@@ -73,7 +75,9 @@ def draw_ablation(measured: Measured) -> Picture:
         label = f"against {reference}"
         axes.barh(list(own), list(own.values()), 0.7, color=look.colour, hatch=look.hatch, label=label, **EDGE)
         for name, gain in own.items():
-            axes.text(gain, name, f" {gain:+.2f} ", va="center", ha="left" if gain >= 0 else "right", fontsize=6.5)
+            aside = {"xytext": (3 if gain >= 0 else -3, 0), "textcoords": "offset points"}
+            side = "left" if gain >= 0 else "right"
+            axes.annotate(f"{gain:+.2f}", (gain, name), va="center", ha=side, fontsize=6.5, **aside)
     axes.axvline(0, color="black", lw=0.5)
     axes.margins(x=0.12)
     axes.invert_yaxis()
@@ -161,7 +165,9 @@ def pairs_table(columns: Mapping[str, str], label: Callable[[Row], str]) -> Call
 
 def input_label(row: Row) -> str:
     """Return the lines that name a row."""
-    return f"{row['backend']}\n{row['data']}\n{row['workers']} workers"
+    run = f", run {row['run']}" if row.get("run") else ""
+    dense = "\ndense part captured" if row["graph_dense"] == "True" else ""
+    return f"{row['backend']}{run}{dense}\n{row['data']}\n{row['workers']} workers"
 
 
 def baseline_step_label(row: Row) -> str:

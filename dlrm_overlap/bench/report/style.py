@@ -1,6 +1,7 @@
 """One look for all plots: told apart in grey by lightness, hatch and marker; hardware and command below each."""
 
 import io
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 
@@ -20,7 +22,7 @@ class Look(NamedTuple):
     line: str
 
 
-# Neighbours in a figure differ in lightness; where they cannot, in hatch.
+# In grey, any two of a figure differ in lightness or in hatch. A hatch is black, so what has one is light.
 _LOOKS = {
     "baseline": Look("#d4d9df", "", "o", "--"),
     "torchrec": Look("#9aa5b1", "////", "s", "--"),
@@ -33,31 +35,55 @@ _LOOKS = {
     "fused": Look("#f0b27a", "xxxx", "^", "-"),
     "fused_graph": Look("#f0b27a", "xxxx", "^", "-"),
     "stores": Look("#f0b27a", "xxxx", "^", "-"),
+    "serial": Look("#d4d9df", "", "o", "--"),
+    "torch": Look("#9aa5b1", "////", "s", "--"),
+    "auto": Look("#1f6f8b", "", "o", "-"),
 }
 _OTHERS = (
-    Look("#c6dbef", "", "P", "-."),
-    Look("#525252", "", "X", ":"),
+    Look("#c6dbef", "....", "P", "-."),
+    Look("#252525", "", "X", ":"),
     Look("#fdd0a2", "||||", "<", "-."),
     Look("#bdbdbd", "++++", ">", ":"),
-    Look("#08306b", "", "*", "-."),
+    Look("#969696", "", "*", "-."),
+    Look("#f7f7f7", "////", "p", ":"),
+    Look("#9ecae1", "oo", "h", "-."),
+    Look("#7fb3a8", "----", "d", ":"),
 )
 EDGE: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.5}
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1.4}
 _SETTINGS = {"svg.fonttype": "none", "font.size": 8, "hatch.linewidth": 0.5}
 _WIDTH = 9.0
+_CAPTION = 150  # letters of a line, all of the width
 _DPI = 110
+_LEGEND_PT, _KEY_PT, _LETTER_PT = 620, 42, 4.4  # of a legend: its width, a key with its distances, a letter
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """Return name -> its look, no two of those without a look of their own alike as long as there are enough."""
-    found, others = {}, 0
+    """Return name -> its look, no two alike as long as there are enough.
+
+    Of names that share a look of their own, as `pgas` and `pgas_graph`, the first has it.
+    """
+    found: dict[str, Look] = {}
+    others = 0
     for name in names:
-        if name in _LOOKS:
-            found[name] = _LOOKS[name]
-        else:
-            found[name] = _OTHERS[others % len(_OTHERS)]
+        own = _LOOKS.get(name)
+        if own is None or own in found.values():
+            own = _OTHERS[others % len(_OTHERS)]
             others += 1
+        found[name] = own
     return found
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """Return in how many columns a legend of `names`, filled column by column, is as wide as a plot at most."""
+    for columns in range(len(names), 1, -1):
+        each, more = divmod(len(names), columns)
+        sizes = [each + 1] * more + [each] * (columns - more)
+        ends = list(itertools.accumulate(sizes))
+        longest = [max(map(len, names[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
+        if sum(_KEY_PT + _LETTER_PT * letters for letters in longest) <= _LEGEND_PT:
+            return columns
+    return 1
 
 
 class Picture:
@@ -82,12 +108,20 @@ class Picture:
 
     def caption(self, hardware: str, command: str) -> None:
         """Write below the plot what it was measured on and by which command."""
-        text = "\n".join([*textwrap.wrap(hardware, 150), *textwrap.wrap(command, 130)])
+        text = "\n".join([*textwrap.wrap(hardware, _CAPTION), *textwrap.wrap(command, _CAPTION)])
         self.figure.supxlabel(text, fontsize=6.5, family="monospace")
 
-    def legend(self, axes: Any, columns: int = 7) -> None:
-        """Put the names of what `axes` holds above the plot."""
-        handles, names = axes.get_legend_handles_labels()
+    def title(self, text: str) -> None:
+        """Write above a plot without a legend what its numbers are."""
+        self.figure.suptitle(text, fontsize=8.5)
+
+    def legend(self, axes: Any) -> None:
+        """Put the names of what `axes` holds above the plot, those of bars before that of the limit."""
+        found = sorted(
+            zip(*axes.get_legend_handles_labels(), strict=True), key=lambda each: isinstance(each[0], LineCollection)
+        )
+        handles, names = zip(*found, strict=True)
+        columns = legend_columns(names)
         self.figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False, fontsize=7.5)
 
     def svg(self) -> bytes:

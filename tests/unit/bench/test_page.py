@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.report.measured import Measured, hardware, read_measured, runs
-from dlrm_overlap.bench.report.page import Section, headline, html_page, markdown_page, write_report
+from dlrm_overlap.bench.report.page import Section, answer, headline, html_page, markdown_page, write_report
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
@@ -54,6 +54,15 @@ def test_a_changed_row_changes_plot_page_and_markdown(tmp_path: Path) -> None:
     assert "<td>77.25</td>" in (output / "index.html").read_text()
 
 
+@pytest.mark.parametrize("name", ["slice", "occupancy"])
+def test_a_sweep_of_fused_with_staged_slices_is_drawn(name: str) -> None:
+    measured = read_measured(RESULTS / f"{name}.csv")
+    rows = [{**row, "contender": row["contender"].replace("fused", "fused_stores")} for row in measured.rows]
+    drawn = PLOTS[name].draw(measured._replace(rows=rows)).svg().decode()
+    assert ">fused_stores</text>" in drawn
+    assert ">baseline: 4.78 ms</text>" in drawn
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = html_page([_section(read_measured(RESULTS / name)) for name in ("step.csv", "stage.csv")])
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)", page)
@@ -77,9 +86,31 @@ def test_a_contender_whose_losses_differ_gets_no_speedup_and_is_not_the_fastest(
     path = tmp_path / "step.csv"
     _rewrite(RESULTS / "step.csv", path, "pgas_graph", agrees="False", median_ms="0.5")
     section = _section(read_measured(path))
-    assert headline([section])[1][1] == "fused_graph"
+    assert headline([section])[1][4] == "fused_graph"
     (line,) = [line for line in section.table if line[1] == "pgas_graph" and line[3] == "0.500"]
-    assert line[-2:] == ["none: losses differ", "-"]
+    assert line[-2:] == ["none: losses differ"] * 2
+
+
+def test_the_page_begins_with_how_much_faster_a_step_is(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    _rewrite(RESULTS / "step.csv", path, "pgas_graph", speedup_over_torchrec_strongest="1.5", median_ms="7.5")
+    _rewrite(path, path, "fused_graph", agrees="False")
+    sections = [_section(read_measured(path)), _section(read_measured(RESULTS / "wide.csv"))]
+    first, *others = headline(sections)[1:]
+    assert first[1:] == ["12.52", "8.69", "7.50", "pgas_graph", "4.66x", "1.5x", "step"]
+    assert len(others) == 4, "no line for wide.csv, which TorchRec has no row in"
+    told = answer(sections)
+    assert told.startswith(
+        "On the steps below a training step is 1.5 to 16 times as fast as under TorchRec at its strongest, and 2.6 to "
+        "20 times as fast as under TorchRec as people run it."
+    )
+    assert html_page(sections).index(told) < html_page(sections).index("<table>")
+    _rewrite(path, path, "torchrec", median_ms="0.1")
+    assert headline([_section(read_measured(path))])[1][4] == "pgas_graph", "the reference is none of ours"
+    on_cpu = [
+        _section(each.measured._replace(rows=[{**row, "gpu": ""} for row in each.measured.rows])) for each in sections
+    ]
+    assert answer(on_cpu).startswith("No step was measured on GPUs")
 
 
 def test_rows_of_a_cpu_are_labelled_so() -> None:
@@ -162,7 +193,7 @@ def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
     assert "<title>dlrm-overlap: report</title>" in shown
     assert shown.count("<img") == 1
     for row in read_measured(tmp_path / "step.csv").rows:
-        assert f"<td>{row['contender']}</td>" in shown
+        assert f'<td class="text">{row["contender"]}</td>' in shown
     assert "4.66x" in shown
 
 

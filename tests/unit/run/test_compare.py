@@ -90,7 +90,7 @@ def test_tensorboard_has_the_comparisons_table_layout_and_differences(
     assert "custom_scalars__config__" in own.Tags()["tensors"]
     text = own.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
     assert {"breakdown"} == set(own.Tags()["images"])
-    assert f"| pgas | 4 | 8 | 2.5 | {low:.3g} to {high:.3g} | 1e+06 | agree |" in text
+    assert f"| pgas | 4 | 8 | 2.50 | {low:.2f} to {high:.2f} | 1,000,000 | agree |" in text
 
 
 def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +177,7 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     closest = comparison["backends"]["pgas"]["closest_to_bound"]
     assert 0 < closest["share"] == pytest.approx(closest["difference"] / closest["bound"])
     assert comparison["noise"]["bound"]["400"] == pytest.approx(15 * (4 / 3) ** 0.5 * 1e-3)
-    assert "| torchrec_again_2 | 10 | - | 1 | - | - | the reference again |" in comparison_markdown(comparison)
+    assert "| torchrec_again_2 | 10 | - | 1.00 | - | - | the reference again |" in comparison_markdown(comparison)
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 100
     assert table[1].endswith("1.00  reference (noise 1.0e-3)")

@@ -1,0 +1,242 @@
+"""Each headline number of README and `docs/figures.md` is what its rows give: change a row, and a sentence is wrong.
+
+A function of `PHRASES` computes what the pages must say, in their words, from the CSV files in `docs/results`. Tables
+of rows have tests of their own, in `test_docs.py`.
+"""
+
+import re
+import runpy
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.bench.report.concurrent import summarise
+from dlrm_overlap.bench.report.map_plots import MAPS
+from tests.conftest import read_rows
+
+Row = Mapping[str, str]
+README, FIGURES, STAGE = "README.md", "docs/figures.md", "docs/results/stage.md"
+PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
+
+
+def _phrases(function: Callable[[], Iterable[tuple[str, str]]]) -> Callable[[], Iterable[tuple[str, str]]]:
+    PHRASES.append(function)
+    return function
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    return read_rows(Path(f"docs/results/{name}.csv"))
+
+
+def _runs(name: str, first: str) -> list[dict[str, Row]]:
+    """Return contender -> row of each run of a file, each of which begins with the row of `first`."""
+    found: list[dict[str, Row]] = []
+    for row in _read(name):
+        if row["contender"] == first:
+            found.append({})
+        found[-1][row["contender"]] = row
+    return found
+
+
+def _ms(row: Row) -> float:
+    return float(row["median_ms"])
+
+
+def _span(values: Iterable[float], spec: str, unit: str = "") -> str:
+    values = list(values)
+    return f"{min(values):{spec}} to {max(values):{spec}}{unit}"
+
+
+def _percent(values: Iterable[float]) -> str:
+    return _span([100 * each for each in values], ".0f", "%")
+
+
+@_phrases
+def step() -> Iterable[tuple[str, str]]:
+    runs = [run for run in _runs("step", "torchrec") if run["torchrec"]["pinned_host"] == "False"]
+    mlperf, twice, dot, _ = runs
+
+    def over(run: dict[str, Row], name: str) -> str:
+        return f"{_ms(run[name]) / _ms(run['pgas_graph']):.2g}"
+
+    yield README, f"{over(mlperf, 'torchrec_strongest')} times as fast as TorchRec's at its strongest"
+    yield README, f"{over(mlperf, 'torchrec')} times as fast as TorchRec's as people run it"
+    yield README, f"{over(twice, 'torchrec_strongest')} and {over(twice, 'torchrec')} times with 16384"
+    yield README, f"up to {over(dot, 'torchrec_strongest')} times with 2048 samples and dot products"
+    hosts = [_ms(run[name]) for run in (mlperf, twice, dot) for name in ("torchrec", "torchrec_strongest")]
+    yield README, f"as its host needs to issue it, {min(hosts):.1f} to {max(hosts):.0f} ms here"
+    strategies = _runs("strategies", "torchrec")[0]
+    slowest = [f"{_ms(strategies[name]):.1f}" for name in ("torchrec", "torchrec_strongest")]
+    yield README, f"its first row was 9.3 to {slowest[0]} and 6.7 to {slowest[1]} ms."
+    wide = _runs("wide", "pgas_graph")[0]
+    yield README, f"takes {_ms(wide['pgas_graph_tensor']):.2f} ms instead of {_ms(wide['pgas_graph']):.2f}"
+
+
+@_phrases
+def stage() -> Iterable[tuple[str, str]]:
+    runs = _runs("stage", "baseline")
+    saved = {name: [1 - _ms(run[name]) / _ms(run["baseline"]) for run in runs] for name in ("pgas", "nccl")}
+    mean = f"{statistics.mean(saved['pgas']):.0%}"
+    yield FIGURES, f"`pgas` {_percent(saved['pgas'])}, {mean} on average of five shapes"
+    yield FIGURES, f"saves {_percent(saved['nccl'])} (`nccl`), and the shape that saves {max(saved['pgas']):.0%}"
+    (puts,) = _runs("puts", "baseline")
+    over = {name: _ms(puts[name]) / _ms(puts["pgas"]) for name in ("nccl_chunked_4", "baseline")}
+    chunked = f"{over['nccl_chunked_4']:.2f} times as fast instead of {over['baseline']:.2f}"
+    yield README, f"it takes {_ms(puts['nccl_chunked_4']):.2f} ms on the third shape, and `pgas` is {chunked}"
+
+
+def _gpu_speedups(name: str) -> tuple[list[float], list[float]]:
+    """Return the fastest of ours over the baseline at once, and over the strongest, by the GPU's time, by shape."""
+    rows = _read(name)
+    strongest = MAPS[name].cells(rows, "gpu_ms")
+    at_once = MAPS[name].cells([row for row in rows if "chunked" not in row["contender"]], "gpu_ms")
+    return [cell.speedup for cell in at_once.values()], [cell.speedup for cell in strongest.values()]
+
+
+@_phrases
+def maps() -> Iterable[tuple[str, str]]:
+    _, over = _gpu_speedups("sweep")
+    mean = f"{statistics.geometric_mean(over):.2f}"
+    yield README, f"{mean} times as fast as its strongest baseline, in the geometric mean of {len(over)} shapes"
+    assert min(over) >= 1.05, "it pays on all shapes"
+    yield README, f"It pays on all {len(over)} shapes"
+    yield (
+        STAGE,
+        f"{min(over):.2f}x to {max(over):.2f}x as fast as the strongest baseline, {mean}x in the geometric mean",
+    )
+    at_once, strongest = ([1 - 1 / each for each in column] for column in _gpu_speedups("grid"))
+    mean = f"{statistics.mean(at_once):.0%}"
+    yield FIGURES, f"{_percent(at_once)}, {mean} on average, over one lookup, exchange and unpacking"
+    yield FIGURES, f"{_percent(strongest)} over the strongest baseline"
+
+
+@_phrases
+def ablations() -> Iterable[tuple[str, str]]:
+    fused = {row["programs_per_sm"]: _ms(row) for row in _read("occupancy") if row["contender"] == "fused"}
+    assert min(fused, key=lambda programs: fused[programs]) == "", "as many as fit are the fastest"
+    yield FIGURES, f"best with as many programs as fit: {fused['']:.2f} ms, {fused['16']:.2f} at 16 a multiprocessor"
+    slices = {row["slice_bags"]: _ms(row) for row in _read("slice") if row["contender"] == "fused"}
+    assert slices["32"] / min(slices.values()) < 1.01, "gains end at 32"
+    yield FIGURES, f"slices of 4 take {slices['4'] / slices['32'] - 1:.0%} longer than of 32, gains end at 32"
+    skew = {(row["contender"], row["schedule"]): row["skew_fraction"] for row in _read("schedule")}
+
+    def percent(schedule: str, spec: str) -> str:
+        return " and ".join(f"{100 * float(skew[name, schedule]):{spec}}%" for name in ("pgas", "fused"))
+
+    others = f"{percent('remote_first', '.1f')} `remote_first`, {percent('balanced', '.1f')} `balanced`"
+    yield FIGURES, f"{percent('linear', '.0f')} in linear order, {others}"
+    waits = [float(row["wait_us"]) for row in _read("programs")]
+    yield FIGURES, f"none waits as long as {int(max(waits)) + 1} us"
+
+
+@_phrases
+def scaling() -> Iterable[tuple[str, str]]:
+    for name in ("weak", "strong"):
+        rows = {(row["world_size"], row["contender"]): row for row in _read(name)}
+        base = {gpus: rows[gpus, "baseline"] for gpus in "24"}
+        over = [_ms(base[gpus]) / _ms(rows[gpus, "pgas"]) for gpus in "24"]
+        yield FIGURES, f"`pgas` {over[0]:.2f}x, {over[1]:.2f}x ([{name}.csv]"
+        hidden = {gpus: float(base[gpus]["all_to_all_ms"]) + float(base[gpus]["unpack_ms"]) for gpus in "24"}
+        told = {gpus: f"{hidden[gpus]:.2f} of {_ms(base[gpus]):.2f}" for gpus in "24"}
+        if name == "weak":
+            most = f"{_ms(base['4']) / (_ms(base['4']) - hidden['4']):.2f}x at most"
+            yield FIGURES, f"are {told['4']} ms of the baseline on 4 GPUs, so hiding them brings {most}"
+        else:
+            yield FIGURES, f"they are {told['2']} ms on 2 GPUs and {told['4']} on 4"
+
+
+@_phrases
+def volume() -> Iterable[tuple[str, str]]:
+    found = {}
+    for name in ("fused", "baseline"):
+        rows = [row for row in _read("volume") if row["contender"] == name]
+        busy = [row for row in rows if float(row["bytes"])]
+        stage_us = float(rows[0]["stage_us"])
+        us = min(
+            stage_us, sum(float(row["end_us"]) - float(row["begin_us"]) for row in busy)
+        )  # the last bin ends later
+        link = float(rows[0]["link_gb_per_s"])
+        most = max(float(row["gb_per_s"]) for row in rows) / link
+        mean = sum(float(row["bytes"]) for row in busy) / us / 1e3 / link
+        found[name] = f"{us / stage_us:.0%}", f"{mean:.0%}", f"{most:.0%}"
+    during, mean, most = found["fused"]
+    yield FIGURES, f"`fused` even for {during} of its time, at {mean} of the links' rate in the mean and {most} at most"
+    yield FIGURES, f"the baseline in one burst of {found['baseline'][0]} of its time, at {found['baseline'][2]} at most"
+
+
+@_phrases
+def concurrent() -> Iterable[tuple[str, str]]:
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    rows = [{**row, **{name: float(row[name]) for name in numbers}} for row in _read("concurrent")]
+    whole = {line["strategy"]: f"{100 * line['all']:.0f}" for line in summarise(rows)}
+    yield FIGURES, f"{whole['plain']}%, {whole['priority']}% ([concurrent.csv]"
+    yield FIGURES, f"{whole['partition_20']} and {whole['partition_28']}% with 20 and 28 multiprocessors, less with 12"
+    assert float(whole["partition_12"]) < float(whole["partition_20"])
+    aside = f"{whole['dma_partition_4']} and {whole['dma_partition_12']}%"
+    yield FIGURES, f"{whole['dma']} and {whole['dma_aside']}% (`dma`, `dma_aside`); {aside}"
+
+
+@_phrases
+def gemm() -> Iterable[tuple[str, str]]:
+    rows = [row for row in _read("gemm") if row["contender"] == "auto"]
+    assert len(rows) == 14
+    assert all(float(row["speedup"]) > 1 for row in rows), "never slower than serial"
+    assert min(int(row["m"]) for row in rows) == 1024
+    efficiency = {id(row): float(row["overlap_efficiency"]) for row in rows}
+    yield (
+        FIGURES,
+        f"`auto` {_percent(efficiency.values())} over fourteen shapes, never slower than serial from m = 1024",
+    )
+    longer = [
+        row for row in rows if float(row["gemm_ms"]) > float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e6
+    ]
+    large, small = ([efficiency[id(row)] for row in longer if (row["m"] == "1024") == is_small] for is_small in (0, 1))
+    yield FIGURES, f"{_percent(large)} from m = 4096 on, {_percent(small).replace(' to ', ' and ')} at m = 1024"
+
+
+@_phrases
+def simulated() -> Iterable[tuple[str, str]]:
+    made = runpy.run_path("docs/results/simulated_products_table.py")
+    rows = _read("simulated_products")
+    few = [row for row in rows if made["group"](row) == made["group"](rows[0])]
+    assert rows[0]["ranks"] == "8", "on 8 and 16 ranks, as the paper's"
+    speedups = [speedup for speedup, _ in made["gains"](few, "arbitrated")]
+    mean, most = made["geomean"](speedups) - 1, max(speedups) - 1
+    yield FIGURES, f"{mean:.0%} in the mean, {most:.0%} at most |"
+    steps = [row for row in _read("simulated_p1") if row["world_size"] == "128" and row["schedule"] == "balanced"]
+    ms = {(row["backend"], row["samples"]): float(row["ms"]) for row in steps if row["aggregate_bytes"] == "0"}
+    saved = [f"{100 - 100 * ms['fused', count] / ms['torchrec', count]:.1f}" for count in ("256", "1024", "4096")]
+    yield FIGURES, f"{saved[0]}, {saved[1]} and {saved[2]}% with 256, 1024 and 4096 samples a node"
+
+
+@_phrases
+def backward() -> Iterable[tuple[str, str]]:
+    over = [float(row["speedup"]) for row in _read("backward") if row["contender"] == "push"]
+    yield README, f"is {_span(over, '.1f')} times as fast as NCCL and FBGEMM's update"
+
+
+@_phrases
+def collectives() -> Iterable[tuple[str, str]]:
+    rows = [row for row in _read("collectives") if row["operation"] == "all_to_all" and row["mb_per_peer"] == "192"]
+    alone = [row for row in rows if row["beside"] == "nothing"]
+    ours, nccl = ([float(row["gb_per_s"]) for row in alone if row["contender"] in names] for names in (("dma",), _NCCL))
+    yield README, f"leaves a GPU at {max(ours):.0f} GB/s by copy engines, at {_span(nccl, '.0f')} by NCCL"
+    beside = [row for row in rows if row["beside"] != "nothing"]
+    both = {
+        is_ours: min(_ms(row) for row in beside if (row["contender"] == "dma") == is_ours) for is_ours in (True, False)
+    }
+    best = min(_ms(row) for row in beside if row["contender"] in _NCCL)
+    product = f"a matrix product of {float(beside[0]['product_ms']):.2f} ms"
+    yield README, f"{product} both are done after {both[True]:.2f} ms, with NCCL after {best:.2f} at best"
+
+
+_NCCL = ("nccl", "nccl_registered", "nccl_copy_engines")
+
+
+@pytest.mark.parametrize("phrases", PHRASES, ids=lambda function: function.__name__)
+def test_the_pages_say_what_the_rows_give(phrases: Callable[[], Iterable[tuple[str, str]]]) -> None:
+    for page, phrase in phrases():
+        said = re.sub(r"\s+", " ", Path(page).read_text())
+        assert phrase in said, f"{page} does not say: {phrase}"

@@ -1,0 +1,156 @@
+"""The tables of `docs/results` on the embedding stage, the backward and overlapped pairs are those of their rows."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
+from dlrm_overlap.bench.report.measured import runs
+from tests.conftest import read_rows, read_table
+
+STAGE, BACKWARD, CONCURRENT = (f"docs/results/{name}.md" for name in ("stage", "backward", "concurrent"))
+Row = Mapping[str, str]
+Expected = Iterable[Sequence[float | None]]
+"""the numbers of each line of a table, in order; None for what is text, or has no row"""
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    return read_rows(Path(f"docs/results/{name}.csv"))
+
+
+def _ms(row: Row) -> float:
+    return float(row["median_ms"])
+
+
+def _shapes() -> Expected:
+    for run in runs(_read("stage")):
+        ms = {name: _ms(row) for name, row in run.items()}
+        limit = float(run["baseline"]["limit_ms"])
+        yield [*ms.values(), limit, 100 * limit / ms["pgas"], ms["baseline"] / ms["pgas"], ms["torchrec"] / ms["pgas"]]
+
+
+def _scaling() -> Expected:
+    for name in ("weak", "strong"):
+        for run in runs(_read(name)):
+            ms = {each: _ms(row) for each, row in run.items()}
+            limit = float(run["baseline"]["limit_ms"])
+            four = [ms[each] for each in ("baseline", "torchrec", "pgas", "fused")]
+            ranks = float(run["baseline"]["world_size"])
+            yield [ranks, *four, limit, 100 * limit / ms["pgas"], ms["baseline"] / ms["pgas"]]
+
+
+def _puts() -> Expected:
+    (run,) = runs(_read("puts"))
+    for name in ("baseline", "nccl_chunked_4", "nccl", "pgas", "fused", "fused_stores", "fused_dma"):
+        yield [_ms(run[name]), float(run[name]["together_ms"])]
+
+
+def _puts_on_two() -> Expected:
+    for run in runs(_read("puts_two_gpus")):
+        ms = {name: _ms(row) for name, row in run.items()}
+        yield [ms["pgas"], ms["fused"], ms["fused"] / ms["pgas"], ms["fused_stores"], ms["fused_dma"]]
+
+
+def _copies() -> Expected:
+    for run in runs(_read("copy")):
+        lent, copied = _ms(run["pgas"]), _ms(run["pgas_copied"])
+        size = int(run["pgas"]["global_batch"]) * int(run["pgas"]["tables"]) * int(run["pgas"]["dim"]) * 4
+        yield [size / int(run["pgas"]["world_size"]) / 1e6, lent, copied, copied - lent]
+
+
+def _registered() -> Expected:
+    (run,) = runs(_read("registered"))
+    chunks = [f"nccl_chunked_{count}" for count in (2, 4, 8)]
+    for names in (["baseline"], chunks, ["nccl_registered_4"], ["nccl_copy_engines_4"], ["torchrec"]):
+        ms = [_ms(run[name]) for name in names]
+        yield [*ms, *(each / _ms(run["pgas"]) for each in ms)]
+
+
+def _volume() -> Expected:
+    rows = _read("volume")
+    for name in ("baseline", "nccl_chunked_2", "nccl_chunked_4", "nccl_chunked_8", "fused"):
+        own = [row for row in rows if row["contender"] == name]
+        stage_us = float(own[0]["stage_us"])
+        busy_us = sum(float(row["end_us"]) - float(row["begin_us"]) for row in own if float(row["bytes"]))
+        busy_us = min(stage_us, busy_us)  # the last bin ends later
+        yield [stage_us, 100 * busy_us / stage_us, max(float(row["gb_per_s"]) for row in own)]
+
+
+def _schedules() -> Expected:
+    rows = {(row["contender"], row["schedule"]): row for row in _read("schedule")}
+    for name in ("pgas", "fused"):
+        own = [rows[name, schedule] for schedule in ("linear", "remote_first", "balanced")]
+        yield [_ms(row) for row in own]
+        yield [100 * float(row["skew_fraction"]) for row in own]
+
+
+def _slices() -> Expected:
+    yield [_ms(row) for row in _read("slice") if row["contender"] == "fused"]
+
+
+def _occupancy() -> Expected:
+    yield [_ms(row) for row in _read("occupancy") if row["contender"] == "fused"]
+
+
+def _backward() -> Expected:
+    rows = [row for row in _read("backward") if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
+    baseline: Row = {}
+    for row in rows:
+        if row["contender"] == "baseline":
+            baseline = row
+        if row["contender"] == "push":
+            limit, least = float(row["limit_ms"]), float(row["compulsory_ms"])
+            times = [_ms(baseline), _ms(row), limit, 100 * limit / _ms(row), least, _ms(baseline) / _ms(row)]
+            exposed = rows[rows.index(row) + 1]
+            assert exposed["contender"] == "push_exposed"
+            yield [*times, float(row["prepare_ms"]), _ms(exposed)]
+
+
+def _hot_rows() -> Expected:
+    rows = [row for row in _read("backward") if row["optimizer"] == "sgd" and not row["multi_hot"].startswith("[")]
+    found: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+    for row in rows:
+        shape = tuple(row[name] for name in ("tables", "dim", "multi_hot"))
+        found.setdefault(shape, {})[row["contender"], row["zipf_alpha"]] = _ms(row)
+    for ms in found.values():
+        yield [ms[name, alpha] for name in ("baseline", "push", "atomic") for alpha in ("0.0", "1.05")]
+
+
+def _strategies(name: str) -> Expected:
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    rows = [{**row, **{column: float(row[column]) for column in numbers}} for row in _read(name)]
+    for line in summarise(rows):
+        yield [line[column] for column in (*CLASSES, "all", "mean_speedup", "best")]
+
+
+TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
+    (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | baseline", _shapes),
+    (STAGE, "| | ranks | baseline", _scaling),
+    (STAGE, "| contender | alone |", _puts),
+    (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | `pgas` | in place", _puts_on_two),
+    (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | output of a rank", _copies),
+    (STAGE, "| contender | ms | `pgas`", _registered),
+    (STAGE, "| contender | stage, us |", _volume),
+    (STAGE, "| | linear |", _schedules),
+    (STAGE, "| bags a slice |", _slices),
+    (STAGE, "| programs |", _occupancy),
+    (BACKWARD, "| tables/GPU x rows x dim, global batch, ids a bag | optimizer", _backward),
+    (BACKWARD, "| | baseline, uniform |", _hot_rows),
+    (CONCURRENT, "| strategy | G-long (51)", lambda: _strategies("concurrent")),
+    (CONCURRENT, "| strategy | G-long (55)", lambda: _strategies("concurrent_captured")),
+]
+
+
+@pytest.mark.parametrize(("page", "header", "expected"), TABLES, ids=[f"{page} {header}" for page, header, _ in TABLES])
+def test_a_table_shows_its_rows(page: str, header: str, expected: Callable[[], Expected]) -> None:
+    lines, values = read_table(page, header), list(expected())
+    assert len(lines) == len(values)
+    for cells, numbers in zip(lines, values, strict=True):
+        shown = [text for cell in cells[1:] for text in re.findall(r"-?\d+(?:\.\d+)?(?=%|x| MB|,|$| /)", cell)]
+        assert len(shown) == len(numbers), cells
+        for text, value in zip(shown, numbers, strict=True):
+            _, _, decimals = text.partition(".")
+            # Rows have four digits, which a ratio of two may show.
+            assert value is None or abs(float(text) - value) <= 0.55 * 10 ** -len(decimals) + 1e-9, (cells, value)
