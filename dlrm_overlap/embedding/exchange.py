@@ -23,13 +23,14 @@ from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange, uncompiled
+from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.device.kept_rows import KeptRows
