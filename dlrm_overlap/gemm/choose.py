@@ -61,7 +61,8 @@ def read_tuned(path: Path) -> dict[str, dict[str, Any]]:
     try:
         entries = json.loads(path.read_text())
         for entry in entries.values():
-            Choice(str(entry["way"]), int(entry["parts"]))
+            if (type(entry["way"]), type(entry["parts"])) != (str, int):
+                raise TypeError(f"way {entry['way']!r}, parts {entry['parts']!r}")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

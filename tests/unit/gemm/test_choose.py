@@ -27,7 +27,14 @@ def test_what_was_measured_is_taken(tmp_path: Path) -> None:
     assert choose(known, 4, ABLE, entries) == Choice("copies", 2)
     assert choose(known._replace(bias=False, activation="none"), 4, ABLE, entries) == Choice("copies", 2)
     assert choose(known, 4, ABLE[:1], entries) == Choice("serial"), "a way that cannot run the problem"
-    path.write_text('{"another": {"way": "copies"}}')
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"a": 1}', '{"a": {"way": "copies"}}', '{"a": {"way": "copies", "parts": "2"}}']
+)
+def test_a_damaged_file_is_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
     with pytest.raises(InputError, match="remove it, and tune again"):
         read_tuned(path)
 
