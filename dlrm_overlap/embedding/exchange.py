@@ -22,12 +22,13 @@ from dlrm_overlap.embedding.failure import fails_for_good
 from dlrm_overlap.embedding.halves import Halves, open_halves
 from dlrm_overlap.embedding.neighbours import Neighbours
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange, uncompiled
+from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.device.kept_rows import KeptRows

@@ -1,31 +1,15 @@
 """An exchange as autograd and TorchRec see it: two nodes around the bottom MLP, and an awaitable of the embeddings."""
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrec.distributed.types import Awaitable
 
 from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.exchange import Exchange
-
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
-
-
-def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs: it does what no graph of tensors holds, and must do it in every step."""
-    disabled = torch.compiler.disable(function)
-
-    @wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        # Asked for first, since calling a disabled function takes half a microsecond more.
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)  # type: ignore[return-value]
-
-    return run
 
 
 class StartExchange(torch.autograd.Function):

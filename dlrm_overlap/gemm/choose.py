@@ -61,7 +61,8 @@ def read_tuned(path: Path) -> dict[str, dict[str, Any]]:
     try:
         entries = json.loads(path.read_text())
         for entry in entries.values():
-            Choice(str(entry["way"]), int(entry["parts"]))
+            if (type(entry["way"]), type(entry["parts"])) != (str, int):
+                raise TypeError(f"way {entry['way']!r}, parts {entry['parts']!r}")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -128,9 +129,9 @@ def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: i
     rows, read = problem.rows // world_size, choice.way != "pushes"
     rate, copy_us = (_READ_BYTES_PER_US, _READ_US) if read else (_SENT_BYTES_PER_US, _SENT_US)
     published = _PUBLISH_US + _PASSES * rows * row_bytes / _MEMORY_BYTES_PER_US if read else _CALL_US
-    arrived = _CALL_US
+    arrived, first = _CALL_US, head(rows, choice.parts)
     if read:
-        arrived = _PUBLISH_US + _PASSES * head(rows, choice.parts) * row_bytes / _MEMORY_BYTES_PER_US
+        arrived = _PUBLISH_US + _PASSES * first * row_bytes / _MEMORY_BYTES_PER_US
         parts = gathered_parts(0, world_size, rows, choice.parts)
     else:
         *early, last = turns(0, world_size)
@@ -139,6 +140,8 @@ def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: i
     done = published + product_us(rows, problem.columns, problem.inner)
     for part in parts:
         count = len(part.ranks) * (part.end - part.begin)
+        if read and part.end > first:
+            arrived = max(arrived, published)
         arrived += len(part.ranks) * copy_us + count * row_bytes / rate
         done = max(done, arrived) + _PART_US + product_us(count, problem.columns, problem.inner)
     if not read:  # and kept, as in training

@@ -19,7 +19,9 @@ class Chunks(Products):
 
     def fault(self, problem: Problem) -> str:
         """Return why chunks cannot run a problem, or an empty text."""
-        return "" if self.device.type == "cuda" and self.world_size > 1 else "chunks run between GPUs; take serial"
+        if self.device.type != "cuda" or self.world_size == 1:
+            return "chunks run between GPUs; take serial"
+        return "" if problem.rows else "there are no rows to cut; take serial"
 
     def all_gather_matmul(
         self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool

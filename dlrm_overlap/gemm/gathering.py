@@ -17,13 +17,11 @@ class Gathering:
 
         Args:
             window: of at least the shard's bytes.
-            x_shard: [M / W, K] of this rank, contiguous.
+            x_shard: [M / W, K] of this rank, contiguous, at a multiple of 16 bytes.
             columns: N, of the product.
             parts: into which the rows are cut: more than one, and the links need not wait for all of them.
             keep: whether this rank's rows are to be in `x`, too.
         """
-        if x_shard.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
-            x_shard = x_shard.clone()
         (rows, inner), ranks = x_shard.shape, window.world_size
         self.window, self.x_shard, self.rows = window, x_shard, rows
         self.own = slice(window.rank * rows, (window.rank + 1) * rows)

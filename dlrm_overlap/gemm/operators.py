@@ -13,7 +13,11 @@ that data parallelism reduces: reduced with the others, it costs nothing here.
 
 **What the forward keeps.** A weight's gradient needs the gathered rows. `all_gather_matmul` keeps those of the forward,
 [M, K], if the weight needs a gradient: to gather again would put M x K elements on links that the backward's
-reduce-scatter fills at that time. `matmul_reduce_scatter` keeps its input, which is not gathered.
+reduce-scatter fills at that time. `matmul_reduce_scatter` keeps its input, which is not gathered. Under `no_grad` and
+in `inference_mode` nothing is kept.
+
+**What cannot be done.** Autograd refuses to differentiate these gradients again. `torch.compile` leaves both operators
+as they are and compiles what is around them; with `fullgraph=True` it refuses.
 
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
@@ -26,8 +30,10 @@ from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.gemm.linear import Activation, Layer
 from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
+from dlrm_overlap.uncompiled import uncompiled
 
 
+@uncompiled
 def all_gather_matmul(
     x_shard: torch.Tensor,
     weight: torch.Tensor,
@@ -65,10 +71,11 @@ def all_gather_matmul(
         W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
         [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
-    run = _Run(products or parallel_products(None, x_shard.device), way, order or nullcontext())
+    run = _run(x_shard, products, way, order)
     return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, run)
 
 
+@uncompiled
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -103,7 +110,7 @@ def matmul_reduce_scatter(
     Example:
         W = 2, x [[1], [2]] and weight [[10]] on both ranks, bias [1]: 10 + 10 + 1 = [[21]] on rank 0, [[41]] on rank 1.
     """
-    run = _Run(products or parallel_products(None, x.device), way, order or nullcontext())
+    run = _run(x, products, way, order)
     return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, run)
 
 
@@ -113,14 +120,24 @@ class _Run(NamedTuple):
     products: ParallelProducts
     way: str
     order: AbstractContextManager[object]
+    differentiable: bool
+    """whether the caller's autograd records; within a `Function` it never does"""
+
+
+def _run(
+    x: torch.Tensor, products: ParallelProducts | None, way: str, order: AbstractContextManager[object] | None
+) -> _Run:
+    products = products or parallel_products(None, x.device)
+    return _Run(products, way, order or nullcontext(), torch.is_grad_enabled())
 
 
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in autocast's type where that is on; autograd casts the gradients back."""
+    """Return the tensors in autocast's type where that is on, float64 as it is; autograd casts the gradients back."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    cast = [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in (x, weight, bias)]
+    return tuple(cast)
 
 
 def _through(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -138,7 +155,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         activation: Activation,
         run: _Run,
     ) -> torch.Tensor:
-        layer, keep = Layer(weight, bias, activation), ctx.needs_input_grad[1]
+        layer, keep = Layer(weight, bias, activation), run.differentiable and ctx.needs_input_grad[1]
         with run.order:
             out, x = run.products.all_gather_matmul(x_shard, layer, run.way, keep)
         ctx.save_for_backward(x, weight, out if activation == "relu" else None)

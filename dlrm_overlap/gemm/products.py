@@ -55,18 +55,17 @@ class ParallelProducts:
         self, x_shard: torch.Tensor, layer: Layer, way: str, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `operators.all_gather_matmul` does and, if `keep`, the gathered rows [M, K]."""
-        rows = x_shard.shape[0] * self.group.size()
-        choice = self._choose("all_gather", rows, x_shard, layer, way)
-        return self.way(choice.way).all_gather_matmul(x_shard.contiguous(), layer, choice.parts, keep)
+        choice = self._choose("all_gather", x_shard, layer, way)
+        return self.way(choice.way).all_gather_matmul(*_as_kernels_read(x_shard, layer), choice.parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, way: str) -> Finish:
         """Begin what `operators.matmul_reduce_scatter` does; what is returned, called once, returns its output."""
-        choice = self._choose("reduce_scatter", x.shape[0], x, layer, way)
-        return self.way(choice.way).begin_reduce_scatter(x.contiguous(), layer, choice.parts)
+        choice = self._choose("reduce_scatter", x, layer, way)
+        return self.way(choice.way).begin_reduce_scatter(*_as_kernels_read(x, layer), choice.parts)
 
-    def _choose(self, operator: str, rows: int, x: torch.Tensor, layer: Layer, way: str) -> Choice:
-        fault = _fault(x, layer, self.device)
-        columns, inner = (0, 0) if fault else layer.weight.shape
+    def _choose(self, operator: str, x: torch.Tensor, layer: Layer, way: str) -> Choice:
+        fault, shards = _fault(x, layer, self.device), self.group.size() if operator == "all_gather" else 1
+        rows, columns, inner = (0, 0, 0) if fault else (x.shape[0] * shards, *layer.weight.shape)
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation)
         choice = self._known.get((problem, way)) if not fault else None
         everywhere = self._is_known_everywhere(f"{problem} by way {way}", choice is not None)
@@ -228,6 +227,14 @@ def _fault(x: torch.Tensor, layer: Layer, device: torch.device) -> str:
     if activation not in ("none", "relu"):
         return f"activation {activation}: not known; take none or relu"
     return ""
+
+
+def _as_kernels_read(x: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, Layer]:
+    """Return rows that are contiguous from a multiple of 16 bytes on, and a layer whose bias is contiguous."""
+    x = x.contiguous()
+    if x.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
+        x = x.clone()
+    return x, layer if layer.bias is None else layer._replace(bias=layer.bias.contiguous())
 
 
 @lru_cache

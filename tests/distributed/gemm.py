@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.gemm.arguments import Tiling
+from tests.agreement import assert_same
 from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
 from tests.distributed.products import Case, check_operators
@@ -27,6 +29,8 @@ CASES = [
     Case(3, 9, 5, torch.bfloat16, bias=False),
     Case(2, 5, 4, activation="none"),
     Case(6, 3, 2, bias=False, activation="none"),
+    Case(0, 3, 2),
+    Case(4, 5, 3, torch.float16, views=True),
 ]
 
 
@@ -47,6 +51,46 @@ def check_autocast() -> None:
     assert weight.grad is not None
     assert x.grad.dtype == weight.grad.dtype == torch.float32
     assert x.grad.eq(4 * dist.get_world_size()).all()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="float64: must be all float16"):
+        all_gather_matmul(x.double(), weight.double())
+
+
+def check_kept() -> None:
+    """Gathered rows are kept where a backward may ask for them, not in an evaluation."""
+    products, kept = ParallelProducts(world(), torch.device("cpu")), list[bool]()
+    gather = products.all_gather_matmul
+
+    def noted(x_shard: torch.Tensor, layer: Layer, way: str, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kept.append(keep)
+        return gather(x_shard, layer, way, keep)
+
+    products.all_gather_matmul = noted  # type: ignore[method-assign]
+    x, weight = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
+    for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            all_gather_matmul(x, weight, products=products)
+    all_gather_matmul(x, weight.detach(), products=products)
+    assert kept == [True, False, False, False]
+
+
+def check_compiled() -> None:
+    """A function that is compiled leaves the operators as they are, with what surrounds them compiled."""
+    x, weight = torch.ones(2, 3), torch.full((4, 3), 2.0, requires_grad=True)
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=counted)
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        return matmul_reduce_scatter(all_gather_matmul(x * 2, weight), weight.t()) + 1
+
+    out, ranks = pair(x), dist.get_world_size()
+    assert graphs, "nothing was compiled"
+    assert_same(out.detach(), torch.full((2, 3), 4 * 12.0 * 2 * ranks + 1), "the pair")
+    out.sum().backward()
+    assert weight.grad is not None
 
 
 def _told(call: Callable[[], Any]) -> str:
@@ -60,6 +104,7 @@ def check_mistakes() -> None:
     wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
     x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
     assert "must be [rows, K] and [N, K]" in _told(lambda: all_gather_matmul(x, weight.t() if wrong else weight))
+    assert "x (), weight" in _told(lambda: all_gather_matmul(x[0, 0] if wrong else x, weight))
     told = _told(lambda: all_gather_matmul(x, weight, torch.zeros(3 if wrong else 4)))
     assert "bias (3,): must be [4]" in told, told
     told = _told(lambda: all_gather_matmul(x, weight.bfloat16() if wrong else weight))
@@ -85,6 +130,7 @@ HALVES = [
     Case(16, 8, 8, torch.bfloat16, bias=False),
     Case(9, 5, 2, torch.float16, bias=False, activation="none"),
     Case(1, 3, 4, torch.float16),
+    Case(2, 5, 3, torch.bfloat16, views=True),
 ]
 """that the interpreter can multiply soon; 19 rows are three parts of 8, 8 and 3"""
 
@@ -115,6 +161,7 @@ def check_copies() -> None:
 TILED = [
     Case(21, 16, 24, torch.bfloat16),
     Case(16, 8, 8, torch.float16, bias=False, activation="none"),
+    Case(16, 8, 8, torch.float16, views=True),
 ]
 """whose N and K are multiples of 8, as are those of their gradients; 21 rows are two tiles"""
 
@@ -145,6 +192,8 @@ def check_tiles() -> None:
 QUICK: dict[str, Callable[[], None]] = {
     "serial": check_serial,
     "autocast": check_autocast,
+    "kept": check_kept,
+    "compiled": check_compiled,
     "mistakes": check_mistakes,
 }
 if INTERPRETED:

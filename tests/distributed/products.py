@@ -25,12 +25,21 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     bias: bool = True
     activation: Any = "relu"
+    views: bool = False
+    """whether operands are columns or later elements of other tensors, and the weight a transpose"""
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers of about unit size, of `dtype`."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+
+def _as_view(operand: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers, of a bias every other element of a tensor, of a matrix from a tensor's element 1 on."""
+    if operand.dim() == 1:
+        return torch.stack((operand, operand + 1), 1)[:, 0]
+    return torch.cat((operand.new_zeros(1), operand.flatten()))[1:].view_as(operand)
 
 
 class Operands(NamedTuple):
@@ -89,7 +98,7 @@ def scatter_operands(case: Case, rank: int, world_size: int, device: torch.devic
     own_rows = slice(rank * case.rows, (rank + 1) * case.rows)
     biases = []
     parts = []
-    for each, part in enumerate(total.split(case.rows)):
+    for each, part in enumerate(total.tensor_split(world_size)):
         biases.append(None if bias is None else bias.double().requires_grad_())
         part = part if biases[each] is None else part + biases[each]
         parts.append(_activated(case, part, gradient[each * case.rows : (each + 1) * case.rows]))
@@ -103,7 +112,11 @@ def run(operator: Callable[..., torch.Tensor], operands: Operands, case: Case, *
     """Return the operator's output and gradients, in the order of `Operands.expected`."""
     leaves = [operands.x, operands.weight] + ([] if operands.bias is None else [operands.bias])
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    out = operator(*leaves, *([None] * (3 - len(leaves))), case.activation, **options)
+    given = leaves
+    if case.views:
+        x, weight, *bias = leaves
+        given = [_as_view(x), weight.t().contiguous().t(), *map(_as_view, bias)]
+    out = operator(*given, *([None] * (3 - len(leaves))), case.activation, **options)
     out.backward(operands.gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -26,8 +26,8 @@ def _run(folder: Path, name: str, *options: str) -> None:
     train(quickstart(folder, f"{name}_{dist.get_world_size()}", *COMMON, *options))
 
 
-def _from(folder: Path, run: str) -> list[str]:
-    return ["--train.steps", "115", "--checkpoint.resume", str(folder / run / "checkpoints" / "step_100")]
+def _from(folder: Path, run: str, step: int = 100) -> list[str]:
+    return ["--train.steps", "115", "--checkpoint.resume", str(folder / run / "checkpoints" / f"step_{step}")]
 
 
 def _train_on_one(folder: Path) -> None:
@@ -49,6 +49,14 @@ def _train_on_four(folder: Path) -> None:
     _run(folder, "goes_on", *_from(folder, "adagrad_2"), *TENSOR, *GRAPH, "--train.flat_dense", "false")
 
 
+def _go_on_undivided(folder: Path) -> None:
+    _run(folder, "whole", *_from(folder, "adagrad_4"), "--checkpoint.every", "5")
+
+
+def _go_on_divided_again(folder: Path) -> None:
+    _run(folder, "goes_on", *_from(folder, "whole_2", 110), *TENSOR)  # 3 ranks divide the first pair alone
+
+
 def _go_on_alone(folder: Path) -> None:
     _run(folder, "goes_on", *_from(folder, "adagrad_4"))
 
@@ -57,7 +65,8 @@ def _go_on_alone(folder: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of runs whose names end in their number of ranks; the layers of one rank are whole."""
     folder = tmp_path_factory.mktemp("runs")
-    for work, ranks in ((_train_on_one, 1), (_train_on_two, 2), (_train_on_four, 4), (_go_on_alone, 1)):
+    works = (_train_on_one, 1), (_train_on_two, 2), (_train_on_four, 4), (_go_on_undivided, 2)
+    for work, ranks in (*works, (_go_on_divided_again, 3), (_go_on_alone, 1)):
         run_ranks(work, ranks, folder)
     return folder
 
@@ -74,9 +83,9 @@ def test_losses_are_those_of_whole_layers(runs: Path, run: str) -> None:
     assert losses[len(losses)] < 0.99 * losses[1], "a run that learns nothing agrees with anything"
 
 
-@pytest.mark.parametrize("run", ["goes_on_2", "goes_on_4", "goes_on_1"])
+@pytest.mark.parametrize("run", ["goes_on_2", "goes_on_4", "whole_2", "goes_on_3", "goes_on_1"])
 def test_goes_on_from_a_checkpoint_of_layers_that_were_divided_otherwise(runs: Path, run: str) -> None:
     losses, expected = read_metrics(runs / run, "train/loss"), read_metrics(runs / "adagrad_1", "train/loss")
-    assert min(losses) == 101
+    assert min(losses) == (111 if run == "goes_on_3" else 101)
     for step, loss in losses.items():
         assert loss == pytest.approx(expected[step], rel=LOSS_TOLERANCE["adagrad"]), step

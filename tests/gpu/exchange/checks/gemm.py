@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
 from tests.agreement import assert_same
@@ -20,11 +21,13 @@ _CASES = (
     Case(8, 8, 8, _BRAIN, bias=False),
     Case(1024, 264, 520, _HALF, activation="none"),
     Case(2051, 513, 999, _BRAIN),
+    Case(1030, 264, 520, _BRAIN, views=True),
 )
 _TILED = (
     Case(8, 8, 8, _BRAIN, bias=False),
     Case(1024, 264, 520, _HALF, activation="none"),
     Case(2051, 520, 1000, _BRAIN),
+    Case(1030, 264, 520, _BRAIN, views=True),
 )
 """of N and K that are multiples of 8, which tiles take alone"""
 _WAYS = ("auto", "serial", "chunks/2", "copies/0", "copies/1", "copies/2", "copies/8", "pushes/1", "pushes/4")
@@ -133,6 +136,41 @@ def _check_any_delays(place: Place, mode: str) -> None:
     steps.products.close()
 
 
+def _check_nothing(place: Place) -> None:
+    """Without rows, or without anything to sum up, the output is the bias, or nothing; chunks are refused."""
+    products, ranks = parallel_products(place.group, place.device), place.world_size
+    for rows, inner in ((0, 16), (8, 0)):
+        x = torch.ones(rows, inner, device=place.device, dtype=_BRAIN)
+        weight, bias = x.new_ones(8, inner), x.new_ones(8)
+        out = all_gather_matmul(x, weight, bias, products=products)
+        assert_same(out, x.new_ones(rows * ranks, 8), f"gathered, {rows} rows, K {inner}")
+        out = matmul_reduce_scatter(x.new_ones(rows * ranks, inner), weight, bias, products=products)
+        assert_same(out, x.new_ones(rows, 8), f"scattered, {rows} rows, K {inner}")
+    told = ""
+    try:
+        all_gather_matmul(x[:0], weight, products=products, way="chunks/2")
+    except InputError as error:
+        told = str(error)
+    assert "there are no rows to cut" in told, told
+    place.meet()
+    products.close()
+
+
+def _check_compiled(place: Place) -> None:
+    """A function that is compiled leaves the operators as they are."""
+    products = parallel_products(place.group, place.device)
+    x, weight = (torch.ones(n, 32, device=place.device, dtype=_BRAIN) for n in (64, 16))
+
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather_matmul(x * 2, weight, products=products)
+        return matmul_reduce_scatter(gathered, weight.t(), products=products) * 0.5
+
+    out = torch.compile(pair, backend="eager")(x)
+    assert_same(out, torch.full_like(out, 2 * 32 * 16 * place.world_size * 0.5), "the pair")
+    place.meet()
+    products.close()
+
+
 def _check_in_a_capture(place: Place) -> None:
     """The first call of its kind is refused there, with the cure."""
     x, weight = torch.ones(16, 8, device=place.device, dtype=_HALF), torch.ones(4, 8, device=place.device, dtype=_HALF)
@@ -215,6 +253,8 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
 
 CHECKS = {f"gemm_{way.replace('/', '_')}": Check(partial(_check_equal, way=way), gpu_only=True) for way in _WAYS} | {
     "gemm_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
+    "gemm_nothing": Check(_check_nothing, gpu_only=True),
+    "gemm_compiled": Check(_check_compiled, gpu_only=True),
     "gemm_owners": Check(_check_owners, gpu_only=True),
     "gemm_tuned": Check(_check_tuned, gpu_only=True),
 }
