@@ -44,6 +44,7 @@ def test_every_computation_meets_every_communication_at_every_ratio() -> None:
     assert all(1 <= case.megabytes <= 512 for case in cases)
     assert {case.megabytes for case in cases if case.computation == "gemm_8192"} == {512}
     payloads = [case[1:3] for case in cases]
+    assert [case.megabytes for case in cases] == sorted(case.megabytes for case in cases)
     assert len(set(payloads)) == 1 + sum(a != b for a, b in itertools.pairwise(payloads))  # in one go
 
 
@@ -110,6 +111,19 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
     assert len(cases) == 9
     assert all(names == ["serial", "plain", "dma"] for names in cases.values())
+
+
+def test_a_figure_that_takes_too_long_ends_behind_small_communications(
+    tmp_path: Path, world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments = iter([0.0, 5.0, 20.0])
+    monkeypatch.setattr(concurrent, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=1, most_seconds=10)
+    ranks = SimpleNamespace(connect=lambda: world_of_one, device=CPU, world=SimpleNamespace(rank=0))
+    with caplog.at_level("WARNING"):
+        assert concurrent.run(request, cast(Ranks, ranks)) == 0
+    assert {row["communication"] for row in read_rows(request.output)} == {"all_gather", "all_reduce"}
+    assert "ends here, 1 communications are left out (--most_seconds)" in caplog.text
 
 
 def test_one_rank_is_refused() -> None:
