@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm import reach
+from dlrm_overlap.comm import device_flow, reach
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
 from dlrm_overlap.comm.device_flow import DeviceFlow
 from dlrm_overlap.comm.reach import Place
@@ -116,6 +116,13 @@ def check_means(open_: Opened) -> None:
                 assert_same(shares[1], sent[1][rank], f"step {step}: {shape} {dtype}, all to all")
     dist.barrier()
     collectives.close()
+
+
+def check_means_in_pieces(open_: Opened) -> None:
+    """The same of rows that are cut, the last piece shorter than the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_flow, "PIECE_BYTES", 256)
+        check_means(open_)
 
 
 def _told(call: Callable[[], Any]) -> str:
@@ -220,5 +227,6 @@ if INTERPRETED:
         for way in ("dma", "stores")
     }
     QUICK["means, kernels"] = partial(_interpreted, partial(check_means, open_on_device))
+    QUICK["means in pieces, kernels"] = partial(_interpreted, partial(check_means_in_pieces, open_on_device))
     # The interpreter counts turns, 1e9 a second.
     QUICK["dead peer, kernels"] = partial(_interpreted, partial(check_dead_peer, open_on_device, 3e-7))
