@@ -88,10 +88,12 @@ def test_a_summary_averages_by_class_and_takes_the_best() -> None:
 
 
 def test_the_limit_by_memory_by_hand() -> None:
-    case = {"computation": "x", "calls": 1, "communication": "all_gather", "megabytes": 1.0}
+    case = {"computation": "x", "calls": 1, "communication": "all_gather", "megabytes": 1.0, "world_size": 2}
     lookup = case | {"computation_ms": 2.0, "communication_ms": 1.0, "hbm_bytes": 8e9, "link_bytes": 0.42e9}
     product = lookup | {"computation": "y", "hbm_bytes": 1e9}  # which leaves room enough
     assert limit_by_memory([lookup, lookup]) == pytest.approx((3 / 2.2 - 1) / 0.5)
+    exchange = lookup | {"communication": "all_to_all", "link_bytes": 0.21e9}  # and as much to the rank itself
+    assert limit_by_memory([exchange]) == pytest.approx((3 / 2.2 - 1) / 0.5)
     assert limit_by_memory([lookup, product]) == pytest.approx(((3 / 2.2 - 1) / 0.5 + 1) / 2)
 
 
