@@ -109,10 +109,16 @@ class PeerCollectives:
             wait_timeout_s: bound of a wait for a peer.
 
         Raises:
-            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
+            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if there is no room, or
+                if the ranks do not reach each other's memory.
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
+        self._compare(f"PeerCollectives(capacity_bytes={capacity_bytes})")
+        if capacity_bytes < 0:
+            raise InputError(
+                f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum"
+            )
         try:
             check_whole(group, device)
         except InputError as error:

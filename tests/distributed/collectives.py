@@ -160,6 +160,17 @@ def check_mistakes() -> None:
     assert f"rank {CULPRIT} empty(" in unlike, unlike
     assert f"capacity_bytes of {CAPACITY + 768}" in _told(lambda: collectives.empty((CAPACITY,), torch.int8))
     assert "negative length" in _told(lambda: collectives.empty((-1, 4), torch.int8))
+
+    def gathered(good: torch.Tensor, bad: torch.Tensor) -> str:
+        return _told(lambda: collectives.all_gather(output, bad if wrong else good))
+
+    row = torch.zeros(4)
+    assert "not contiguous" in gathered(row, torch.zeros(8)[::2])
+    assert f"must be [W, n..] and [n..], W = {ranks}" in gathered(row, row[:3].contiguous())
+    assert "overlap" in gathered(row, output[(CULPRIT + 1) % ranks])  # that is another rank's place
+    unlike = _told(lambda: PeerCollectives(world(), CPU, CAPACITY + 256 * wrong))
+    assert f"rank {CULPRIT} PeerCollectives(capacity_bytes={CAPACITY + 256})" in unlike, unlike
+    assert "capacity_bytes -1: must be 0 or more" in _told(lambda: PeerCollectives(world(), CPU, -1))
     work = collectives.all_to_all(output, sent)
     assert "has not been waited for" in _told(lambda: collectives.all_to_all(output, sent))
     work.wait()
