@@ -146,7 +146,7 @@ def test_the_page_shows_what_was_measured() -> None:
     text = Path("docs/results/concurrent.md").read_text()
     numbers, expected = ("fraction_of_ideal", "speedup", "together_ms"), []
     columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
-    for name in ("concurrent", "concurrent_captured"):
+    for name in ("concurrent", "concurrent_captured", "concurrent_repeated"):
         measured = read_rows(Path(f"docs/results/{name}.csv"))
         lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
         expected += [
