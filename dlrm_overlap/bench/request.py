@@ -136,6 +136,9 @@ class ConcurrentRequest(Request):
     captured: bool = option(
         False, "time pieces of work that are captured in CUDA graphs, as a step is (GPU)", action="store_true"
     )
+    most_seconds: int | None = option(
+        None, "end behind the communication at which so many have passed; small ones come first", type=PositiveInt
+    )
 
     needs_peers = True
 

@@ -22,8 +22,9 @@ Example: c = 2 ms, m = 1 ms, a = 1.1, b = 1.5. The communication ends after 1.5 
 **The choice** trusts such a prediction as much as the measured cases that are alike. Four numbers cannot say how a
 product's tiles fall into waves, so the table also keeps what each strategy lost in each case against the fastest. The
 weight of a case is exp(-d): d grows with the squares of the differences in log(c / m), log(m) and log(calls), and where
-the kinds differ. The strategy is taken of which the loss by prediction and the mean loss of the cases are least
-together. A loss counts up to 10%: how bad a bad strategy is does not matter.
+the kinds differ. The prediction is one case more, of a small weight: it decides where none of the others is alike. The
+strategy is taken of which the mean loss is least. A loss counts up to 20%: how bad a bad strategy is does not matter.
+A case that has been measured itself is looked up.
 """
 
 import json
@@ -44,7 +45,9 @@ _OWN_TABLE = Path(__file__).with_name("slowdowns.json")
 # Cases that differ in the logarithm by so much, or in a kind, have 1 / e of the weight, or 1 / e to the number.
 _ALIKE_RATIO, _ALIKE_SIZE, _ALIKE_CALLS = 0.8, 1.6, 0.7
 _OTHER_COMPUTATION, _OTHER_COMMUNICATION = 4.0, 9.0
-_MOST_LOST = 0.1
+_PREDICTED = 0.1  # weight of the prediction
+_SAME = 0.999  # likeness of a case to itself, whose numbers the table rounds
+_MOST_LOST = 0.2
 
 
 class Computation(NamedTuple):
@@ -146,9 +149,9 @@ def choose(
     if not labels:
         raise InputError(f"strategies: none is available; the table has {', '.join(table['strategies'])}")
     times = {label: predict_ms(computation, communication, world_size, table, label) for label in labels}
-    predicted = _relative(times, labels)
-    known = _mean_losses(Case.of(computation, communication, world_size, table), table.get("cases", ()), labels)
-    best = min(labels, key=lambda label: (predicted[label] + known.get(label, predicted[label]), times[label]))
+    case = Case.of(computation, communication, world_size, table)
+    losses = _mean_losses(case, table.get("cases", ()), _relative(times, labels))
+    best = min(labels, key=lambda label: (losses[label], times[label]))
     entry = table["strategies"][best]
     return Choice(entry["strategy"], entry["share"], times[best])
 
@@ -187,21 +190,28 @@ class Case(NamedTuple):
         return math.exp(-distance)
 
 
-def _mean_losses(case: Case, known: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, float]:
-    """Return what the strategies of `labels` lost in the `known` cases on average, by how alike these are to `case`.
+def _mean_losses(case: Case, known: Sequence[dict[str, Any]], predicted: dict[str, float]) -> dict[str, float]:
+    """Return what the strategies lose on average: by prediction, and in the `known` cases by how alike these are.
+
+    Where `case` is among these, they lose what they have lost there.
 
     Args:
         case: in which to choose.
         known: the table's: each has the fields of a `Case`, and `together_ms`, by label.
-        labels: strategies, of which a case need not have all.
+        predicted: loss of each strategy, of which a case need not have all.
     """
-    losses, weights = dict.fromkeys(labels, 0.0), dict.fromkeys(labels, 0.0)
-    for each in known:
-        weight = case.likeness(Case(*each["case"]))
-        for label, lost in _relative(each["together_ms"], labels).items():
+    labels = list(predicted)
+    alike = [(case.likeness(Case(*each["case"])), each["together_ms"]) for each in known]
+    same = [each for each in alike if each[0] >= _SAME]
+    weights = dict.fromkeys(labels, _PREDICTED)
+    if same:  # there the prediction is for strategies alone that were not measured
+        weights |= {label: 0.0 for _, times in same for label in times if label in predicted}
+    losses = {label: weights[label] * lost for label, lost in predicted.items()}
+    for weight, times in same or alike:
+        for label, lost in _relative(times, labels).items():
             losses[label] += weight * lost
             weights[label] += weight
-    return {label: losses[label] / weights[label] for label in labels if weights[label] > 0.0}
+    return {label: losses[label] / weights[label] for label in labels}
 
 
 def _relative(times: dict[str, float], labels: Sequence[str]) -> dict[str, float]:

@@ -7,8 +7,8 @@ Each rank writes its rows where they belong at the peers. Between two flags of e
 
 `dma`: copy engines write the rows and, behind each, its flag; so no multiprocessor works, but for the two ends.
 `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
-An all-reduce is copies of rows, one kernel that awaits and averages those of one rank, and copies of its means, all on
-one side stream; the means have flags of their own, so one hand-shake suffices.
+An all-reduce is copies of rows, a kernel that awaits and averages those of one rank, and copies of its means; the means
+have flags of their own, so one hand-shake suffices. Long rows go in pieces, so that copies and kernels overlap.
 
 **Epochs.** e lies in one word of the device's memory. The hand-shake advances it, and all else reads it: the copies of
 flags take it as their source, and the wait compares with it. The host counts nothing, so eager calls, captured ones and
@@ -109,10 +109,16 @@ class PeerCollectives:
             wait_timeout_s: bound of a wait for a peer.
 
         Raises:
-            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
+            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if there is no room, or
+                if the ranks do not reach each other's memory.
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
+        self._compare(f"PeerCollectives(capacity_bytes={capacity_bytes})")
+        if capacity_bytes < 0:
+            raise InputError(
+                f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum"
+            )
         try:
             check_whole(group, device)
         except InputError as error:
@@ -200,10 +206,10 @@ class PeerCollectives:
         return self._begin("all_gather", output, input, way, beside)
 
     def all_reduce(self, output: torch.Tensor, input: torch.Tensor, shares: torch.Tensor) -> Work:
-        """Begin to average `input` over the ranks, by copy engines and one kernel. All else is as for `all_to_all`.
+        """Begin to average `input` over the ranks, by copy engines and kernels. All else is as for `all_to_all`.
 
         Row w of `input` goes to rank w, which awaits and averages it by a kernel, in float32 in the order of the ranks;
-        then its mean goes to all. So all ranks have the same bits.
+        then its mean goes to all. So all ranks have the same bits. Rows of 16 MB and more go in up to four pieces.
 
         Args:
             output: [W, n..] float32, float16 or bfloat16, contiguous, from `empty`.

@@ -11,6 +11,14 @@ from dlrm_overlap.kernels.schedule import staggered_peers
 AWAITED = "collective's flag"
 """what an expired wait was for"""
 
+MOST_PIECES = 4
+"""of the rows of an all-reduce; each piece has flags of its own"""
+
+PIECE_BYTES = 8 << 20
+"""least bytes of a piece of a row: a copy of these takes ten times as long as a kernel's launch"""
+
+_ALIGNMENT_BYTES = 256
+
 
 class Transfer(NamedTuple):
     """What one rank sends in one collective: a row to every rank, its own included."""
@@ -41,17 +49,53 @@ class Averaging(NamedTuple):
     gather: Transfer
     """of this rank's mean to all, from where it belongs here"""
     shares: int
-    """bytes: where in this rank's memory the ranks' rows begin, in the order of the ranks"""
+    """bytes: where in every rank's memory the rows begin that it averages, in the order of the ranks"""
     dtype: torch.dtype
     """of the elements"""
 
+    def pieces(self, world_size: int, count: int) -> list["Averaging"]:
+        """Return the same in up to `count` pieces of every row, each of which may be averaged when it is there.
+
+        In `shares` the rows of one piece follow each other, and then come those of the next. All pieces but the last
+        have the same multiple of 256 bytes.
+
+        Example: rows of 1000 bytes in 2 pieces: 512 and 488 bytes. With 2 ranks, rank 1's piece 1 begins in the shares
+        at byte 2 * 512 + 488.
+        """
+        scatter, gather, own = self.scatter, self.gather, self.scatter.offset - self.shares
+        row_bytes = scatter.row_bytes
+        step = max(_ALIGNMENT_BYTES, -(-row_bytes // (count * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES)
+        found = []
+        for begin in range(0, max(1, row_bytes), step):
+            size, shares = min(step, row_bytes - begin), self.shares + world_size * begin
+            found.append(
+                Averaging(
+                    scatter._replace(
+                        source=scatter.source[begin:], row_bytes=size, offset=shares + own // max(1, row_bytes) * size
+                    ),
+                    gather._replace(
+                        source=gather.source[begin : begin + size], row_bytes=size, offset=gather.offset + begin
+                    ),
+                    shares,
+                    self.dtype,
+                )
+            )
+        return found
+
+
+def share_flag(piece: int) -> str:
+    """Return the name of the flags of a piece."""
+    return f"share {piece}"
+
 
 def regions(world_size: int, capacity_bytes: int) -> dict[str, Region]:
-    """Return the regions of a flow's arena: three flags of every rank, [W, 1] int64, and the memory of outputs.
+    """Return the regions of a flow's arena: flags of every rank, [W, 1] int64 each, and the memory of outputs.
 
-    `free`: its outputs may be overwritten. `arrived`: its rows are there. `gathered`: its mean is there.
+    `free`: its outputs may be overwritten. `arrived`: its rows are there. `share P`: piece P of the rows that it sends
+    to be averaged is there. `gathered`: its mean is there.
     """
-    flags = {name: Region((world_size, 1), torch.int64) for name in ("free", "arrived", "gathered")}
+    names = ["free", "arrived", *map(share_flag, range(MOST_PIECES)), "gathered"]
+    flags = {name: Region((world_size, 1), torch.int64) for name in names}
     return flags | {"memory": Region((capacity_bytes,), torch.uint8)}
 
 

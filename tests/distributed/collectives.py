@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm import reach
+from dlrm_overlap.comm import device_flow, reach
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
 from dlrm_overlap.comm.device_flow import DeviceFlow
 from dlrm_overlap.comm.reach import Place
@@ -118,6 +118,13 @@ def check_means(open_: Opened) -> None:
     collectives.close()
 
 
+def check_means_in_pieces(open_: Opened) -> None:
+    """The same of rows that are cut, the last piece shorter than the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_flow, "PIECE_BYTES", 256)
+        check_means(open_)
+
+
 def _told(call: Callable[[], Any]) -> str:
     with pytest.raises(InputError) as error:
         call()
@@ -153,6 +160,17 @@ def check_mistakes() -> None:
     assert f"rank {CULPRIT} empty(" in unlike, unlike
     assert f"capacity_bytes of {CAPACITY + 768}" in _told(lambda: collectives.empty((CAPACITY,), torch.int8))
     assert "negative length" in _told(lambda: collectives.empty((-1, 4), torch.int8))
+
+    def gathered(good: torch.Tensor, bad: torch.Tensor) -> str:
+        return _told(lambda: collectives.all_gather(output, bad if wrong else good))
+
+    row = torch.zeros(4)
+    assert "not contiguous" in gathered(row, torch.zeros(8)[::2])
+    assert f"must be [W, n..] and [n..], W = {ranks}" in gathered(row, row[:3].contiguous())
+    assert "overlap" in gathered(row, output[(CULPRIT + 1) % ranks])  # that is another rank's place
+    unlike = _told(lambda: PeerCollectives(world(), CPU, CAPACITY + 256 * wrong))
+    assert f"rank {CULPRIT} PeerCollectives(capacity_bytes={CAPACITY + 256})" in unlike, unlike
+    assert "capacity_bytes -1: must be 0 or more" in _told(lambda: PeerCollectives(world(), CPU, -1))
     work = collectives.all_to_all(output, sent)
     assert "has not been waited for" in _told(lambda: collectives.all_to_all(output, sent))
     work.wait()
@@ -220,5 +238,6 @@ if INTERPRETED:
         for way in ("dma", "stores")
     }
     QUICK["means, kernels"] = partial(_interpreted, partial(check_means, open_on_device))
+    QUICK["means in pieces, kernels"] = partial(_interpreted, partial(check_means_in_pieces, open_on_device))
     # The interpreter counts turns, 1e9 a second.
     QUICK["dead peer, kernels"] = partial(_interpreted, partial(check_dead_peer, open_on_device, 3e-7))

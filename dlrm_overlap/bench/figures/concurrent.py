@@ -13,6 +13,8 @@ brings c closest to 0.4, .. 2.5 times m, as measured at the start, so that all c
 Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,6 +38,8 @@ from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_tabl
 from dlrm_overlap.bench.report.slowdowns import write_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.ranks import Ranks
+
+log = logging.getLogger("dlrm_overlap")
 
 # Ratio of computation to communication that is aimed at -> MB of the communications, which the computations share out.
 _SIZES: dict[str, dict[float, tuple[float, ...]]] = {
@@ -69,14 +73,14 @@ class Case(NamedTuple):
 
 
 def make_cases(computations: Sequence[str], device_type: str) -> list[Case]:
-    """Return the cases, those of one communication one after the other."""
+    """Return the cases, those of one communication one after the other, and small communications first."""
     found = []
     for i, name in enumerate(computations):
         for j, kind in enumerate(KINDS):
             for ratio, sizes in _SIZES[device_type].items():
                 megabytes = _LONGEST.get(name, sizes[(i + j) % len(sizes)])
                 found.append(Case(name, kind, megabytes, ratio))
-    return sorted(found, key=lambda case: (case.kind, case.megabytes))
+    return sorted(found, key=lambda case: (case.megabytes, case.kind))
 
 
 def classify(computation_ms: float, communication_ms: float) -> str:
@@ -87,32 +91,50 @@ def classify(computation_ms: float, communication_ms: float) -> str:
 
 
 def run(request: ConcurrentRequest, ranks: Ranks) -> int:
-    """Measure the figure, print its summary and append its rows on rank 0. All ranks call this.
+    """Measure the figure, append its rows, those of a communication at a time, and print their summary on rank 0.
+
+    All ranks call this.
 
     Returns:
-        The exit code: 1 if a communication's result is wrong, in which case no time is reported.
+        The exit code: 1 if a communication's result is wrong, which then has no rows.
     """
     group, device = ranks.connect(), ranks.device
+    began = time.monotonic()
     measured = _Measured(request, group, device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     with measured.stream():
-        for cases in counted("communications", list(measured.by_payload())):
+        payloads = list(measured.by_payload())
+        for number, cases in enumerate(counted("communications", payloads), 1):
             found, wrong = measured.payload(cases)
             rows += found
             faults += wrong
+            if ranks.world.rank == 0 and found:
+                append_rows(request.output, found)
+            (passed_s,) = greatest([time.monotonic() - began], device, group)
+            if request.most_seconds and passed_s >= request.most_seconds and number < len(payloads):
+                log.warning(
+                    "bench concurrent: ends here, %d communications are left out (--most_seconds)",
+                    len(payloads) - number,
+                )
+                break
         measured.close()
     if ranks.world.rank == 0:
-        print_faults(faults)
-        if not faults:
-            lines = summarise(rows)
-            print(headline(rows))
-            print_table(lines, list(lines[0]))
-            append_rows(request.output, rows)
-            print(f"rows in {request.output}")
-            if request.write_table is not None:
-                print(write_table(Path(request.write_table), rows))
+        _tell(request, rows, faults)
     return 1 if faults else 0
+
+
+def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[str]) -> None:
+    """Print what was found, and write the table if that is asked for."""
+    print_faults(faults)
+    if not rows:
+        return
+    lines = summarise(rows)
+    print(headline(rows))
+    print_table(lines, list(lines[0]))
+    print(f"rows in {request.output}")
+    if request.write_table is not None and not faults:
+        print(write_table(Path(request.write_table), rows))
 
 
 class _Measured:

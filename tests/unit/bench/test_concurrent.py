@@ -44,6 +44,7 @@ def test_every_computation_meets_every_communication_at_every_ratio() -> None:
     assert all(1 <= case.megabytes <= 512 for case in cases)
     assert {case.megabytes for case in cases if case.computation == "gemm_8192"} == {512}
     payloads = [case[1:3] for case in cases]
+    assert [case.megabytes for case in cases] == sorted(case.megabytes for case in cases)
     assert len(set(payloads)) == 1 + sum(a != b for a, b in itertools.pairwise(payloads))  # in one go
 
 
@@ -87,10 +88,12 @@ def test_a_summary_averages_by_class_and_takes_the_best() -> None:
 
 
 def test_the_limit_by_memory_by_hand() -> None:
-    case = {"computation": "x", "calls": 1, "communication": "all_gather", "megabytes": 1.0}
+    case = {"computation": "x", "calls": 1, "communication": "all_gather", "megabytes": 1.0, "world_size": 2}
     lookup = case | {"computation_ms": 2.0, "communication_ms": 1.0, "hbm_bytes": 8e9, "link_bytes": 0.42e9}
     product = lookup | {"computation": "y", "hbm_bytes": 1e9}  # which leaves room enough
     assert limit_by_memory([lookup, lookup]) == pytest.approx((3 / 2.2 - 1) / 0.5)
+    exchange = lookup | {"communication": "all_to_all", "link_bytes": 0.21e9}  # and as much to the rank itself
+    assert limit_by_memory([exchange]) == pytest.approx((3 / 2.2 - 1) / 0.5)
     assert limit_by_memory([lookup, product]) == pytest.approx(((3 / 2.2 - 1) / 0.5 + 1) / 2)
 
 
@@ -112,6 +115,19 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
     assert all(names == ["serial", "plain", "dma"] for names in cases.values())
 
 
+def test_a_figure_that_takes_too_long_ends_behind_small_communications(
+    tmp_path: Path, world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments = iter([0.0, 5.0, 20.0])
+    monkeypatch.setattr(concurrent, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=1, most_seconds=10)
+    ranks = SimpleNamespace(connect=lambda: world_of_one, device=CPU, world=SimpleNamespace(rank=0))
+    with caplog.at_level("WARNING"):
+        assert concurrent.run(request, cast(Ranks, ranks)) == 0
+    assert {row["communication"] for row in read_rows(request.output)} == {"all_gather", "all_reduce"}
+    assert "ends here, 1 communications are left out (--most_seconds)" in caplog.text
+
+
 def test_one_rank_is_refused() -> None:
     with pytest.raises(InputError, match="bench concurrent: one rank has nobody to communicate with"):
         ConcurrentRequest("concurrent", Path("unused.csv")).check_ranks(cast(Config, None), 1, "cpu")
@@ -130,7 +146,7 @@ def test_the_page_shows_what_was_measured() -> None:
     text = Path("docs/results/concurrent.md").read_text()
     numbers, expected = ("fraction_of_ideal", "speedup", "together_ms"), []
     columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
-    for name in ("concurrent", "concurrent_captured"):
+    for name in ("concurrent", "concurrent_captured", "concurrent_repeated"):
         measured = read_rows(Path(f"docs/results/{name}.csv"))
         lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
         expected += [

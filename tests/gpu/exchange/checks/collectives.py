@@ -3,10 +3,12 @@
 import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm import device_flow
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.copy_engine import CopyEngine
@@ -99,6 +101,12 @@ def _check_means(place: Place) -> None:
             collectives.check()
     place.meet()
     collectives.close()
+
+
+def _check_means_in_pieces(place: Place) -> None:
+    """The same of rows that are cut, most of them into pieces of which the last is shorter."""
+    with mock.patch.object(device_flow, "PIECE_BYTES", 1000):
+        _check_means(place)
 
 
 class _Steps:
@@ -237,6 +245,7 @@ def _check_lost_peer(place: Place, how: str) -> None:
 
 CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
     "collectives_means": Check(_check_means, gpu_only=True),
+    "collectives_means_in_pieces": Check(_check_means_in_pieces, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
     "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
 }
