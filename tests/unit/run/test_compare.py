@@ -35,7 +35,7 @@ def _run(folder: Path, losses: dict[int, float | None], step_ms: float = 10.0) -
     records.append({"step": max(losses), "eval/auroc": 0.8})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     summary: dict[str, Any] = {"train_loss": losses[max(losses)], "eval_loss": 0.4, "eval_auroc": 0.8, "eval_ne": 0.9}
-    summary |= {"samples_per_s": 1e6, "step_ms_p50": step_ms, "step_ms_p95": 2 * step_ms}
+    summary |= {"steps": max(losses), "samples_per_s": 1e6, "step_ms_p50": step_ms, "step_ms_p95": 2 * step_ms}
     summary |= {"world_size": 4, "device": "cpu", "global_batch_size": 64, "versions": {"torch": "2"}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
