@@ -9,7 +9,9 @@ import torch.distributed as dist
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.network import choose_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.uncompiled import uncompiled
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -43,3 +45,32 @@ class Neighbours:
                 self._options.backend, reach.summary(), by,
             )  # fmt: skip
         return puts
+
+    @uncompiled
+    def require_as_many(self, samples: int) -> None:
+        """Raise, on every rank, if ranks bring different numbers of samples; a collective.
+
+        Ids that ranks publish are found by the number of samples, which each takes its own for everybody's. Training
+        steps have as many as their bound says. Of a batch to evaluate nobody knows but by asking.
+
+        Raises:
+            InputError: if ranks differ; nothing has begun.
+        """
+        mine = torch.tensor([samples], dtype=torch.int64, device=self._host_or_device)
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(every, mine, group=self._group)
+        sizes = torch.cat(every).tolist()
+        if (other := next((rank for rank, size in enumerate(sizes) if size != samples), None)) is not None:
+            raise InputError(
+                f"evaluation: {samples} samples on rank {self._group.rank()} and {sizes[other]} on rank {other}, but "
+                f"where ids are sent without the host all ranks have as many; leave out or pad the last samples"
+            )
+
+    @cached_property
+    def _host_or_device(self) -> torch.device:
+        """Where the group gathers numbers: on the host, which need not wait for the GPU, if it has a way to do so."""
+        try:
+            self._group._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            return self._device
+        return torch.device("cpu")

@@ -169,7 +169,10 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if not self._takes_ids:
             return super().forward(*input, **kwargs)
         assert self.exchange is not None
-        return self._awaitable([self.exchange.start_sent(*input, **kwargs)])
+        (features,) = (*input, *kwargs.values())
+        if not self.training:
+            self.exchange.neighbours.require_as_many(features.stride())
+        return self._awaitable([self.exchange.start_sent(features)])
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""

@@ -161,7 +161,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch is not like the first one.
+            InputError: if a batch is not like the first one, or if ranks evaluate batches of different sizes.
             RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
         """
         if self._fallback is not None:

@@ -166,6 +166,27 @@ def _check_evaluations_within_a_segment() -> None:
     _close(ours, theirs)
 
 
+def _check_evaluations_of_unlike_sizes() -> None:
+    """Ranks that evaluate batches of unlike sizes are told so, all of them; then they go on as if nothing had been."""
+    theirs, ours = _trainer("torchrec"), _trainer("graph")
+    expected = _train(theirs, 0, 3) + _evaluate(theirs, range(1))
+    theirs.pipeline.reset()
+    expected += _train(theirs, 3, 6)
+    batches = _batches(ours)
+    losses = _train(ours, 0, 3, batches)
+    rank, others = dist.get_rank(), dist.get_world_size() > 1
+    unlike = ours.train_data.read(0, 3 + rank)
+    if others:
+        first = f"{3 + rank} samples on rank {rank} and {3 + int(rank == 0)} on rank {int(rank == 0)}, but "
+        with pytest.raises(InputError, match=f"^evaluation: {first}"):
+            _evaluate(ours, range(1), iter([unlike]))
+        ours.model.train()
+    losses += _evaluate(ours, range(1)) + _train(ours, 3, 6, batches)
+    _assert_same(losses, expected, "loss")
+    _assert_same_state(ours, theirs)
+    _close(ours, theirs)
+
+
 def _check_ends_and_resets() -> None:
     theirs, ours = _trainer("torchrec"), _trainer("graph")
     order = [*range(4), *range(40, 43), *range(60, 61), *range(70, 75)]
@@ -344,6 +365,7 @@ CASES: dict[str, Callable[[], None]] = {
     "dot, in place": partial(_check_in_place, ["graph"]),
     "dcn, in place": partial(_check_in_place, ["graph", "torchrec"], *DCN, "--embedding.backend", "fused"),
     "evaluations within a segment": _check_evaluations_within_a_segment,
+    "evaluations of unlike sizes": _check_evaluations_of_unlike_sizes,
     "ends and resets": _check_ends_and_resets,
     "refused batches": _check_refused_batches,
     "gradients sent as bf16": _check_gradient_dtype,
