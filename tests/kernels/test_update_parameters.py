@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dlrm_overlap.kernels.dense import reference, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES, FlatUpdate
 from tests.agreement import assert_near, assert_same
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted, to_wire
 
 LR, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
@@ -116,22 +114,5 @@ def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
 
 
 @pytest.mark.slow
-@every_kind
-def test_the_compiled_kernel_moves_16_bytes_a_lane(kind: str) -> None:
-    """What Triton makes of the kernel for an H200, which a CPU can compile for but not run."""
-    kernel = triton.runtime.JITFunction(update._update_parameters.fn)
-    tensors = ("weights", "gradients", "state", "square", "shadow", "factors")
-    signature = {name: "*bf16" if name == "shadow" else "*fp32" for name in tensors}
-    constants = {"KIND": kind, "SHADOW": triton.language.bfloat16, "BLOCK": BLOCK}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(index,): [["tt.divisibility", 16]] for index in range(len(tensors))},
-    )
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    lanes, states = 128, len(STATES[kind])
-    turns = BLOCK // (lanes * 4)
-    assert text.count("ld.global.v4.b32") == turns * (2 + states), text
-    assert text.count("st.global.v4.b32") == turns * (1 + states) + BLOCK // (lanes * 8), text
-    assert text.count("st.global") == text.count("st.global.v4.b32"), text
+def test_the_compiled_kernel_moves_16_bytes_a_lane() -> None:
+    run_without_interpreter("tests.kernels.update_vectors")
