@@ -69,7 +69,7 @@ class Baseline(Contender):
         mark()
         if len(self._receive_sizes) == 1:
             mark()
-            return pooled.float()
+            return pooled.to(self.workload.output_dtype)
         received = pooled.new_empty(sum(self._receive_sizes))
         sizes = self._receive_sizes, self._send_sizes
         work = dist.all_to_all_single(received, pooled.view(-1), *sizes, group=self.workload.group, async_op=True)
@@ -77,7 +77,7 @@ class Baseline(Contender):
         work.wait()
         mark()
         parts = [part.view(self._samples, -1) for part in received.split(self._receive_sizes)]
-        return torch.cat(parts, dim=1).float()
+        return torch.cat(parts, dim=1).to(self.workload.output_dtype)
 
 
 class TorchRec(Contender):
@@ -89,7 +89,8 @@ class TorchRec(Contender):
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
-        return self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
+        pooled = self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
+        return pooled.to(self.workload.output_dtype)
 
 
 class Overlap(Contender):
