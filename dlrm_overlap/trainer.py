@@ -5,7 +5,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 
 | what happens | where |
 |---|---|
-| a batch is copied to the device, two steps ahead | `graphs.static_batch`; `pipeline.build_pipeline` |
+| a batch is copied to the device, two steps ahead | `graphs.read_ahead`; `pipeline.build_pipeline` |
 | its ids go to the owners of their rows, one step ahead | `embedding.backends.ids`; TorchRec's input_dist |
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
