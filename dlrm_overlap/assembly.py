@@ -16,6 +16,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
+from dlrm_overlap.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.protocol.ids import BatchBound
@@ -25,19 +26,9 @@ from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.optimizers import LearningRate, build_optimizer
 from dlrm_overlap.overlap import resolve_overlap
-from dlrm_overlap.pipeline import (
-    LearningRate,
-    build_optimizer,
-    build_pipeline,
-    cast_once,
-    compile_dense,
-    compile_loss,
-    divide_head,
-    join_dense,
-    shard_model,
-    takes_graph,
-)
+from dlrm_overlap.pipeline import build_pipeline, shard_model, takes_graph
 
 log = logging.getLogger("dlrm_overlap")
 

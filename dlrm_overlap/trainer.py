@@ -13,8 +13,8 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | interaction and top MLP run | `model.Head`, layers that ranks share in `dense.tensor_parallel` |
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
-| the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `pipeline.join_dense` |
-| the dense optimizer takes its step | `dense.optimizer`; `pipeline.build_dense_optimizer` |
+| the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `dense_part.join_dense` |
+| the dense optimizer takes its step | `dense.optimizer`; `optimizers.build_dense_optimizer` |
 """
 
 import logging
