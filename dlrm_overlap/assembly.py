@@ -72,11 +72,9 @@ def assemble(
     if overlap.reason and world.rank == 0:
         log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
     divide_head(dlrm.head, group, config.model, config.train)
-    embedding = replace(config.embedding, backward=overlap.backward)
-    sharder = build_sharder(embedding, config.train.precision, config.model.dim)
-    if fused_params is not None:
-        assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
-        sharder.fused_params.update(fused_params)
+    sharder = build_sharder(
+        replace(config.embedding, backward=overlap.backward), config.train.precision, config.model.dim, fused_params
+    )
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharder, topology, config.embedding, config.model.dim, train.pooling, samples, group)
     model = shard_model(task, plan, sharder, group, device)

@@ -128,12 +128,11 @@ def make_workload(
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
+    about_ids = {} if check_ids else {"bounds_check_mode": BoundsCheckMode.NONE}
     sharder: Any = build_sharder(
-        replace(config.embedding, backend="torchrec", backward="auto", optimizer=optimizer)  # type: ignore[arg-type]
+        replace(config.embedding, backend="torchrec", backward="auto", optimizer=optimizer),  # type: ignore[arg-type]
+        fused_params={"stochastic_rounding": False, **about_ids},
     )
-    sharder.fused_params["stochastic_rounding"] = False
-    if not check_ids:
-        sharder.fused_params["bounds_check_mode"] = BoundsCheckMode.NONE
     places = {
         table.name: table_wise(rank=t * world_size // tables, compute_kernel="fused")
         for t, table in enumerate(collection.embedding_bag_configs())
