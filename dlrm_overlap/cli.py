@@ -83,7 +83,8 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.compare import count_noise_runs, report, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.compare import count_noise_runs, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.observe.comparison import report
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"

@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region, on_every_rank
+from dlrm_overlap.comm.arena import HostArena, Region
+from dlrm_overlap.comm.every_rank import on_every_rank
+from dlrm_overlap.comm.loan import CudaMemory
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.network import Network

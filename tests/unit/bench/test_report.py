@@ -7,7 +7,7 @@ from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from tests.conftest import read_rows
 
 
