@@ -21,7 +21,7 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
-from dlrm_overlap.launching.lifetime import SAVED
+from dlrm_overlap.launching.lifetime import SAVED, let_asks_come
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -325,6 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
+        if argv[0] != "train":  # which can save before it ends, and lets them come once it can
+            let_asks_come()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         print(f"dlrm-overlap: {error}", file=sys.stderr)
