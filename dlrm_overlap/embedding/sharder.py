@@ -14,6 +14,7 @@ from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.shardings import check_columns
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -125,7 +126,12 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> OverlapShardedEmbeddingBagCollection:
-        """Shard `module` as the plan's `params` say."""
+        """Shard `module` as the plan's `params` say.
+
+        Raises:
+            InputError: if a shard's columns are no multiple of 4.
+        """
+        check_columns(params)
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
