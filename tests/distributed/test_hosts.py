@@ -78,13 +78,6 @@ def _train(rank: int, exchange: Exchange, stage: Stage) -> list[torch.Tensor]:
     return outputs
 
 
-def _rows(stage: Stage) -> dict[str, torch.Tensor]:
-    shards = stage.layout.by_owner[stage.rank]
-    rows = {f"rows of {shard.name}": stage.tables.weight(shard) for shard in shards}
-    states = {f"state of {shard.name}": stage.tables.state(shard) for shard in shards}
-    return rows | {name: state for name, state in states.items() if state is not None}
-
-
 def check_bits_are_those_of_one_host(rank: int) -> None:
     every = ["pgas", "fused"]
     ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
@@ -100,7 +93,7 @@ def check_bits_are_those_of_one_host(rank: int) -> None:
                 exchange = _exchange(stage, hosts, backend, **more)
                 for number, pooled in enumerate(_train(rank, exchange, stage)):
                     assert_same(pooled, expected[number], f"{what}, step {number}")
-                assert_all_near(_rows(stage), _rows(known), 0.0, f"{what}:")
+                assert_all_near(stage.rows_and_states(), known.rows_and_states(), 0.0, f"{what}:")
                 exchange.close()
 
 
@@ -159,7 +152,9 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
                 halves.backward.skip()
             halves.close()
         exchange.close()
-        assert_all_near(_rows(stage), _rows(known), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:")
+        assert_all_near(
+            stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:"
+        )
 
 
 def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJaggedTensor:
