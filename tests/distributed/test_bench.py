@@ -63,6 +63,21 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("options", "types"),
+    [
+        (["--embedding.wire_dtype", "bf16"], ("bf16", "fp32")),
+        (["--train.precision", "bf16"], ("bf16", "bf16")),
+        (["--train.precision", "bf16", "--embedding.wire_dtype", "fp32"], ("fp32", "fp32")),
+    ],
+    ids=["wire", "dense_part", "dense_part_not_wire"],
+)
+def test_stage_delivers_what_the_dense_part_takes(tmp_path: Path, options: list[str], types: tuple[str, str]) -> None:
+    rows, _ = _bench(tmp_path, "stage", "--iterations", "2", *options)
+    assert {(row["wire_dtype"], row["output_dtype"]) for row in rows} == {types}
+    assert {int(row["link_bytes"]) for row in rows} == {3 * 16 * 64 * (2 if types[0] == "bf16" else 4)}
+
+
+@pytest.mark.parametrize(
     ("options", "widths"),
     [
         ([], (3, 3)),

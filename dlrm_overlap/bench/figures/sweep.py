@@ -26,7 +26,7 @@ from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.rounds import time_contenders
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Turns
-from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
@@ -59,7 +59,9 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         if workload is None or tables != made_with:
             workload = None  # gives its tables back before the next ones are made
             collect_garbage(ranks.device)
-            workload = make_workload(point, ids, group, ranks.device, ranks.world.local_world_size)
+            workload = make_workload(
+                point, ids, group, ranks.device, ranks.world.local_world_size, precision=point.train.precision
+            )
             made_with = tables
         else:
             workload = workload.with_ids(point, ids)
@@ -92,7 +94,7 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     storing = [name for name, backend in BACKENDS.items() if backend.stores_to_peers]
-    exchanges = [Overlap(workload, exchange_options(config.embedding, name)) for name in storing]
+    exchanges = [Overlap(workload, workload.exchange_options(config.embedding, name)) for name in storing]
     contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, request.chunks), *exchanges]
     agreements = check_outputs(contenders, workload)
     faults = disagreements(contenders, agreements, f" on {_name(config)}")

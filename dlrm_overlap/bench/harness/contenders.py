@@ -73,7 +73,7 @@ class Baseline(Contender):
         mark()
         if len(self._receive_sizes) == 1:
             mark()
-            return pooled.float()
+            return pooled.to(self.workload.output_dtype)
         received = pooled.new_empty(sum(self._receive_sizes))
         sizes, sent, landing = (self._receive_sizes, self._send_sizes), pooled.view(-1), received
         if one_number:
@@ -84,7 +84,7 @@ class Baseline(Contender):
         work.wait()
         mark()
         parts = [part.view(self._samples, -1) for part in received.split(self._receive_sizes)]
-        return torch.cat(parts, dim=1).float()
+        return torch.cat(parts, dim=1).to(self.workload.output_dtype)
 
 
 class TorchRec(Contender):
@@ -96,7 +96,8 @@ class TorchRec(Contender):
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
-        return self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
+        pooled = self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
+        return pooled.to(self.workload.output_dtype)
 
 
 class Overlap(Contender):
