@@ -34,9 +34,9 @@ class Turns:
     piece, then a collective, by which the ranks begin together. So the time is the GPU's alone, as in a step that is
     captured or whose host is ahead. On a CPU it is the host's, from a barrier on.
 
-    The collective comes last, since that kernel counts cycles, and clocks differ from GPU to GPU. With the collective in
-    front of it, one of two H200s waited 12 us for the other within a piece behind 3 ms, and 30 to 40 us within the
-    first piece of a round. So each round begins with another piece, too.
+    The collective comes last, since that kernel counts cycles, and GPUs' clocks differ. With the collective in front of
+    it, one of two H200s waited 12 us for the other within a piece behind 3 ms, and 30 to 40 us within the first piece
+    of a round. So each round begins with another piece, too.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
