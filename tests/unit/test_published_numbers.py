@@ -63,10 +63,14 @@ def step() -> Iterable[tuple[str, str]]:
 
     yield README, f"{over(mlperf, 'torchrec_strongest')} times as fast as TorchRec's at its strongest"
     yield README, f"{over(mlperf, 'torchrec')} times as fast as TorchRec's as people run it"
-    yield README, f"{over(twice, 'torchrec_strongest')} and {over(twice, 'torchrec')} times with 16384"
+    yield README, f"{over(twice, 'torchrec_strongest')} and {over(twice, 'torchrec')} times with 16384 samples"
     yield README, f"up to {over(dot, 'torchrec_strongest')} times with 2048 samples and dot products"
     hosts = [_ms(run[name]) for run in (mlperf, twice, dot) for name in ("torchrec", "torchrec_strongest")]
     yield README, f"as its host needs to issue it, {min(hosts):.1f} to {max(hosts):.0f} ms here"
+    (eager,) = (row for row in _read("ablation") if row["contender"] == "pgas_eager")
+    assert eager["reference"] == "torchrec"
+    alone = f"{float(eager['reference_ms']) / _ms(eager):.2f} times"
+    yield README, f"{alone} if you take the embedding exchange alone and stay in TorchRec's train pipeline"
     strategies = _runs("strategies", "torchrec")[0]
     slowest = [f"{_ms(strategies[name]):.1f}" for name in ("torchrec", "torchrec_strongest")]
     yield README, f"its first row was 9.3 to {slowest[0]} and 6.7 to {slowest[1]} ms."
@@ -112,14 +116,26 @@ def maps() -> Iterable[tuple[str, str]]:
     yield FIGURES, f"{_percent(strongest)} over the strongest baseline"
 
 
+def _swept(name: str, column: str) -> dict[str, float]:
+    """Return the value of `column` -> ms of fused; no value stands for as many programs as fit."""
+    return {row[column]: _ms(row) for row in _read(name) if row["contender"].startswith("fused")}
+
+
 @_phrases
 def ablations() -> Iterable[tuple[str, str]]:
-    fused = {row["programs_per_sm"]: _ms(row) for row in _read("occupancy") if row["contender"] == "fused"}
-    assert min(fused, key=lambda programs: fused[programs]) == "", "as many as fit are the fastest"
-    yield FIGURES, f"best with as many programs as fit: {fused['']:.2f} ms, {fused['16']:.2f} at 16 a multiprocessor"
-    slices = {row["slice_bags"]: _ms(row) for row in _read("slice") if row["contender"] == "fused"}
+    fused, own_shape = (_swept(name, "programs_per_sm") for name in ("occupancy", "occupancy_many_tables"))
+    for of_shape in (fused, own_shape):
+        assert min(of_shape, key=lambda programs: of_shape[programs]) == "", "as many as fit are the fastest"
+    yield FIGURES, f"as fit, 32 a multiprocessor: {own_shape['']:.3f} ms, {own_shape['16']:.3f} with 16"
+    yield FIGURES, f"on another, four GPUs, {fused['']:.2f} ms, {fused['16']:.2f} with 16"
+    slices, own_shape = (_swept(name, "slice_bags") for name in ("slice", "slice_many_tables"))
     assert slices["32"] / min(slices.values()) < 1.01, "gains end at 32"
     yield FIGURES, f"slices of 4 take {slices['4'] / slices['32'] - 1:.0%} longer than of 32, gains end at 32"
+    shorter, longer = (abs(own_shape[bags] / own_shape["32"] - 1) for bags in ("4", "128"))
+    assert own_shape["4"] < own_shape["32"] < own_shape["128"]
+    there = f"{shorter:.0%} shorter, and those of 128 {longer:.0%} longer"
+    yield FIGURES, f"on the shape of its occupancy sweep, two GPUs, {there}"
+    yield STAGE, f"large ones {own_shape['128'] / own_shape['4'] - 1:.0%}, the opposite of the other shape"
     skew = {(row["contender"], row["schedule"]): row["skew_fraction"] for row in _read("schedule")}
 
     def percent(schedule: str, spec: str) -> str:

@@ -86,12 +86,8 @@ def _schedules() -> Expected:
         yield [100 * float(row["skew_fraction"]) for row in own]
 
 
-def _slices() -> Expected:
-    yield [_ms(row) for row in _read("slice") if row["contender"] == "fused"]
-
-
-def _occupancy() -> Expected:
-    yield [_ms(row) for row in _read("occupancy") if row["contender"] == "fused"]
+def _fused(name: str) -> Expected:
+    yield [_ms(row) for row in _read(name) if row["contender"].startswith("fused")]
 
 
 def _backward() -> Expected:
@@ -134,8 +130,10 @@ TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
     (STAGE, "| contender | ms | `pgas`", _registered),
     (STAGE, "| contender | stage, us |", _volume),
     (STAGE, "| | linear |", _schedules),
-    (STAGE, "| bags a slice |", _slices),
-    (STAGE, "| programs |", _occupancy),
+    (STAGE, "| bags a slice |", lambda: _fused("slice")),
+    (STAGE, "| programs |", lambda: _fused("occupancy")),
+    (STAGE, "| programs, 256 tables |", lambda: _fused("occupancy_many_tables")),
+    (STAGE, "| bags a slice, 256 tables |", lambda: _fused("slice_many_tables")),
     (BACKWARD, "| tables/GPU x rows x dim, global batch, ids a bag | optimizer", _backward),
     (BACKWARD, "| | baseline, uniform |", _hot_rows),
     (CONCURRENT, "| strategy | G-long (51)", lambda: _strategies("concurrent")),
