@@ -139,6 +139,23 @@ def _gpu_speedups(name: str) -> tuple[list[float], list[float]]:
     return [cell.speedup for cell in at_once.values()], [cell.speedup for cell in strongest.values()]
 
 
+def _by_shape(name: str) -> list[dict[str, Row]]:
+    """Return contender -> its row of each shape of a map."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in _read(name):
+        shape = tuple(row[column] for column in ("dim", "global_batch", "pooling_factor", "tables"))
+        found.setdefault(shape, {})[row["contender"]] = row
+    return [*found.values()]
+
+
+def _strongest(shape: Mapping[str, Row], time: str) -> float:
+    return min(float(row[time]) for row in shape.values() if row["is_baseline"] == "True")
+
+
+def _over_strongest(shape: Mapping[str, Row], time: str) -> float:
+    return _strongest(shape, time) / min(float(shape[name][time]) for name in ("pgas", "fused"))
+
+
 @_phrases
 def maps() -> Iterable[tuple[str, str]]:
     _, over = _gpu_speedups("sweep")
@@ -150,6 +167,29 @@ def maps() -> Iterable[tuple[str, str]]:
         STAGE,
         f"{min(over):.2f}x to {max(over):.2f}x as fast as the strongest baseline, {mean}x in the geometric mean",
     )
+    shapes = _by_shape("sweep")
+    issued = [_over_strongest(shape, "median_ms") for shape in shapes]
+    yield STAGE, f"as the host issues it {_times(issued)}, since a step is"
+    bags = {float(shape["pgas"]["pooling_factor"]): [] for shape in shapes}
+    for shape in shapes:
+        bags[float(shape["pgas"]["pooling_factor"])].append(_over_strongest(shape, "gpu_ms"))
+    yield STAGE, f"**Most where bags are short:** {_times(bags[1] + bags[8])} at 1 and 8 ids a bag"
+    yield STAGE, f"**Least where bags are long:** {_times(bags[128])} at 128 ids"
+    stronger = {
+        time: [gain for shape in shapes if (gain := float(shape["baseline"][time]) / _strongest(shape, time)) > 1]
+        for time in ("gpu_ms", "median_ms")
+    }
+    helped, faster = len(stronger["gpu_ms"]), max(stronger["gpu_ms"]) - 1
+    yield STAGE, f"stronger on {helped} of the 32 shapes by the GPU's time alone, by up to {faster:.0%}"
+    yield STAGE, f"As the host issues them, on {len(stronger['median_ms'])}."
+    fused = [float(shape["fused"]["gpu_ms"]) / float(shape["pgas"]["gpu_ms"]) for shape in shapes]
+    mean = f"{statistics.geometric_mean(fused):.2f}"
+    yield STAGE, f"of the 32 shapes, least, greatest | {mean}, {min(fused):.2f}, {max(fused):.2f} |"
+    host_us = [statistics.median(1e3 * float(shape[name]["host_ms"]) for shape in shapes) for name in ("pgas", "fused")]
+    yield STAGE, f"needs {host_us[0]:.0f} us for a step of `pgas` and {host_us[1]:.0f} us for one of `fused`"
+    grid = _by_shape("grid")
+    told = [_times([_over_strongest(shape, time) for shape in grid]) for time in ("gpu_ms", "median_ms")]
+    yield STAGE, f"All {len(grid)} shapes pay: {told[0]} by the GPU's time alone. As the host issues it, {told[1]};"
     at_once, strongest = ([1 - 1 / each for each in column] for column in _gpu_speedups("grid"))
     mean = f"{statistics.mean(at_once):.0%}"
     yield FIGURES, f"{_percent(at_once)}, {mean} on average, over one lookup, exchange and unpacking"
