@@ -21,6 +21,7 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
+from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
@@ -329,7 +330,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             let_asks_come()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
-        print(f"dlrm-overlap: {error}", file=sys.stderr)
+        rank = announced_rank()  # rank 0 speaks for all that find the same
+        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)

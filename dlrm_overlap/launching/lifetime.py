@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 
 LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
@@ -14,6 +15,7 @@ SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_GRACE_S = 5.0  # for other ranks to come to where they meet, once this one was asked to end
 _SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way
 
 
@@ -90,6 +92,26 @@ class EndRequest:
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()
         let_asks_come()
+
+    @contextmanager
+    def while_ranks_meet(self) -> Iterator[None]:
+        """In the block, end the process with `SAVED` some seconds after it was asked to: there is nothing to save yet.
+
+        The other ranks may never come. Of a rank that fails as it starts, torchrun tells the others by SIGTERM alone.
+        """
+        met = threading.Event()
+
+        def end_unless_met() -> None:
+            while not met.wait(_GRACE_S / 50):
+                if self.asked and not met.wait(_GRACE_S):
+                    os.write(2, b"dlrm-overlap: asked to end before all ranks had met; the same command begins anew\n")
+                    os._exit(SAVED)
+
+        threading.Thread(target=end_unless_met, name="end unless met", daemon=True).start()
+        try:
+            yield
+        finally:
+            met.set()
 
     def _hear(self, pipe: int) -> None:
         first = 0.0

@@ -99,7 +99,8 @@ def test_a_loader_process_that_died_or_stopped_ends_the_run_in_one_line(
     code, errors = train(tmp_path, *FOREVER, *options, fault=fail_at(rank, 12, how)).end(90)
     assert code == 2
     (line,) = [line for line in errors.splitlines() if not re.match(r"[\d:]+ rank 0: ", line)]
-    assert re.match(rf"dlrm-overlap: loader process 0 of 1 \(pid \d+\) .*{told}", line)
+    who = f"rank {rank}: " if rank else ""
+    assert re.match(rf"dlrm-overlap: {who}loader process 0 of 1 \(pid \d+\) .*{told}", line)
 
 
 def test_sigusr1_to_the_launcher_lets_the_ranks_save(tmp_path: Path) -> None:

@@ -118,6 +118,15 @@ def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, co
     assert (result.returncode, result.stdout, result.stderr) == (code, "", told)
 
 
+@pytest.mark.parametrize(("rank", "who"), [("0", ""), ("1", "rank 1: ")])
+def test_a_rank_above_0_gives_its_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, who: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == f"dlrm-overlap: {who}trian: not a command; did you mean train?\n"
+
+
 def test_options_override_the_file(tmp_path: Path) -> None:
     text = "train: {steps: 5, lr: 0.5}\ndata: {tables: {rows: [5, 6], multi_hot: [1, 0..3]}}\n"
     (tmp_path / "config.yaml").write_text(text)
