@@ -21,7 +21,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
 from dlrm_overlap.observe.breakdown import PARTS
-from dlrm_overlap.observe.comparison_board import write_board
+from dlrm_overlap.observe.comparison_board import CPU_NOTE, write_board
 from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.result_files import nan_as_none, write_atomically
 from dlrm_overlap.observe.run_folder import hold_run_folder
@@ -34,7 +34,6 @@ log = logging.getLogger("dlrm_overlap")
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
-_CPU_NOTE = "On CPUs step times vary widely from run to run: take speedups from GPUs."
 _NOISE_RUNS = {"cuda": 2, "cpu": 0}  # with one, the bound would be more than twice as wide
 
 
@@ -305,5 +304,5 @@ def report(
         write_board(output.parent / "comparison", folders, losses, comparison)
     print(format_comparison(comparison))
     if comparison["device"] == "cpu":
-        print(_CPU_NOTE)
+        print(CPU_NOTE)
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]

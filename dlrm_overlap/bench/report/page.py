@@ -42,15 +42,16 @@ _BEST, _RUN = "TorchRec at its strongest", "TorchRec as people run it"
 _YOURS = "For your own model, measure: dlrm-overlap bench step --config YOURS.yaml --nproc auto"
 _WORDS = (
     "YOURS.yaml gives the rows, dim and ids a bag of your tables, the layers' sizes and the samples a GPU; "
-    "configs/bench/step_mlperf.yaml is one to begin with. Without measuring: take the line nearest to your model, then "
-    "ask how long your GPUs compute in a step. TorchRec's step takes at least as long as its host needs to issue it, "
-    "which hardly depends on the batch; ours as long as the GPUs need. So the less a step computes, the more you gain.",
-    "4 x 8192 samples are 4 GPUs with 8192 samples each. At its strongest, TorchRec has ids as int32 and its dense part "
-    "compiled and captured in CUDA graphs. pgas and fused are backends of this project; a name with graph captures the "
-    "whole step in one CUDA graph, as GraphTrainPipeline does in a TorchRec program. dcn is a DLRM with DCNv2's cross "
-    "network, dot one with dot products. Where the host is short of time, each rank is held to one core, which a busy "
-    "process shares. Losses were held against each other before anything was timed. Hosts differ: the same step has "
-    "several lines where it was measured on several.",
+    "configs/bench/step_mlperf.yaml is one to begin with. Without measuring: take the line nearest to your model, "
+    "then ask how long your GPUs compute in a step. TorchRec's step takes at least as long as its host needs to issue"
+    " it, which hardly depends on the batch; ours as long as the GPUs need. So the less a step computes, the more you"
+    " gain.",
+    "4 x 8192 samples are 4 GPUs with 8192 samples each. At its strongest, TorchRec has ids as int32 and its dense "
+    "part compiled and captured in CUDA graphs. pgas and fused are backends of this project; a name with graph "
+    "captures the whole step in one CUDA graph, as GraphTrainPipeline does in a TorchRec program. dcn is a DLRM with "
+    "DCNv2's cross network, dot one with dot products. Where the host is short of time, each rank is held to one "
+    "core, which a busy process shares. Losses were held against each other before anything was timed. Hosts differ: "
+    "the same step has several lines where it was measured on several.",
 )
 _STYLE = """
 :root { color-scheme: light }
