@@ -16,14 +16,13 @@ from typing import Any
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
 from dlrm_overlap.observe.breakdown import PARTS
-from dlrm_overlap.observe.comparison_board import write_board
+from dlrm_overlap.observe.comparison_board import CPU_NOTE, write_board
 from dlrm_overlap.observe.result_files import nan_as_none, write_atomically
 from dlrm_overlap.observe.run_log import read_step_ms, read_summary
 from dlrm_overlap.observe.text_table import format_table
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
-_CPU_NOTE = "On CPUs step times vary widely from run to run: take speedups from GPUs."
 
 
 def compare_runs(
@@ -177,5 +176,5 @@ def report(
         write_board(output.parent / "comparison", folders, losses, comparison)
     print(format_comparison(comparison))
     if comparison["device"] == "cpu":
-        print(_CPU_NOTE)
+        print(CPU_NOTE)
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]
