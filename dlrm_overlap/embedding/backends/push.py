@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.comm.streams import CurrentStream, OnStream
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
@@ -290,8 +290,7 @@ class Push(WindowBackward):
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "part")
+        self._record.raise_expired(self.options.wait_timeout_s, "part")
 
     def close(self) -> None:
         """Forget what has a view of the windows."""
