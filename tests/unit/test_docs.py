@@ -232,15 +232,17 @@ def _digits(median_ms: float) -> str:
     return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
 
 
-def test_the_map_of_decisions_has_every_heading_in_order() -> None:
-    page = Path("docs/architecture.md")
-    title, *anchors = _anchors(page)
-    mapped = [
-        anchor for row in read_table(str(page), "| part |") for anchor in re.findall(r"\]\(#([\w-]+)\)", " ".join(row))
-    ]
-    assert title == "architecture"
-    assert mapped == anchors
-    assert len(set(anchors)) == len(anchors), "a title that is there twice has another anchor the second time"
+def test_the_map_names_every_chapter_and_every_heading_in_order() -> None:
+    mapped: dict[str, list[str]] = {}
+    for row in read_table("docs/architecture.md", "| chapter |"):
+        chapter, *links = re.findall(r"\]\(architecture/(\w+\.md)(?:#([\w-]+))?\)", " ".join(row))
+        assert chapter[1] == "", "a chapter's link is to its beginning"
+        assert {file for file, _ in links} <= {chapter[0]}, "its headings follow in the same row"
+        mapped[chapter[0]] = [anchor for _, anchor in links]
+    headings = {chapter.name: _anchors(chapter)[1:] for chapter in Path("docs/architecture").glob("*.md")}
+    assert mapped == headings
+    for chapter, anchors in headings.items():
+        assert len(set(anchors)) == len(anchors), f"{chapter}: a title that is there twice has another anchor then"
 
 
 def test_the_table_of_floors_is_the_one_that_is_checked() -> None:
