@@ -1,4 +1,4 @@
-"""Each headline number of README and `docs/figures.md` is what its rows give: change a row, and a sentence is wrong.
+"""Each headline number of README and the pages is what its rows give: change a row, and a sentence is wrong.
 
 A function of `PHRASES` computes what the pages must say, in their words, from the CSV files in `docs/results`. Tables
 of rows have tests of their own, in `test_docs.py`.
@@ -18,6 +18,7 @@ from tests.conftest import read_rows
 
 Row = Mapping[str, str]
 README, FIGURES, STAGE = "README.md", "docs/figures.md", "docs/results/stage.md"
+ARCHITECTURE = "docs/architecture.md"
 PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
 
 
@@ -72,6 +73,8 @@ def step() -> Iterable[tuple[str, str]]:
     yield README, f"its first row was 9.3 to {slowest[0]} and 6.7 to {slowest[1]} ms."
     wide = _runs("wide", "pgas_graph")[0]
     yield README, f"takes {_ms(wide['pgas_graph_tensor']):.2f} ms instead of {_ms(wide['pgas_graph']):.2f}"
+    strongest, captured = (f"{_ms(mlperf[name]):.2f} ms" for name in ("torchrec_strongest", "pgas_graph"))
+    yield ARCHITECTURE, f"takes {strongest} under TorchRec at its strongest, and {captured} captured"
 
 
 @_phrases
