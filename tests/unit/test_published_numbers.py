@@ -19,6 +19,7 @@ from tests.conftest import read_rows
 Row = Mapping[str, str]
 README, FIGURES, STAGE = "README.md", "docs/figures.md", "docs/results/stage.md"
 ARCHITECTURE = "docs/architecture.md"
+CAPTURED, COPIES, PLAN = (f"docs/architecture/{name}.md" for name in ("captured_step", "copy_engines", "plan"))
 PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
 
 
@@ -75,6 +76,25 @@ def step() -> Iterable[tuple[str, str]]:
     yield README, f"takes {_ms(wide['pgas_graph_tensor']):.2f} ms instead of {_ms(wide['pgas_graph']):.2f}"
     strongest, captured = (f"{_ms(mlperf[name]):.2f} ms" for name in ("torchrec_strongest", "pgas_graph"))
     yield ARCHITECTURE, f"takes {strongest} under TorchRec at its strongest, and {captured} captured"
+
+
+@_phrases
+def chapters() -> Iterable[tuple[str, str]]:
+    once, twice = _runs("strategies", "torchrec")
+    for name, value in (("", "dma"), ("_stores", "stores"), ("_partition", "partition")):
+        both = [f"{_ms(run[f'pgas_graph{name}']):.3f}" for run in (once, twice) if f"pgas_graph{name}" in run]
+        cell = f"{both[0]} ms" + "".join(f"; {each}" for each in both[1:])
+        lines = [line for line in Path(CAPTURED).read_text().splitlines() if line.startswith(f"| `{value}` | ")]
+        assert len(lines) == 1
+        assert lines[0].replace("with 16384 samples a GPU ", "").endswith(f" | {cell} |"), (lines[0], cell)
+    ablation = _runs("ablation", "torchrec")[-1]
+    ours, nccl, replicated = (_ms(ablation[f"pgas_graph{name}"]) for name in ("", "_collective", "_data_parallel"))
+    yield CAPTURED, f"{ours:.2f} ms, by NCCL {nccl:.2f}"
+    yield PLAN, f"MLPerf's step takes {replicated:.2f} ms instead of {ours:.2f} on 4 x H200"
+    rows = [row for row in _read("collectives") if row["operation"] == "all_to_all" and row["beside"] == "nothing"]
+    captured = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
+    gb_per_s = [f"{float(captured[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
+    yield COPIES, f"has {gb_per_s[0]} and {gb_per_s[1]}, and {gb_per_s[2]} at 512 MB"
 
 
 @_phrases
