@@ -19,7 +19,8 @@ from tests.conftest import read_rows
 Row = Mapping[str, str]
 README, FIGURES, STAGE = "README.md", "docs/figures.md", "docs/results/stage.md"
 ARCHITECTURE = "docs/architecture.md"
-CAPTURED, COPIES, PLAN = (f"docs/architecture/{name}.md" for name in ("captured_step", "copy_engines", "plan"))
+_CHAPTERS = ("captured_step", "copy_engines", "forward", "plan")
+CAPTURED, COPIES, FORWARD, PLAN = (f"docs/architecture/{name}.md" for name in _CHAPTERS)
 PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
 
 
@@ -91,6 +92,10 @@ def chapters() -> Iterable[tuple[str, str]]:
     ours, nccl, replicated = (_ms(ablation[f"pgas_graph{name}"]) for name in ("", "_collective", "_data_parallel"))
     yield CAPTURED, f"{ours:.2f} ms, by NCCL {nccl:.2f}"
     yield PLAN, f"MLPerf's step takes {replicated:.2f} ms instead of {ours:.2f} on 4 x H200"
+    puts = _runs("puts_two_gpus", "baseline")[0]  # 26 x 0.5M x 128
+    in_place, stores, copies = (f"{_ms(puts[name]):.2f}" for name in ("fused", "fused_stores", "fused_dma"))
+    yield FORWARD, f"{stores} ms there instead of {in_place}"
+    yield FORWARD, f"takes {copies} ms there, where nothing else wants the multiprocessors"
     rows = [row for row in _read("collectives") if row["operation"] == "all_to_all" and row["beside"] == "nothing"]
     captured = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
     gb_per_s = [f"{float(captured[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
