@@ -20,6 +20,7 @@ def _bench(
     argv = ["bench", kind, "--config", f"configs/{config}.yaml", "--nproc", str(nproc), "--train.device", "cpu"]
     result = run_cli(*argv, *options, "--output", str(output), timeout_s=timeout_s)
     assert result.returncode == 0, result.stderr
+    assert result.stderr.count(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs") == 1
     return read_rows(output), result
 
 
@@ -122,7 +123,10 @@ def test_backward_measures_all_contenders_under_each_optimizer(
 
 def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp_path: Path) -> None:
     options = ["--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64", "--iterations", "1"]
-    rows, result = _bench(tmp_path, "sweep", "--data.tables.count", "5", *options)
+    rows, result = _bench(
+        tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6,5]", *options
+    )
+    assert "sweep: shape 1 of 4, 5 tables of dim 8, 0..2 ids a bag, global batch 64" in result.stderr
     assert result.stdout.startswith("CPU, a rehearsal and no figure")
     assert "the GPU's time alone, it pays at " in result.stdout
     names = ("baseline", "nccl_chunked_2", "pgas", "fused")
@@ -144,6 +148,9 @@ def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> N
     for row in rows:
         scaling = alone[row["contender"]] / float(row["median_ms"])
         assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)
+        assert (row["sync_ms"] != "") == (row["contender"] == "baseline")
+    (alone_ms, between_two_ms) = (float(row["sync_ms"]) for row in rows if row["sync_ms"])
+    assert 0 <= alone_ms < between_two_ms, "a rank alone sends nothing"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")

@@ -27,13 +27,13 @@ from dlrm_overlap.bench.harness.rounds import time_contenders
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
-from dlrm_overlap.bench.report.columns import describe, times
+from dlrm_overlap.bench.report.columns import describe, describe_tables, times
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
 from dlrm_overlap.bench.sweep_request import MapRequest
 from dlrm_overlap.config import Config, parse_multi_hot
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")
@@ -85,8 +85,11 @@ def run(request: MapRequest, ranks: Ranks) -> int:
 
 
 def _name(point: Config) -> str:
-    tables = point.data.tables
-    return f"dim {point.model.dim}, {tables.count} tables, {tables.multi_hot} ids, {point.train.global_batch_size}"
+    tables = describe_tables(point)
+    return (
+        f"{tables['tables']} tables of dim {tables['dim']}, {tables['multi_hot']} ids a bag, global batch "
+        f"{point.train.global_batch_size}"
+    )
 
 
 def _measure(
