@@ -21,7 +21,8 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
-from dlrm_overlap.launching.lifetime import SAVED
+from dlrm_overlap.launching.launcher import announced_rank
+from dlrm_overlap.launching.lifetime import SAVED, let_asks_come
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -83,7 +84,8 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.compare import count_noise_runs, report, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.compare import count_noise_runs, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.observe.comparison import report
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
@@ -327,9 +329,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
+        if argv[0] != "train":  # which can save before it ends, and lets them come once it can
+            let_asks_come()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
-        print(f"dlrm-overlap: {error}", file=sys.stderr)
+        rank = announced_rank()  # rank 0 speaks for all that find the same
+        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)

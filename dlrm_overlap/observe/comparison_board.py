@@ -46,7 +46,7 @@ def write_board(
         place: the comparison's own folder, beside those of the runs.
         folders: run -> its folder, the reference first.
         losses: run -> its logged training losses.
-        comparison: what `compare_runs` has returned.
+        comparison: what `comparison.compare_runs` has returned.
     """
     reference = losses[comparison["reference"]]
     for name, folder in folders.items():

@@ -148,6 +148,9 @@ def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> N
     for row in rows:
         scaling = alone[row["contender"]] / float(row["median_ms"])
         assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)
+        assert (row["sync_ms"] != "") == (row["contender"] == "baseline")
+    (alone_ms, between_two_ms) = (float(row["sync_ms"]) for row in rows if row["sync_ms"])
+    assert 0 <= alone_ms < between_two_ms, "a rank alone sends nothing"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")

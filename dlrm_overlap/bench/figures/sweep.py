@@ -33,7 +33,7 @@ from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
 from dlrm_overlap.bench.sweep_request import MapRequest
 from dlrm_overlap.config import Config, parse_multi_hot
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")

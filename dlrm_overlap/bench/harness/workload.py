@@ -140,15 +140,14 @@ def make_workload(
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
     ours = exchange_options(config.embedding, "pgas", precision)
-    torchrec: Any = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer}
-    narrow: dict[str, Any] = {}
+    torchrec: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer}
+    about_tables: dict[str, Any] = {"stochastic_rounding": False}
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
-        narrow["output_dtype"] = SparseType.BF16
+        about_tables["output_dtype"] = SparseType.BF16
         torchrec["wire_dtype"] = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
-    sharder: Any = build_sharder(replace(config.embedding, **torchrec))
-    sharder.fused_params.update(narrow, stochastic_rounding=False)
     if not check_ids:
-        sharder.fused_params["bounds_check_mode"] = BoundsCheckMode.NONE
+        about_tables["bounds_check_mode"] = BoundsCheckMode.NONE
+    sharder: Any = build_sharder(replace(config.embedding, **torchrec), fused_params=about_tables)
     places = {
         table.name: table_wise(rank=t * world_size // tables, compute_kernel="fused")
         for t, table in enumerate(collection.embedding_bag_configs())
