@@ -261,6 +261,9 @@ def scaling() -> Iterable[tuple[str, str]]:
         base = {gpus: rows[gpus, "baseline"] for gpus in "24"}
         over = [_ms(base[gpus]) / _ms(rows[gpus, "pgas"]) for gpus in "24"]
         yield FIGURES, f"`pgas` {over[0]:.2f}x, {over[1]:.2f}x ([{name}.csv]"
+        two = {row["contender"]: row for row in _read(f"{name}_two_gpus") if row["world_size"] == "2"}
+        since = f"{_ms(two['baseline']) / _ms(two['pgas']):.2f}x on 2 ([{name}_two_gpus.csv]"
+        yield FIGURES, f"([{name}.csv](results/{name}.csv)), since then {since}"
         hidden = {gpus: float(base[gpus]["all_to_all_ms"]) + float(base[gpus]["unpack_ms"]) for gpus in "24"}
         told = {gpus: f"{hidden[gpus]:.2f} of {_ms(base[gpus]):.2f}" for gpus in "24"}
         if name == "weak":

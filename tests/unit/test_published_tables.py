@@ -31,8 +31,8 @@ def _shapes() -> Expected:
         yield [*ms.values(), limit, 100 * limit / ms["pgas"], ms["baseline"] / ms["pgas"], ms["torchrec"] / ms["pgas"]]
 
 
-def _scaling() -> Expected:
-    for name in ("weak", "strong"):
+def _scaling(*names: str) -> Expected:
+    for name in names:
         for run in runs(_read(name)):
             ms = {each: _ms(row) for each, row in run.items()}
             limit = float(run["baseline"]["limit_ms"])
@@ -42,6 +42,12 @@ def _scaling() -> Expected:
 
 
 _BASELINES = ("baseline", "torchrec", "nccl_chunked")
+
+
+def _baselines_parts() -> Expected:
+    for name in ("weak_two_gpus", "strong_two_gpus"):
+        row = runs(_read(name))[-1]["baseline"]
+        yield [float(row[column]) for column in ("lookup_ms", "all_to_all_ms", "sync_ms", "unpack_ms")]
 
 
 def _everyone(name: str) -> Expected:
@@ -148,7 +154,9 @@ TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
     (STAGE, "| two GPUs, fp32 wire", lambda: _everyone("stage_two_gpus")),
     (STAGE, "| two GPUs, bf16 wire", lambda: _everyone("stage_two_gpus_bf16")),
     (STAGE, "| two GPUs, beside a product", _beside_on_two),
-    (STAGE, "| | ranks | baseline", _scaling),
+    (STAGE, "| | ranks | baseline", lambda: _scaling("weak", "strong")),
+    (STAGE, "| two GPUs | ranks | baseline", lambda: _scaling("weak_two_gpus", "strong_two_gpus")),
+    (STAGE, "| parts, ms |", _baselines_parts),
     (STAGE, "| contender | alone |", _puts),
     (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | `pgas` | in place", _puts_on_two),
     (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | output of a rank", _copies),
