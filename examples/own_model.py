@@ -5,6 +5,9 @@
 
 A tower of users and a tower of items each make a vector of pooled embeddings; the vectors' product is the logit of a
 click. All but what is imported from dlrm_overlap is TorchRec's or PyTorch's. docs/torchrec.md has the details.
+
+TorchRec's planner warns of a topology that it made itself and of its own estimates, and PyTorch of how TorchRec calls
+DDP. Nothing follows from these warnings here.
 """
 
 import argparse

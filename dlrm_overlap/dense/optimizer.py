@@ -46,7 +46,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         if kind not in STATES:
             raise InputError(f"flat optimizer: {kind!r} is not known; take one of {', '.join(STATES)}")
-        self._flat, self._kind = flat, kind
+        self.flat, self._kind = flat, kind
+        """the parameters that `step` updates"""
         self._states = {name: flat.like(torch.float32) for name in STATES[kind]}
         self._shadow = flat.like(shadow_dtype) if shadow_dtype is not None else None
         self._update = FlatUpdate(
@@ -84,8 +85,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._flat.adopt_gradients()
-        if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        self.flat.adopt_gradients()
+        if self.flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
         self._kernels.update_parameters(self._update)
         return loss
@@ -98,7 +99,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             ranges: [first, end) in elements of the flat tensors, multiples of `BLOCK` that cover all; each is updated
                 on the current stream when it is yielded, by gradients that are in the flat tensor by then.
         """
-        if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if self.flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
         self._kernels.begin_update(self._update)
         for first, end in ranges:
@@ -106,7 +107,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero. They stay the views that they are, whatever `set_to_none` asks for."""
-        self._flat.zero()
+        self.flat.zero()
 
     def shadow(self, name: str) -> torch.Tensor:
         """Return the view of the shadows that holds parameter `name`, in its shape, rounded to `shadow_dtype`."""
@@ -117,7 +118,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def cast_shadows(self) -> None:
         """Write all shadows anew; needed where somebody else than `step` has changed weights, as a load does."""
         if self._shadow is not None:
-            self._shadow.tensor.copy_(self._flat.weights.tensor)
+            self._shadow.tensor.copy_(self.flat.weights.tensor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the parameters of `flat`, once.
@@ -145,7 +146,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _bind(self) -> None:
         """Let the state of each parameter be views of the flat tensors. SGD has none, as in torch.optim."""
-        for name, parameter in self._flat.named.items():
+        for name, parameter in self.flat.named.items():
             if self._states:
                 views = {key: flat.views[name] for key, flat in self._states.items()}
                 self.state[parameter] = {"step": self._update.step.view(()), **views}

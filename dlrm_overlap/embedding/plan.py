@@ -106,7 +106,7 @@ def build_plan(
         kinds = [s.sharding_type for tables in plan.plan.values() for s in tables.values()]  # type: ignore[attr-defined]
         whole = kinds.count(ShardingType.DATA_PARALLEL.value)
         log.info(
-            "plan: the fullest rank reads %.2f times the mean of rows and has %.2f times its columns%s",
+            "plan: no rank reads more than %.2f times the mean of rows, nor has more than %.2f times that of columns%s",
             memory,
             links,
             f"; {whole} tables are on every rank" if whole else "",

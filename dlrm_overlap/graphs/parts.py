@@ -1,8 +1,9 @@
 """What a training step is made of, and whether it can be captured."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizer
@@ -11,6 +12,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
+from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -61,6 +63,21 @@ def check_all_held(flat: FlatParameters, trained: Mapping[str, nn.Parameter]) ->
         )
 
 
+def check_updates_reach(flat: FlatParameters | None, optimizer: Any) -> None:
+    """Check that flat optimizers are of `flat`: where parameters move once more, the steps of others change nothing.
+
+    Raises:
+        InputError: if one is of other flat parameters.
+    """
+    for each in _leaves(optimizer):
+        if isinstance(each, FlatOptimizer) and each.flat is not flat:
+            given = "flat is left out" if flat is None else "flat is another one"
+            raise InputError(
+                f"GraphTrainPipeline: {given}, and steps of the FlatOptimizer would not reach the model's parameters; "
+                f"give as flat the FlatParameters that the optimizer was made of"
+            )
+
+
 def exchange_of(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
     """Return the exchange of a module that has one."""
     assert module.exchange is not None
@@ -87,3 +104,29 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     return optimizer
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that combined ones and TorchRec's wrappers hold."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, each in optimizer.optimizers:
+            yield from _leaves(each)
+    elif hasattr(optimizer, "_optimizer"):
+        yield from _leaves(optimizer._optimizer)
+    else:
+        yield optimizer
+
+
+def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
+    """Return what a model's forward has returned, which is what TorchRec's pipelines want of it.
+
+    Raises:
+        InputError: if it is anything else.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise InputError(
+            f"GraphTrainPipeline: the model's forward returned a {type(returned).__name__}, but a train pipeline takes "
+            f"(losses, output); return both, the output detached"
+        )
+    losses, output = returned
+    return losses, output

@@ -39,9 +39,11 @@ from dlrm_overlap.graphs.captured import CapturedStep, Streams
 from dlrm_overlap.graphs.dense_step import DenseStep
 from dlrm_overlap.graphs.parts import (
     check_all_held,
+    check_updates_reach,
     dense_parameters,
     exchange_of,
     frozen_parameters,
+    losses_and_output,
     split_optimizer,
     why_not_captured,
 )
@@ -95,8 +97,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             capture: None captures on GPUs.
 
         Raises:
-            InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, or a dense parameter
-                that is trained is not in `flat`.
+            InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, a dense parameter
+                that is trained is not in `flat`, or a `FlatOptimizer` is of another one.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
@@ -114,6 +116,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         self._dense_optimizers, self._fused = split_optimizer(optimizer)
+        check_updates_reach(flat, optimizer)
         self._order = CommunicationOrder()
         for layer in divided_layers(model):
             layer.ranks.order = self._order
@@ -165,7 +168,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch is not like the first one, or if ranks evaluate batches of different sizes.
+            InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, or if the
+                forward returns no (losses, output).
             RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
         """
         if self._fallback is not None:
@@ -203,7 +207,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._ahead.ids_are_sent:
             self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = on_device(next(batches), self._device)
-        return self._model.module(batch)[1]
+        return losses_and_output(self._model.module(batch))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
         parity = self._steps % 2
@@ -256,7 +260,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
-        losses, output = self._model.module(self._ahead.batch(parity))
+        losses, output = losses_and_output(self._model.module(self._ahead.batch(parity)))
         return losses.sum(dim=0), output
 
     def _follow_learning_rates(self) -> None:

@@ -31,14 +31,29 @@ def collective_backward(config: SimulateConfig) -> bool:
     return exchange.backward == "collective" or (exchange.backward == "auto" and exchange.backend == "torchrec")
 
 
-def sort_s(config: SimulateConfig, work: Workload) -> float:
-    """Return how long a rank's ids take to be sorted, in seconds."""
-    return work.ids * config.gpu.sort_ns / 1e9 + config.gpu.sort_us / 1e6
+def _rates(config: SimulateConfig) -> UpdateConfig:
+    return config.gpu.baseline_update if config.exchange.backend == "torchrec" else config.gpu.update
+
+
+class Sort(NamedTuple):
+    """How long a rank's ids take to be sorted, in seconds."""
+
+    busy_s: float
+    """in which nothing else has the multiprocessors"""
+    least_s: float
+    """altogether, where nothing holds it up"""
+
+
+def sort_of(config: SimulateConfig, work: Workload, rank: int | None = None) -> Sort:
+    """Return the sort of a rank's ids, of which rank 0 has the most; of the mean rank's without a rank."""
+    rates = _rates(config)
+    busy_s = work.ids * (config.work.fullest_ids if rank == 0 else 1.0) * rates.sort_ns / 1e9
+    return Sort(busy_s, busy_s + rates.sort_us / 1e6)
 
 
 def rows_s(config: SimulateConfig, work: Workload) -> float:
     """Return how long the rows of a rank take to be updated, in seconds, those of the whole rank at once."""
-    rates: UpdateConfig = config.gpu.baseline_update if config.exchange.backend == "torchrec" else config.gpu.update
+    rates = _rates(config)
     once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
     update = work.update
     demands = (
@@ -99,7 +114,7 @@ def add_backward(
         if several:
             numbers = stage.send_all(engine, cluster, config, work.pair_bytes, gradients, "push", collective=True)
             arrived = [[number] for number in numbers]
-        seconds = sort_s(config, work) + rows_s(config, work)
+        seconds = sort_of(config, work).least_s + rows_s(config, work)
         return Backward(_joined(engine, arrived), memory("rows", seconds, arrived, scaled=True))
     sent, rows = [list(each) for each in after], [list(each) for each in sorted_ids]
     for share in gradient_parts(config, work):

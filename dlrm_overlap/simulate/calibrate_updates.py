@@ -34,7 +34,10 @@ def fit_backward(rows: Sequence[Row], gpu: GpuConfig) -> GpuConfig:
     """
     push, baseline = ([row for row in rows if row["contender"] == name] for name in ("push", "baseline"))
     slope, constant_ms = line_through([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
-    gpu = replace(gpu, sort_ns=round_rate(slope * 1e6), sort_us=round_rate(constant_ms * 1e3))
+    sort_ns, sort_us = round_rate(slope * 1e6), round_rate(constant_ms * 1e3)
+    gpu = replace(gpu, **{
+        name: replace(getattr(gpu, name), sort_ns=sort_ns, sort_us=sort_us) for name in ("update", "baseline_update")
+    })  # fmt: skip
     return replace(gpu, update=_fit_push(push, gpu), baseline_update=_fit_baseline(baseline, gpu))
 
 
@@ -51,7 +54,7 @@ def _fit_push(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
     sgd, adagrad = (
         round_rate(float(np.mean([nbytes / seconds for nbytes, seconds in taken[name]])) / 1e9) for name in _OPTIMIZERS
     )
-    return UpdateConfig(sgd, adagrad, repeated_gb_per_s=_FREE)
+    return replace(gpu.update, sgd_gb_per_s=sgd, adagrad_gb_per_s=adagrad, repeated_gb_per_s=_FREE)
 
 
 def _fit_baseline(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
@@ -65,15 +68,20 @@ def _fit_baseline(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
         equations.append([nbytes / seconds for nbytes in (*each, update.gradients)])
     inverse = np.linalg.lstsq(np.array(equations), np.ones(len(equations)), rcond=None)[0]
     sgd, adagrad, gradients = (round_rate(1 / each / 1e9) if each > 0 else _FREE for each in inverse)
-    return UpdateConfig(sgd, adagrad, repeated_gb_per_s=_FREE, gradients_gb_per_s=gradients, exchanged_gb_per_s=_FREE)
+    return UpdateConfig(
+        sgd, adagrad, repeated_gb_per_s=_FREE, gradients_gb_per_s=gradients, exchanged_gb_per_s=_FREE,
+        sort_ns=gpu.baseline_update.sort_ns, sort_us=gpu.baseline_update.sort_us,
+    )  # fmt: skip
 
 
 def _rows_s(config: SimulateConfig, measured_ms: float) -> float:
     """Return the time that the update of a rank's rows takes if the whole backward takes `measured_ms`."""
 
     def with_rows(seconds: float) -> float:
-        update = UpdateConfig(_FREE, _FREE, _FREE, us=seconds * 1e6)
-        return simulate(replace(config, gpu=replace(config.gpu, update=update, baseline_update=update))).ms
+        gpu, rows = config.gpu, UpdateConfig(_FREE, _FREE, _FREE, us=seconds * 1e6)
+        # The sort is known, and not part of the rows' time.
+        update = replace(rows, sort_ns=gpu.update.sort_ns, sort_us=gpu.update.sort_us)
+        return simulate(replace(config, gpu=replace(gpu, update=update, baseline_update=update))).ms
 
     seconds = measured_ms / 1e3
     for _ in range(8):  # the less is hidden behind the links, the sooner it is found
@@ -103,3 +111,28 @@ def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
     nbytes = sum(_update_of(each.config).hbm for each in traced)
     rate = round_rate(nbytes / sum(each.ms for each in traced) / 1e6)
     return UpdateConfig(rate, rate, rate)
+
+
+def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConfig:
+    """Return the same for an update that shares the memory: simulated updates take as long as the traced ones, in sum.
+
+    What shares it with them, dense sums and the dense optimizer, is simulated; the rate is what the update has alone.
+
+    Args:
+        traced: as above, of steps whose backward is push.
+        gpu: all other rates; those of its update are where the search begins.
+    """
+    update, wanted_ms = gpu.update, sum(each.ms for each in traced)
+    for _ in range(8):
+        found = sum(_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced)
+        rate = update.adagrad_gb_per_s * found / wanted_ms
+        update = replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate)
+    rate = round_rate(update.adagrad_gb_per_s)
+    return replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate)
+
+
+def _rows_ms(config: SimulateConfig) -> float:
+    """Return how long the simulated updates of a rank's rows take, on the mean rank."""
+    timeline = simulate(config).timeline
+    rows = [number for number, each in enumerate(timeline.activities) if each.name == "rows"]
+    return float((timeline.end_s[rows] - timeline.start_s[rows]).sum()) * 1e3 / config.network.world_size

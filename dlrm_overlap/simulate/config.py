@@ -43,6 +43,11 @@ class UpdateConfig:
     """of gradients that are read for the first time; null: as those of rows"""
     exchanged_gb_per_s: PositiveFloat | None = None
     """of gradients that are read to be sent, and written where they arrive; null: as those of rows"""
+    sort_ns: NonNegativeFloat = 0.0
+    """that an id takes to be sorted by row, in which nothing else has the multiprocessors: beside the head's forward
+    where the backward is push, else before the update; 0 where the rates above are those of an update with its sort"""
+    sort_us: NonNegativeFloat = 0.0
+    """that a sort takes on top, however few the ids, and leaves to others: it is many small kernels"""
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,10 @@ class GpuConfig:
     """the lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
     """the lookup of the backend fused"""
-    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2401.0, 2401.0, 2401.0))
+    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2879.0, 2879.0, 2879.0, sort_ns=0.05676))
     """the update of rows of the backward push"""
     baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(1849.0, 1849.0, 1849.0))
     """FBGEMM's, of the backward collective"""
-    sort_ns: NonNegativeFloat = 0.0
-    """that an id takes to be sorted by row: beside the forward where the backward is push, else before the update"""
-    sort_us: NonNegativeFloat = 0.0
-    """that a sort takes on top, however few the ids: it is many small kernels"""
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ class WorkConfig:
     """dense inputs of a sample"""
     fullest: PositiveFloat = 1.0
     """work of the fullest rank over the mean; all others have the mean"""
+    fullest_ids: PositiveFloat = 1.0
+    """ids that the fullest rank sorts over the mean: a table that is cut by columns has all its ids at each part"""
     row_bytes: PositiveInt = 4
     """of an element of a row"""
     id_bytes: PositiveInt = 8
@@ -202,8 +205,9 @@ class WorkConfig:
                 parse_multi_hot(each)
             except InputError as error:
                 raise InputError(str(error).replace("data.tables.", "work.", 1)) from None
-        if self.fullest < 1:
-            raise InputError(f"work.fullest: {self.fullest} must be 1 or more; 1 makes all ranks alike")
+        for name in ("fullest", "fullest_ids"):
+            if getattr(self, name) < 1:
+                raise InputError(f"work.{name}: {getattr(self, name)} must be 1 or more; 1 makes all ranks alike")
 
 
 @dataclass(frozen=True)

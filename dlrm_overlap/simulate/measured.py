@@ -11,8 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from dlrm_overlap.config import ModelConfig
+import numpy as np
+
+from dlrm_overlap.config import ModelConfig, parse_multi_hot
+from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.gemm.plan import WHOLE
 from dlrm_overlap.simulate.calibrate import (
     Measured,
@@ -25,14 +29,18 @@ from dlrm_overlap.simulate.calibrate import (
     predict,
     read_rows,
 )
-from dlrm_overlap.simulate.calibrate_updates import fit_backward, fit_traced_updates, predict_backward
+from dlrm_overlap.simulate.calibrate_updates import (
+    fit_backward,
+    fit_shared_updates,
+    fit_traced_updates,
+    predict_backward,
+)
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
     HostConfig,
     NetworkConfig,
     SimulateConfig,
-    UpdateConfig,
     WorkConfig,
 )
 from dlrm_overlap.simulate.product import simulate_product, with_product_ms
@@ -41,7 +49,7 @@ from dlrm_overlap.simulate.step import simulate
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
-_FULLEST = 1.08  # of the balanced plan on 4 ranks, docs/results/step.md
+_CAPACITY_BYTES = 80 << 30  # of a rank's tables: all those of the rows fit on one
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
 _PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
 OWN_HOST = " †"
@@ -49,11 +57,36 @@ _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_gr
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
 
 
+class Fullest(NamedTuple):
+    """What the fullest rank of a plan has over the mean that `build_workload` gives to all."""
+
+    work: float
+    """row elements that it reads, or columns that it sends, whichever is more"""
+    ids: float
+    """ids that it sorts"""
+
+
+def find_fullest(row: Row) -> Fullest:
+    """Return how full the fullest rank is by the balanced plan of the tables of a row of `bench step`."""
+    world_size, dim = int(row["world_size"]), int(row["dim"])
+    pooling = [float(np.mean(parse_multi_hot(each))) for each in ast.literal_eval(row["multi_hot"])]
+    rows = ast.literal_eval(row["rows"])
+    loads = [
+        TableLoad(hot, dim, 4 * dim, 4 * dim * count * (2 if row["optimizer"] == "adagrad" else 1))
+        for hot, count in zip(pooling, rows, strict=True)
+    ]
+    placed = balance(loads, world_size, _CAPACITY_BYTES, cut=row["optimizer"] != "rowwise_adagrad")
+    assert placed is not None, "the tables fit"
+    ids = [sum(hot for hot, ranks in zip(pooling, placed.ranks, strict=True) if r in ranks) for r in range(world_size)]
+    return Fullest(placed.worst, max(ids) * world_size / sum(pooling))
+
+
 def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench step` has measured."""
     world_size, dim = int(row["world_size"]), int(row["dim"])
     bottom, top = _LAYERS[dim]
     backend = _CONTENDERS[row["contender"]]
+    fullest = find_fullest(row)
     return SimulateConfig(
         what="step",
         gpu=gpu,
@@ -65,7 +98,8 @@ def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> Sim
             multi_hot=ast.literal_eval(row["multi_hot"]),
             zipf_alpha=float(row["zipf_alpha"]),
             global_batch=int(row["global_batch"]),
-            fullest=_FULLEST if world_size > 1 else 1.0,
+            fullest=fullest.work,
+            fullest_ids=fullest.ids,
             id_bytes=4,
             wire_bytes=2 if row["precision"] == "bf16" else 4,
             optimizer=row["optimizer"],  # pyright: ignore[reportArgumentType]
@@ -122,27 +156,32 @@ def calibrate_from(folder: Path) -> GpuConfig:
     """
     gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), GpuConfig())
     traced = read_rows(folder / "calibration" / "timeline.csv")
-    gpu = replace(gpu, update=_traced_updates(traced, "pgas_graph", ["update"]))
-    gpu = replace(gpu, baseline_update=_traced_updates(traced, "torchrec_strongest", ["update", "sort"]))
+    sort_ns = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu).update.sort_ns
+    pgas, torchrec = _traced_updates(traced, "pgas_graph", ["update"]), ["update", "sort"]
+    # What a sort takes on top of its ids is the host's, which issues its kernels one by one; not so in a captured step.
+    update = replace(fit_traced_updates(pgas), sort_ns=sort_ns)
+    baseline = fit_traced_updates(_traced_updates(traced, "torchrec_strongest", torchrec))
+    gpu = replace(gpu, update=update, baseline_update=baseline)
     quickstart = next(row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and _captured(row))
     shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu, HostConfig())
     samples = 8192
     alone = replace(shape, network=NetworkConfig(gpus_per_host=1), work=replace(shape.work, global_batch=samples))
     head = _HEAD.search((folder / "step.md").read_text())
     assert head is not None, "step.md has the time of the head"
-    return fit_step(
+    gpu = fit_step(
         gpu,
         Measured(step_config(quickstart, gpu, HostConfig()), float(quickstart["median_ms"])),
         Measured(alone, float(head[1]) / 1e3),
     )
+    return replace(gpu, update=fit_shared_updates(pgas, gpu))
 
 
 def _captured(row: Row) -> bool:
     return row["contender"] == "pgas_graph"
 
 
-def _traced_updates(rows: Sequence[Row], contender: str, kinds: Sequence[str]) -> UpdateConfig:
-    """Return the rate of updates in traced steps of `contender`; the kernels of `kinds` count as the update's."""
+def _traced_updates(rows: Sequence[Row], contender: str, kinds: Sequence[str]) -> list[Measured]:
+    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kinds`."""
     chosen = [row for row in rows if row["contender"] == contender]
     steps = {(row["arch"], row["global_batch"]): row for row in chosen}
     traced = []
@@ -150,7 +189,7 @@ def _traced_updates(rows: Sequence[Row], contender: str, kinds: Sequence[str]) -
         ranks = [row for row in chosen if (row["arch"], row["global_batch"]) == key]
         ms = [sum(float(row[f"{kind}_kernels_ms"]) for kind in kinds) for row in ranks]
         traced.append(Measured(step_config(step, GpuConfig(), HostConfig()), sum(ms) / len(ms)))
-    return fit_traced_updates(traced)
+    return traced
 
 
 def _on_four(row: Row) -> bool:

@@ -1,8 +1,8 @@
-"""A training step as activities: the graph of docs/architecture.md, "The step as CUDA graphs", and the baseline's.
+"""A training step as activities: the graph of docs/architecture/captured_step.md, and the baseline's.
 
     ids of the next batch     | over the links, beside everything
-    ids are sorted            | beside the forward
     lookup, exchange          | the bottom MLP's forward beside it
+    ids are sorted            | behind the lookup, beside the head's forward, which waits for their kernels
     head, forward             | when the embeddings and the bottom MLP's output are there
     head's backward           | up to the embeddings' gradient
     weights' gradients        | pgas, fused: of the cross network, behind the backward
@@ -16,13 +16,13 @@ part of the backward, gradients of embeddings are packed and sent by a collectiv
 buckets, the first of them while the head's backward goes on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from dlrm_overlap.simulate import stage
-from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_s
+from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
 from dlrm_overlap.simulate.cluster import Cluster
 from dlrm_overlap.simulate.collectives import hierarchical_all_reduce, ring_all_reduce
 from dlrm_overlap.simulate.config import SimulateConfig
@@ -116,6 +116,21 @@ def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None
     return Simulated(config, timeline, work, timeline.seconds * 1e3)
 
 
+def _sorts(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload, after: Sequence[int]) -> list[int]:
+    """Add the sort of each rank's ids and return it; none where sorts take no time.
+
+    Its kernels are in the same queue of programs as the dense part's: while they have the multiprocessors, those wait.
+    """
+    sorts = [sort_of(config, work, rank) for rank in range(cluster.world_size)]
+    return [
+        engine.add(
+            "sort", {cluster.products(r): sort.busy_s}, max(sort.busy_s, 1e-12), [after[r]], rank=r, lane="ids",
+            least_s=sort.least_s,
+        )
+        for r, sort in enumerate(sorts) if sort.least_s
+    ]  # fmt: skip
+
+
 def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload) -> None:
     ranks, gpu, dense = range(cluster.world_size), config.gpu, dense_seconds(config, work)
     several, baseline = cluster.world_size > 1, config.exchange.backend == "torchrec"
@@ -156,8 +171,7 @@ def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Wo
         first = products("weights' gradients, first", dense.weights / layers, each(back), 1)
         weights = products("weights' gradients", dense.weights * (layers - 1) / layers, each(first), 1)
     bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_backward_kernels)
-    sorts_s = 0.0 if collective else sort_s(config, work)
-    ids = [engine.add("sort", {}, after=[begun[r]], rank=r, lane="ids", least_s=sorts_s) for r in ranks if sorts_s]
+    ids = [] if collective else _sorts(engine, cluster, config, work, embeddings)
     gradients = each(back if collective else first)
     arrived, _ = add_backward(engine, cluster, config, work, gradients, each(ids) if ids else none)
     parameters = dense.counts.parameters

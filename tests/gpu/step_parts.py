@@ -45,6 +45,7 @@ _SHOWN = ("variant", "global_batch", "steps", "p10_ms", "median_ms", "p90_ms", "
 @contextmanager
 def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
     """Fill `columns` with the median clock and power of a GPU in the block, and how often power limited the clock."""
+    columns |= dict.fromkeys(("sm_mhz", "power_w", "capped_fraction"))
     if device.type != "cuda":
         yield
         return
@@ -57,6 +58,8 @@ def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
         process.terminate()
         lines = [line.split(", ") for line in process.communicate()[0].splitlines() if line.count(", ") == 2]
     lines = lines[len(lines) // 4 :]  # nvidia-smi is there before the first step
+    if not lines:
+        return
     columns["sm_mhz"] = statistics.median(float(line[0]) for line in lines)
     columns["power_w"] = statistics.median(float(line[1]) for line in lines)
     columns["capped_fraction"] = sum(line[2] == "Active" for line in lines) / len(lines)
@@ -130,7 +133,7 @@ def work(ranks: Ranks) -> int:
         )
         collect_garbage(ranks.device)
     if ranks.world.rank == 0:
-        print(format_table([_SHOWN, *([row.get(name, "-") for name in _SHOWN] for row in as_text(rows))]))
+        print(format_table([_SHOWN, *([row[name] or "-" for name in _SHOWN] for row in as_text(rows))]))
         _append(ranks.values.output, rows, ranks.world.world_size)
     return 0
 

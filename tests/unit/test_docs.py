@@ -30,8 +30,10 @@ from tests.distributed.tiny_stage import Stage
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
 PAGES += [page for folder in ("launch", "kernels") for page in Path(folder).glob("*.md")]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
+CHAPTERS = sorted(Path("docs/architecture").glob("*.md"))
 ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page names
 _MADE_BY_RUNS = {"runs", "build", "dist"}
+_SECTIONS = {field.name: getattr(field.type, "__name__", "") for field in dataclasses.fields(Config)}
 _FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - _MADE_BY_RUNS)
 
 
@@ -232,15 +234,48 @@ def _digits(median_ms: float) -> str:
     return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
 
 
-def test_the_map_of_decisions_has_every_heading_in_order() -> None:
-    page = Path("docs/architecture.md")
-    title, *anchors = _anchors(page)
-    mapped = [
-        anchor for row in read_table(str(page), "| part |") for anchor in re.findall(r"\]\(#([\w-]+)\)", " ".join(row))
-    ]
-    assert title == "architecture"
-    assert mapped == anchors
-    assert len(set(anchors)) == len(anchors), "a title that is there twice has another anchor the second time"
+def test_the_map_names_every_chapter_and_every_heading_in_order() -> None:
+    mapped: dict[str, list[str]] = {}
+    for row in read_table("docs/architecture.md", "| chapter |"):
+        chapter, *links = re.findall(r"\]\(architecture/(\w+\.md)(?:#([\w-]+))?\)", " ".join(row))
+        assert chapter[1] == "", "a chapter's link is to its beginning"
+        assert {file for file, _ in links} <= {chapter[0]}, "its headings follow in the same row"
+        mapped[chapter[0]] = [anchor for _, anchor in links]
+    headings = {chapter.name: _anchors(chapter)[1:] for chapter in CHAPTERS}
+    assert mapped == headings
+    for chapter, anchors in headings.items():
+        assert len(set(anchors)) == len(anchors), f"{chapter}: a title that is there twice has another anchor then"
+
+
+_CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")
+
+
+@pytest.fixture(scope="module")
+def words_of_the_code() -> set[str]:
+    """Every word of the code, the tests and the configurations, but for this file, which names what is not there."""
+    files = [Path("pyproject.toml")]
+    files += [path for folder in _CODE for ending in ("py", "yaml") for path in Path(folder).rglob(f"*.{ending}")]
+    return {word for path in files if path.name != "test_docs.py" for word in re.findall(r"\w+", path.read_text())}
+
+
+_OF_OTHERS = {"cudaMemcpyBatchAsync", "DataLoader"}  # names that the chapters compare with, and the code lacks
+
+
+@pytest.mark.parametrize("page", [Path("docs/architecture.md"), *CHAPTERS], ids=str)
+def test_what_the_chapters_name_in_code_is_there(page: Path, words_of_the_code: set[str]) -> None:
+    keys = {prefix: {key for name, key in _meanings() if name == section} for prefix, section in _SECTIONS.items()}
+    files = ["pyproject.toml"]
+    files += [str(path) for folder in (*_CODE, "docs", "launch") for path in Path(folder).rglob("*.*")]
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for name in re.findall(r"`([^`]+)`", text):
+        if re.fullmatch(r"[\w./-]+\.(py|yaml|csv|md|toml)", name):
+            assert any(f"/{file}".endswith(f"/{name}") for file in files), f"{page} names {name}"
+            continue
+        section, _, key = name.partition(":")[0].partition(".")
+        if section in keys and re.fullmatch(r"\w+", key) and key != "json":  # checkpoint.json is a file of runs
+            assert key in keys[section], f"{page} names the key {name}"
+        missing = set(re.findall(r"[A-Za-z_]\w+", name)) - words_of_the_code - _OF_OTHERS
+        assert not missing, f"{page} names {name}, but the code has no {', '.join(missing)}"
 
 
 def test_the_table_of_floors_is_the_one_that_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""Each headline number of README and `docs/figures.md` is what its rows give: change a row, and a sentence is wrong.
+"""Each headline number of README and the pages is what its rows give: change a row, and a sentence is wrong.
 
 A function of `PHRASES` computes what the pages must say, in their words, from the CSV files in `docs/results`. Tables
 of rows have tests of their own, in `test_docs.py`.
@@ -17,8 +17,10 @@ from dlrm_overlap.bench.report.map_plots import MAPS
 from tests.conftest import read_rows
 
 Row = Mapping[str, str]
-README, FIGURES = "README.md", "docs/figures.md"
+README, FIGURES, ARCHITECTURE = "README.md", "docs/figures.md", "docs/architecture.md"
 STAGE, GEMM = "docs/results/stage.md", "docs/results/gemm.md"
+_CHAPTERS = ("captured_step", "copy_engines", "forward", "plan")
+CAPTURED, COPIES, FORWARD, PLAN = (f"docs/architecture/{name}.md" for name in _CHAPTERS)
 PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
 
 
@@ -81,6 +83,31 @@ def step() -> Iterable[tuple[str, str]]:
     yield README, f"its first row was 9.3 to {slowest[0]} and 6.7 to {slowest[1]} ms."
     wide = _runs("wide", "pgas_graph")[0]
     yield README, f"takes {_ms(wide['pgas_graph_tensor']):.2f} ms instead of {_ms(wide['pgas_graph']):.2f}"
+    strongest, captured = (f"{_ms(mlperf[name]):.2f} ms" for name in ("torchrec_strongest", "pgas_graph"))
+    yield ARCHITECTURE, f"takes {strongest} under TorchRec at its strongest, and {captured} captured"
+
+
+@_phrases
+def chapters() -> Iterable[tuple[str, str]]:
+    once, twice = _runs("strategies", "torchrec")
+    for name, value in (("", "dma"), ("_stores", "stores"), ("_partition", "partition")):
+        both = [f"{_ms(run[f'pgas_graph{name}']):.3f}" for run in (once, twice) if f"pgas_graph{name}" in run]
+        cell = f"{both[0]} ms" + "".join(f"; {each}" for each in both[1:])
+        lines = [line for line in Path(CAPTURED).read_text().splitlines() if line.startswith(f"| `{value}` | ")]
+        assert len(lines) == 1
+        assert lines[0].replace("with 16384 samples a GPU ", "").endswith(f" | {cell} |"), (lines[0], cell)
+    ablation = _runs("ablation", "torchrec")[-1]
+    ours, nccl, replicated = (_ms(ablation[f"pgas_graph{name}"]) for name in ("", "_collective", "_data_parallel"))
+    yield CAPTURED, f"{ours:.2f} ms, by NCCL {nccl:.2f}"
+    yield PLAN, f"MLPerf's step takes {replicated:.2f} ms instead of {ours:.2f} on 4 x H200"
+    puts = next(run for run in _runs("stage_two_gpus", "baseline") if run["pgas"]["dim"] == "128")
+    in_place, stores, copies = (f"{_ms(puts[name]):.2f}" for name in ("fused", "fused_stores", "fused_dma"))
+    yield FORWARD, f"{stores} ms there instead of {in_place}"
+    yield FORWARD, f"takes {copies} ms there, where nothing else wants the multiprocessors"
+    rows = [row for row in _read("collectives") if row["operation"] == "all_to_all" and row["beside"] == "nothing"]
+    captured = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
+    gb_per_s = [f"{float(captured[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
+    yield COPIES, f"has {gb_per_s[0]} and {gb_per_s[1]}, and {gb_per_s[2]} at 512 MB"
 
 
 @_phrases

@@ -202,9 +202,7 @@ class Push(WindowBackward):
         """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
         self.store_of(self.own, step, gradient, self.sent_scale, first, end)
 
-    def store_of(
-        self, pushed: "Pushed", step: Step, gradient: torch.Tensor, scale: float, first: int, end: int
-    ) -> None:
+    def store_of(self, pushed: Pushed, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
         """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does."""
         parity = self.windows.epoch % 2
         key = parity, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)

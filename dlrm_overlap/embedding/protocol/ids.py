@@ -39,7 +39,10 @@ class BatchBound:
             raise InputError(
                 f"BatchBound: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
             )
-        for name, (least, most) in self.bag_sizes.items():
+        for name, sizes in self.bag_sizes.items():
+            if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+                raise InputError(f"BatchBound: {sizes} ids a bag of {name} are no pair; give (least, most)")
+            least, most = sizes
             if not 0 <= least <= most:
                 raise InputError(f"BatchBound: {least} .. {most} ids a bag of {name} is no range; give (least, most)")
 

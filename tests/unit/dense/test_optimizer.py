@@ -202,7 +202,7 @@ def test_the_learning_rate_is_read_where_refresh_has_put_it(monkeypatch: pytest.
     """A capture reads device memory, which `refresh` alone writes."""
     run = Run("sgd", flat=True)
     run.ours.param_groups[0]["lr"] = 1.0
-    monkeypatch.setattr(run.ours._flat, "device", torch.device("cuda"))
+    monkeypatch.setattr(run.ours.flat, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     before = run.parameters["scale"].item()
     run.parameters["scale"].grad = torch.tensor(1.0)

@@ -72,6 +72,7 @@ def test_all_ids_of_an_owner_become_one_input() -> None:
         (0, (1, 1), "BatchBound: 0 samples, but a batch has at least 1; give those of a rank's batch"),
         (3, (2, 1), r"BatchBound: 2 \.\. 1 ids a bag of f is no range; give \(least, most\)"),
         (3, (-1, 1), r"BatchBound: -1 \.\. 1 ids a bag of f is no range"),
+        (3, 4, r"BatchBound: 4 ids a bag of f are no pair; give \(least, most\)"),
     ],
 )
 def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> None:

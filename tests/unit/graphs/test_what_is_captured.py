@@ -31,7 +31,14 @@ from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.dense_step import DenseStep
-from dlrm_overlap.graphs.parts import check_all_held, dense_parameters, split_optimizer, why_not_captured
+from dlrm_overlap.graphs.parts import (
+    check_all_held,
+    check_updates_reach,
+    dense_parameters,
+    losses_and_output,
+    split_optimizer,
+    why_not_captured,
+)
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.pipeline import takes_graph
 from tests.distributed.models import CPU, SUM, table_configs
@@ -132,6 +139,43 @@ def test_a_flat_tensor_that_is_not_of_all_is_refused() -> None:
     with pytest.raises(InputError, match=r"flat has no 0.weight, 0.bias, .* give it all dense .* or leave it out"):
         check_all_held(FlatParameters(some), every)
     check_all_held(FlatParameters(every), every)
+
+
+def _around(dense: Any) -> list[Any]:
+    """Return the optimizer itself, and within TorchRec's wrappers."""
+    combined = CombinedOptimizer([("dense", dense)])
+    return [dense, combined, WarmupOptimizer(combined, [WarmupStage(WarmupPolicy.LINEAR, max_iters=4)])]
+
+
+@pytest.mark.parametrize("wrapped", range(3), ids=["alone", "combined", "warm_up"])
+def test_a_flat_optimizer_of_other_flat_parameters_is_refused(wrapped: int) -> None:
+    """The model's parameters would move to the pipeline's, and the optimizer's steps change nothing."""
+    parameters = dict(nn.Linear(2, 3).named_parameters())
+    flat = FlatParameters(parameters)
+    optimizer = _around(KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "adagrad", lr=0.1)))[wrapped]
+    for other, given in ((None, "flat is left out"), (FlatParameters(parameters), "flat is another one")):
+        with pytest.raises(InputError, match=f"{given}, and steps of the FlatOptimizer .* give as flat the"):
+            check_updates_reach(other, optimizer)
+    check_updates_reach(flat, optimizer)
+    check_updates_reach(None, _around(_sgd(parameters))[wrapped])
+
+
+def test_a_pipeline_without_the_flat_parameters_of_its_optimizer_is_refused(world_of_one: dist.ProcessGroup) -> None:
+    model: Any = nn.Module()
+    model.embedding = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
+    model.dense = nn.Linear(2, 3)
+    model.init_data_parallel = lambda: None
+    flat = FlatParameters(dense_parameters(model))
+    with pytest.raises(InputError, match="flat is left out"):
+        GraphTrainPipeline(model, FlatOptimizer(flat, "sgd", lr=0.1), CPU, BatchBound(2, {"f": (0, 1)}))
+
+
+@pytest.mark.parametrize("returned", [torch.zeros(()), torch.zeros(2), (1, 2, 3), {"loss": 1, "output": 2}])
+def test_a_forward_must_return_losses_and_output(returned: Any) -> None:
+    with pytest.raises(
+        InputError, match=rf"returned a {type(returned).__name__}, but .* \(losses, output\); return both"
+    ):
+        losses_and_output(returned)
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

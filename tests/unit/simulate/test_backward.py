@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.backward import gradient_parts, rows_s, sort_s
+from dlrm_overlap.simulate.backward import gradient_parts, rows_s, sort_of
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
+    KernelsConfig,
     NetworkConfig,
     SimulateConfig,
     UpdateConfig,
@@ -17,8 +18,8 @@ from dlrm_overlap.simulate.config import (
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
 
-RATES = UpdateConfig(sgd_gb_per_s=2000.0, adagrad_gb_per_s=1000.0, repeated_gb_per_s=5000.0, us=50.0)
-GPU = GpuConfig(kernel_us=0.0, peer_us=0.0, update=RATES, baseline_update=RATES, sort_ns=0.1)
+RATES = UpdateConfig(sgd_gb_per_s=2000.0, adagrad_gb_per_s=1000.0, repeated_gb_per_s=5000.0, us=50.0, sort_ns=0.1)
+GPU = GpuConfig(kernel_us=0.0, peer_us=0.0, update=RATES, baseline_update=RATES)
 CONFIG = SimulateConfig(
     what="backward",
     gpu=GPU,
@@ -46,12 +47,15 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
     parts_ms = [
         2 * work.pooled_bytes / GPU.copy_gb_per_s / 1e6,
         GPU.collective_us / 1e3 + 3 * work.pair_bytes / GPU.collective_gb_per_s / 1e6,
-        1e3 * sort_s(config, work),
+        1e3 * sort_of(config, work).least_s,
         1e3 * rows_s(config, work),
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
-    assert sort_s(config, work) == pytest.approx(work.ids * 0.1e-9)
-    launched = replace(config, gpu=replace(GPU, sort_us=200.0))
+    assert sort_of(config, work) == pytest.approx((work.ids * 0.1e-9, work.ids * 0.1e-9))
+    fullest = replace(config, work=replace(config.work, fullest_ids=2.0))
+    assert sort_of(fullest, work, rank=0).busy_s == pytest.approx(work.ids * 0.2e-9)
+    assert sort_of(fullest, work, rank=1) == sort_of(fullest, work) == sort_of(config, work)
+    launched = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, sort_us=200.0)))
     assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
 
 
@@ -76,6 +80,21 @@ def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
     more_s = found.head_forward + found.head_backward - usual.head_forward - usual.head_backward
     rate = GPU.tflop_per_s * GPU.dense_efficiency
     assert more_s == pytest.approx(pairs_flop / 1e12 * (1 / 6.46 - 1 / rate))
+
+
+def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
+    """Behind the lookup, the sort and the head's forward share the multiprocessors, here from the same moment on."""
+    kernels = KernelsConfig(forward=0, backward=0, loss=0)
+    gpu = replace(GPU, kernels=kernels, update=replace(RATES, sort_ns=0.0))
+    work = replace(CONFIG.work, fullest_ids=2.0)
+    config = replace(CONFIG, what="step", gpu=gpu, work=work, model=ModelConfig("dcn", 64, [64], [1024, 1]))
+    without, several = simulate(config), simulate(config).work
+    sorting = replace(config, gpu=replace(gpu, update=replace(RATES, sort_ns=0.01, sort_us=20.0)))
+    sort_ms = 2 * several.ids * 0.01e-6
+    assert sort_ms < 1e3 * dense_seconds(config, several).head_forward
+    assert simulate(sorting).ms == pytest.approx(without.ms + sort_ms, rel=1e-6)
+    long = replace(sorting, work=replace(work, fullest_ids=1.0))
+    assert simulate(long).ms == pytest.approx(without.ms + sort_ms / 2, rel=1e-6)
 
 
 def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:
