@@ -20,12 +20,19 @@ def test_a_warp_has_at_most_4_kb_of_rows_in_flight(dim: int, dtype: torch.dtype,
     assert tuning.task_bags <= 4, "of the smallest slice, embedding.slice_bags"
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("slice_bags", [4, 8, 32])
 @pytest.mark.parametrize("dim", _DIMS)
-def test_a_task_lies_in_one_slice_however_many_bags_there_are(dim: int, slice_bags: int) -> None:
+def test_a_task_lies_in_one_slice_however_many_bags_there_are(dim: int, slice_bags: int, short: bool) -> None:
     table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), dim, torch.float32, 16, 16)
     for samples in (1, 8192, 65536):
-        assert slice_bags % persistent_tuning(table, samples, slice_bags).task_bags == 0
+        assert slice_bags % persistent_tuning(table, samples, slice_bags, short).task_bags == 0
+
+
+@pytest.mark.parametrize(("samples", "short", "cut"), [(32768, True, 16), (16384, True, 4), (32768, False, 4)])
+def test_tasks_of_very_many_short_bags_are_larger(samples: int, short: bool, cut: int) -> None:
+    table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), 64, torch.float32, 16, 16)
+    assert persistent_tuning(table, samples, 32, short).task_bags == cut
 
 
 def test_bags_are_short_by_the_shapes_of_their_input() -> None:
