@@ -31,7 +31,7 @@ from dlrm_overlap.bench.report.rows import as_text
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
 from dlrm_overlap.observe.text_table import format_table
