@@ -41,6 +41,7 @@ from dlrm_overlap.simulate.config import (
     HostConfig,
     NetworkConfig,
     SimulateConfig,
+    UpdateConfig,
     WorkConfig,
 )
 from dlrm_overlap.simulate.product import simulate_product, with_product_ms
@@ -51,6 +52,7 @@ from dlrm_overlap.simulate.step import simulate
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
 _CAPACITY_BYTES = 80 << 30  # of a rank's tables: all those of the rows fit on one
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
+_FREE = 1e9  # GB/s: what takes no time
 _PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
 OWN_HOST = " †"
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
@@ -241,6 +243,29 @@ def predict_cut(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
         name = f"step pgas_graph dcn, {int(key[1]) // len(ranks)} samples, {max(ids)} of {sum(ids)} ids in one table"
         measured_ms = max(float(row["untraced_ms"]) for row in ranks)
         found.append(Prediction(name, measured_ms, simulate(step_config(ranks[0], gpu, HostConfig())).ms))
+    return found
+
+
+def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of captured steps on two GPUs, whole and with a part left out.
+
+    Args:
+        rows: a row a rank, of the variants of `python -m tests.gpu.step_parts`; the slowest rank's time counts.
+        gpu: what does the work; these rows have not been looked at for it.
+    """
+    gpus = {
+        "whole": gpu,
+        "no_sort": replace(gpu, update=replace(gpu.update, sort_ns=0.0)),
+        "no_update": replace(gpu, update=UpdateConfig(_FREE, _FREE, _FREE)),
+    }
+    found: list[Prediction] = []
+    for key in dict.fromkeys((row["multi_hot"], row["global_batch"], row["variant"]) for row in rows):
+        ranks = [row for row in rows if (row["multi_hot"], row["global_batch"], row["variant"]) == key]
+        ids = [int(each) for each in ast.literal_eval(key[0])]
+        name = f"{key[2]}, {int(key[1]) // len(ranks)} samples, {max(ids)} of {sum(ids)} ids in one table"
+        measured_ms = max(float(row["median_ms"]) for row in ranks)
+        simulated = simulate(step_config(ranks[0], gpus[key[2]], HostConfig()))
+        found.append(Prediction(name, measured_ms, simulated.ms))
     return found
 
 

@@ -17,6 +17,7 @@ from dlrm_overlap.simulate.measured import (
     calibrate_from,
     predict_all,
     predict_cut,
+    predict_parts,
     predict_products,
     product_config,
     step_config,
@@ -53,10 +54,12 @@ def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
         assert line in page, "docs/simulator.md says how far each row is off"
 
 
-@pytest.mark.parametrize("kind", ["products", "cut"])
+@pytest.mark.parametrize("kind", ["products", "cut", "parts"])
 def test_rows_that_are_not_fitted_are_predicted(kind: str, gpu: GpuConfig) -> None:
     if kind == "products":
         predictions, count = predict_products(read_rows(RESULTS / "gemm.csv"), gpu), 14
+    elif kind == "parts":
+        predictions, count = predict_parts(read_rows(RESULTS / "calibration/parts.csv"), gpu), 12
     else:
         predictions, count = predict_cut(read_rows(RESULTS / "calibration/cut.csv"), gpu), 3
     assert len(predictions) == count
