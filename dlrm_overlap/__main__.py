@@ -1,4 +1,4 @@
-"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line; Ctrl-C while it is loaded ends in one line, too."""
+"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line; no signal that comes while it is loaded is lost."""
 
 import os
 import signal
@@ -8,6 +8,10 @@ import sys
 def run() -> None:
     """Load the command line and run it; see `cli.run`."""
     try:
+        from dlrm_overlap.launching import lifetime
+
+        lifetime.hold_asks()
+        lifetime.interrupt_imports()
         from dlrm_overlap import cli
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)

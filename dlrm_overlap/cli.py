@@ -21,7 +21,8 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
-from dlrm_overlap.launching.lifetime import SAVED
+from dlrm_overlap.launching.launcher import announced_rank
+from dlrm_overlap.launching.lifetime import SAVED, let_asks_come
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -83,7 +84,8 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.compare import count_noise_runs, report, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.compare import count_noise_runs, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.observe.comparison import report
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
@@ -141,11 +143,11 @@ def _print_places(result: Path, runs: Path, has_events: bool) -> None:
 
 
 def bench(argv: list[str]) -> int:
-    """Measure the input or the embedding stage; `bench --help` tells the benchmarks."""
+    """Measure training steps, the embedding stage, communication or the input; `bench --help` tells the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        lines = [f"  {name:10} {figure.summary}" for name, figure in FIGURES.items()]
-        lines.append(f"  {'report':10} the rows of a folder on one page, with plots and tables: bench report DIR")
+        lines = [f"  {name:11} {figure.summary}" for name, figure in FIGURES.items()]
+        lines.append(f"  {'report':11} the rows of a folder on one page, with plots and tables: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
@@ -167,9 +169,12 @@ def bench(argv: list[str]) -> int:
         request = figure.request.read(kind, ranks.values)
         request.check_hosts(ranks.config)
         request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
+        if ranks.device.type == "cpu" and ranks.world.rank == 0:
+            print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)
         return figure.load()(request, ranks)
 
-    return run_on_ranks(["bench", kind], bench.__doc__ or "", argv[1:], work, add_options, check)
+    meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other benchmarks."
+    return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)
 
 
 def _bench_report(argv: list[str]) -> int:
@@ -324,9 +329,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
+        if argv[0] != "train":  # which can save before it ends, and lets them come once it can
+            let_asks_come()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
-        print(f"dlrm-overlap: {error}", file=sys.stderr)
+        rank = announced_rank()  # rank 0 speaks for all that find the same
+        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)

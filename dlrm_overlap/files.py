@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders that one process at a time writes to."""
+"""Files that are whole or not there, files that are none, and folders that one process at a time writes to."""
 
 import contextlib
 import errno
@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,6 +23,32 @@ LOCK_NAME = ".lock"
 _GIVE_UP_S = 0.5  # a look at a lock, by `check_free`, holds it for some microseconds
 # What a file system without locks answers, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_FILES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open the regular file `path`, or one that it links to, for reading.
+
+    Whoever opens a pipe that nobody writes to waits for ever, and some devices never end.
+
+    Raises:
+        OSError: if it cannot be read, or is no file.
+    """
+    if kind := _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)):
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+    return path.open("rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Return what is in the regular file `path`; raises what `open_file` does."""
+    with open_file(path) as stream:
+        return stream.read()
 
 
 @contextmanager
@@ -62,7 +89,7 @@ def check_free(folder: Path, key: str) -> None:
     """
     path = folder / LOCK_NAME
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _in_use(path, key) from None
@@ -128,7 +155,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _in_use(path: Path, key: str) -> InputError:
     try:
-        owner = json.loads(path.read_text())
+        owner = json.loads(read_file(path))
         who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its owner is about to write it
         who = "another process"

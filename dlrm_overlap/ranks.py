@@ -52,7 +52,8 @@ class Ranks:
             start_logging(self.world.rank, Console(stderr=True))
             log.info("%s", self.world.describe())
             wait_s = self.config.embedding.wait_timeout_s
-            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
+            with self.end.while_ranks_meet():
+                process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
             process_group.watch_ranks(self.world, wait_s, self.progress)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
@@ -134,7 +135,7 @@ def run_on_ranks(
         world = launcher.detect()
         check_memory(config, world.world_size, world.local_world_size)
         # Not before the options are known to be good: this loads torch, which takes seconds.
-        from dlrm_overlap.launching.doctor import check_stack
+        from dlrm_overlap.launching.stack import check_stack
 
         check_stack()
         device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)

@@ -10,15 +10,20 @@ import ctypes
 import importlib.util
 import logging
 import os
+import uuid
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region, on_every_rank
+from dlrm_overlap.comm.arena import HostArena, Region
+from dlrm_overlap.comm.every_rank import on_every_rank
+from dlrm_overlap.comm.loan import CudaMemory
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.starting import start_together
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.network import Network
 
@@ -81,7 +86,7 @@ class NvshmemHeap(Heap):
     """
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take a block; `started` has returned an empty string on every rank."""
+        """Take a block; `start_puts` has returned an empty string on every rank."""
         self._nvshmem = _nvshmem()
         self._size, self._address = size_bytes, 0
 
@@ -117,36 +122,76 @@ def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -
     return NvshmemHeap(size_bytes, group, device) if device.type == "cuda" else SharedHeap(size_bytes, group)
 
 
-def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Start NVSHMEM on all ranks of `group` and return an empty string, or why some rank cannot; a collective."""
-    why = _first(missing_puts() if device.type == "cuda" else "CPUs have no kernels that put", group)
-    if not why:
-        nvshmem = _nvshmem()
-        if not nvshmem.running:
-            # Where it cannot start, NVSHMEM may end the process: then this is the last line.
-            log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
-            torch.cuda.set_device(device)
-            torch.cuda.synchronize(device)  # the context is there
-            ids = [nvshmem.unique_id() if group.rank() == 0 else b""]
-            dist.broadcast_object_list(ids, dist.get_global_rank(group, 0), group)
-            nvshmem.start(ids[0], group.rank(), group.size())
-        why = _first(nvshmem.fault or nvshmem.misfit(group.rank(), group.size()), group)
-    return why
+def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
+    """Start NVSHMEM on all ranks of `group` and return an empty string, or why some rank cannot; a collective.
+
+    Args:
+        group: all ranks.
+        device: of this rank.
+        timeout_s: bound of the start, in which ranks wait for each other within NVSHMEM.
+
+    Raises:
+        InputError: if rank 0 is not heard of any more.
+    """
+    why = _first((missing_puts() or _damage()) if device.type == "cuda" else "CPUs have no kernels that put", group)
+    return why or _start(_nvshmem(), group, device, timeout_s)
 
 
-def choose_puts(wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
+def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
+    """Do what `start_puts` does, once every rank has the library; what has failed is not tried again."""
+    verdicts: list[str | None] = [None] * group.size()
+    dist.all_gather_object(verdicts, nvshmem.verdict, group)
+    if verdicts == [None] * group.size():
+        # Where it cannot start, NVSHMEM may end the process: then this is the last line.
+        log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
+        told = [nvshmem.unique_id(), uuid.uuid4().hex] if group.rank() == 0 else [b"", ""]
+        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
+        unique_id, name = told
+
+        def start() -> str:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of the thread that this runs in
+                torch.cuda.synchronize(device)  # the context is there
+            return nvshmem.start(unique_id, group.rank(), group.size())
+
+        store = PrefixStore(f"dlrm_overlap/nvshmem/{name}", _get_process_group_store(group))
+        nvshmem.verdict = start_together(start, "NVSHMEM", store, group.rank(), group.size(), timeout_s)
+        return nvshmem.verdict or _first(nvshmem.misfit(group.rank(), group.size()), group)
+    if fault := next((verdict for verdict in verdicts if verdict), ""):
+        return fault
+    missing = nvshmem.verdict is None
+    return _first(
+        "NVSHMEM was started by other ranks" if missing else nvshmem.misfit(group.rank(), group.size()), group
+    )
+
+
+def _damage() -> str:
+    """Return why NVSHMEM's library, which is there, cannot be taken; empty if it can."""
+    try:
+        _nvshmem()
+    except (OSError, AttributeError) as error:
+        return f"NVSHMEM's {_HOST_LIBRARY} does not load ({' '.join(str(error).split()):.200})"
+    return ""
+
+
+def choose_puts(
+    wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> tuple[bool, str]:
     """Return whether kernels put to other hosts, and if not, why, alike on all ranks; a collective.
 
     Args:
         wanted: puts, messages, or auto, which takes puts where every rank has them.
         reach: with one host, nothing is put to another, and no rank looks.
+        group: all ranks.
+        device: of this rank.
+        timeout_s: bound of a wait for a peer.
 
     Raises:
-        InputError: if puts are wanted and some rank has none.
+        InputError: if puts are wanted and some rank has none, or rank 0 is not heard of any more.
     """
     if reach.whole or wanted == "messages":
         return False, "embedding.between_hosts is messages"
-    why = start_puts(group, device)
+    why = start_puts(group, device, timeout_s)
     if why and wanted == "puts":
         raise InputError(f"embedding.between_hosts: puts, but {why}; take auto or messages")
     return not why, why
@@ -178,7 +223,8 @@ class _Nvshmem:
         calls.nvshmem_malloc.restype = ctypes.c_void_p
         calls.nvshmem_malloc.argtypes = [ctypes.c_size_t]
         calls.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
-        self.running, self.fault = False, ""
+        self.verdict: str | None = None
+        """what a start has come to on all ranks: empty where all have started; None before it"""
         self._free: dict[int, list[int]] = {}
 
     def unique_id(self) -> bytes:
@@ -188,11 +234,10 @@ class _Nvshmem:
         status = self._calls.nvshmemx_get_uniqueid(found)
         return found.raw if status == 0 else b""
 
-    def start(self, unique_id: bytes, rank: int, world_size: int) -> None:
-        """Start with the other ranks; `fault` tells what went wrong."""
+    def start(self, unique_id: bytes, rank: int, world_size: int) -> str:
+        """Start with the other ranks, waiting for them without a bound; return what went wrong, empty if nothing."""
         if not unique_id:
-            self.fault = "NVSHMEM gives no id to start with"
-            return
+            return "NVSHMEM gives no id to start with"
         identity = ctypes.create_string_buffer(unique_id, _UNIQUE_ID_BYTES)
         # Version, pointer to an MPI communicator, then arguments: version, arguments of the id, content.
         attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
@@ -201,8 +246,7 @@ class _Nvshmem:
         _set_version(attributes, 24, _ID_ARGUMENT_BYTES)
         status = self._calls.nvshmemx_set_attr_uniqueid_args(rank, world_size, identity, attributes)
         status = status or self._calls.nvshmemx_hostlib_init_attr(_WITH_UNIQUE_ID, attributes)
-        self.running = status == 0
-        self.fault = "" if self.running else f"NVSHMEM does not start, status {status}; its log says why"
+        return f"NVSHMEM does not start, status {status}, its log says why" if status else ""
 
     def misfit(self, rank: int, world_size: int) -> str:
         """Return what is wrong if these are not the ranks with which it was started."""

@@ -58,7 +58,7 @@ def open_halves(context: ExchangeContext) -> Halves:
     reach = context.reach or find_reach(context.group, context.device, options.hosts)
     puts = context.puts
     if puts is None:
-        puts, _ = choose_puts(options.between_hosts, reach, context.group, context.device)
+        puts, _ = choose_puts(options.between_hosts, reach, context.group, context.device, options.wait_timeout_s)
     context = replace(context, reach=reach, puts=puts)
     forward = BACKENDS[options.backend].forward_for(options.resolved_put, reach.whole)
     assert forward is not None, f"backend {options.backend} has no exchange of ours"

@@ -36,7 +36,7 @@ class Neighbours:
         Where there are several hosts, rank 0's log says so, and how they are reached.
         """
         reach, device = self.reach, self._device
-        puts, why = choose_puts(self._options.between_hosts, reach, self._group, device)
+        puts, why = choose_puts(self._options.between_hosts, reach, self._group, device, self._options.wait_timeout_s)
         if not reach.whole and reach.rank == 0:
             carrier = "NCCL" if device.type == "cuda" else "gloo"
             by = "put part by part by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"

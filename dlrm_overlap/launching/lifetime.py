@@ -1,4 +1,4 @@
-"""How long a process lives: it ends with its parent, and it saves first where it is asked to end."""
+"""How long a process lives: it ends with its parent, saves first where it is asked to end, and at once on Ctrl-C."""
 
 import ctypes
 import os
@@ -6,12 +6,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 
 LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
+_ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_GRACE_S = 5.0  # for other ranks to come to where they meet, once this one was asked to end
 _SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way
 
 
@@ -37,6 +41,37 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         end_with_parent(int(environ[LAUNCHER_PID]))
 
 
+def hold_asks() -> None:
+    """Let SIGTERM and SIGUSR1 wait, in this process and those that it starts from now on, until each has let them come.
+
+    So none is lost between the start of a process and the moment from which it can save. Call it from the main thread.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
+
+
+def let_asks_come() -> None:
+    """End what `hold_asks` has begun, here or in the process that has started this one."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
+
+
+def interrupt_imports() -> None:
+    """Let SIGINT end this process in one line while it imports a module; else it raises KeyboardInterrupt, as ever.
+
+    Libraries catch what is raised while they are imported, and go on, or abort. Where SIGINT is ignored it stays so.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                os.write(2, b"dlrm-overlap: interrupted\n")
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
 class EndRequest:
     """Whether this process was asked to end: SIGTERM and SIGUSR1 only ask, and a second SIGTERM ends it at once.
 
@@ -48,20 +83,41 @@ class EndRequest:
         self.asked = False
 
     def listen(self) -> None:
-        """Take the two signals from now on. Call it from the main thread."""
+        """Take the two signals from now on, and those that have waited. Call it from the main thread."""
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(theirs, False)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in _ASKS:
             signal.signal(number, lambda number, frame: None)
         # A handler runs in the main thread, which may be in a call that does not return; this thread hears of it still.
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()
+        let_asks_come()
+
+    @contextmanager
+    def while_ranks_meet(self) -> Iterator[None]:
+        """In the block, end the process with `SAVED` some seconds after it was asked to: there is nothing to save yet.
+
+        The other ranks may never come. Of a rank that fails as it starts, torchrun tells the others by SIGTERM alone.
+        """
+        met = threading.Event()
+
+        def end_unless_met() -> None:
+            while not met.wait(_GRACE_S / 50):
+                if self.asked and not met.wait(_GRACE_S):
+                    os.write(2, b"dlrm-overlap: asked to end before all ranks had met; the same command begins anew\n")
+                    os._exit(SAVED)
+
+        threading.Thread(target=end_unless_met, name="end unless met", daemon=True).start()
+        try:
+            yield
+        finally:
+            met.set()
 
     def _hear(self, pipe: int) -> None:
         first = 0.0
         while True:
             number = os.read(pipe, 1)[0]
-            if number not in (signal.SIGTERM, signal.SIGUSR1):
+            if number not in _ASKS:
                 continue
             self.asked = True
             if number == signal.SIGTERM:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
-from dlrm_overlap.launching.lifetime import LAUNCHER_PID, SAVED
+from dlrm_overlap.launching.lifetime import LAUNCHER_PID, SAVED, hold_asks, let_asks_come
 
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # passed on to the ranks, which may save before they end
 _ENDS = (signal.SIGINT, signal.SIGQUIT)
@@ -34,9 +34,9 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     standard error says which rank that was, and the last lines that it wrote, and names the folder, which is kept.
     When all goes well the folder is removed.
 
-    SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are passed on to the ranks, which may save before they end; a second one,
-    SIGINT and SIGQUIT end all at once. Then the exit code is theirs if all have saved (`lifetime.SAVED`), else 128 +
-    signal, as a shell has it.
+    SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are passed on to the ranks, which may save before they end, and which they
+    wait for while these start; a second one, SIGINT and SIGQUIT end all at once. Then the exit code is theirs if all
+    have saved (`lifetime.SAVED`), else 128 + signal, as a shell has it.
 
     Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
     alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
@@ -46,7 +46,8 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     ranks above 0 wait a moment before they report it.
 
     Raises:
-        InputError: inside another launcher that started several processes.
+        InputError: inside another launcher that started several processes; if a rank cannot be started, or nothing can
+            be written to the temporary folder.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -54,15 +55,29 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
             signal.signal(number, lambda number, frame: caught.append(number))
-    port, logs = free_port(), Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
+    port, logs = free_port(), _make_logs()
     workers: list[subprocess.Popen[bytes]] = []
     code = 0
     try:
+        let_asks_come()
+        if caught:
+            name = signal.Signals(caught[0]).name
+            print(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew", file=sys.stderr)
+            return SAVED if caught[0] in _ASKS else 128 + caught[0]
+        hold_asks()
         for rank in range(nproc):
-            workers.append(_start(argv, rank, nproc, port, logs))
+            try:
+                workers.append(_start(argv, rank, nproc, port, logs))
+            except OSError as error:
+                raise InputError(
+                    f"--nproc: rank {rank} of {nproc} cannot be started ({error.strerror}); start fewer, or raise what "
+                    f"this user may have (`ulimit -a`)"
+                ) from None
+        let_asks_come()
         code = _wait(workers, caught, logs)
         return code
     finally:
+        let_asks_come()
         for worker in workers:
             _kill_group(worker)
         if sys.stderr.isatty():
@@ -71,6 +86,17 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
             shutil.rmtree(logs, ignore_errors=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _make_logs() -> Path:
+    """Return a new folder for what the ranks write."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
+    except OSError as error:
+        raise InputError(
+            f"--nproc: no folder for what the ranks write ({error.strerror}); make room in the temporary folder, or "
+            f"set TMPDIR to another"
+        ) from None
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], logs: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import replacing
+from dlrm_overlap.files import read_file, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -26,11 +26,16 @@ class MetricsFile:
         A line that is not whole, as a crash or a full disk leaves it, is left out with a warning.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if it cannot be read or written.
         """
         kept = []
         if path.exists() and keep_up_to_step:
-            lines = path.read_text(errors="replace").splitlines()
+            try:
+                lines = read_file(path).decode(errors="replace").splitlines()
+            except OSError as error:
+                raise InputError(
+                    f"log.dir: {path} cannot be read ({error.strerror}); move it away, and the run starts another"
+                ) from None
             steps = [_step_of(line) for line in lines]
             if torn := steps.count(None):
                 log.warning("%s: %d of %d lines are not whole, and left out", path, torn, len(lines))
@@ -76,15 +81,15 @@ def nan_as_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old file or the new one, and never half of one.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path`, so that a reader finds the old file or the new one, and never half of one.
 
     Raises:
         InputError: if it cannot be written, as on a full disk; the old file is still there then.
     """
     try:
         with replacing(path) as stream:
-            stream.write(text.encode())
+            stream.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise InputError(
             f"log.dir: {path} cannot be written ({error.strerror}); make room, or give another folder"

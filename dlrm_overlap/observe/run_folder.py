@@ -47,12 +47,18 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     """Have rank 0 make `folder` and hold its lock while the block runs; a collective at the beginning.
 
     Raises:
-        InputError: on all ranks, if the folder cannot be made or another process that is alive holds the lock.
+        InputError: on all ranks, if the folder cannot be made or written to, or another process that is alive holds
+            the lock.
     """
 
     def hold() -> None:
         make_folder(folder)
-        stack.enter_context(hold_folder(folder, "log.dir"))
+        try:
+            stack.enter_context(hold_folder(folder, "log.dir"))
+        except OSError as error:
+            raise InputError(
+                f"log.dir: {folder} cannot be written to ({error.strerror}); give a folder that is yours"
+            ) from None
 
     with ExitStack() as stack:
         from_rank_0(hold)

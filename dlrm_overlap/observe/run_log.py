@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import warnings
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.checkpoint import make_folder
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.files import read_file
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
@@ -74,19 +76,42 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_file(path))
         if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
             raise ValueError
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         log.warning("%s is not what was written, and left out", path)
         return None
     return {key: math.nan if value is None else value for key, value in content.items()}
 
 
 def read_step_ms(folder: Path) -> list[float]:
-    """Return the times of the steady steps of the finished run in `folder`, in ms; none where there is no such run."""
+    """Return the times of the steady steps of the finished run in `folder`, in ms; none where there is no such run.
+
+    A file that is damaged counts as none, with a warning.
+    """
     path = folder / _STEP_TIMES
-    return np.load(path).tolist() if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        times = np.load(BytesIO(read_file(path)))
+        if not (isinstance(times, np.ndarray) and times.ndim == 1 and times.dtype == np.float32):
+            raise ValueError
+    except (OSError, ValueError, EOFError):
+        log.warning("%s is not what was written, and left out", path)
+        return []
+    return times.tolist()
+
+
+def write_step_ms(folder: Path, times: list[float]) -> None:
+    """Write the times of a run's steady steps, in ms, for `read_step_ms`.
+
+    Raises:
+        InputError: if they cannot be written.
+    """
+    array = BytesIO()
+    np.save(array, np.array(times, dtype=np.float32))
+    write_atomically(folder / _STEP_TIMES, array.getvalue())
 
 
 def check_folder(config: Config) -> None:
@@ -284,7 +309,7 @@ class RunLog:
             if (path := self._tracer.path) and path.exists():
                 parts = write_breakdown(path, self.config.log.traced[-1], self._board)
                 summary |= {"breakdown_ms": parts} if parts else {}
-            np.save(self.folder / _STEP_TIMES, np.array(times, dtype=np.float32))
+            write_step_ms(self.folder, times)
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             order = [*_FIRST_RESULTS, *(key for key in summary if key not in _FIRST_RESULTS)]

@@ -107,8 +107,8 @@ def locate_checkpoint(path: Path, key: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is the folder of a checkpoint, be it damaged."""
-    return (path / MANIFEST).is_file()
+    """Return whether `path` is the folder of a checkpoint, be it damaged: its manifest may be none."""
+    return (path / MANIFEST).exists()
 
 
 def _order(manifest: Manifest) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.files import read_file
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, Piece, check_file, read_manifest
 from dlrm_overlap.storage.old_format import OldCheckpoint
 from dlrm_overlap.storage.parts import Cut, Stored, fill, local_parts
@@ -101,7 +102,7 @@ def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
     seen, faults, manifest = "nothing", [], None
     try:
         manifest = read_manifest(path)
-        seen = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        seen = hashlib.sha256(read_file(path / MANIFEST)).hexdigest()
     except (DamagedError, OSError) as error:
         faults = [str(error)]
     everywhere = gather(seen)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.files import open_file, read_file
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -106,7 +107,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        text = path.read_text()
+        text = read_file(path).decode()
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError("no object")
@@ -223,7 +224,7 @@ def check_file(path: Path, expected: StoredFile) -> None:
         if (size := path.stat().st_size) != expected.bytes:
             raise DamagedError(f"{path} has {size} bytes, not {expected.bytes}")
         checksum = hashlib.sha256()
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum.update(chunk)
     except OSError as error:

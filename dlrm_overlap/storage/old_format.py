@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dlrm_overlap.files import open_file
 from dlrm_overlap.storage.manifest import DamagedError, Piece, StoredTensor, check_coverage
 from dlrm_overlap.storage.parts import Box, in_order_of_states, state_of
 
@@ -81,7 +82,7 @@ class OldCheckpoint:
         """
         self.path = path
         try:
-            with (path / ".metadata").open("rb") as file:
+            with open_file(path / ".metadata") as file:
                 about = _Unpickler(file).load()
             self._places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {
                 (index.fqn, tuple(index.offset or [])): (info.relative_path, info.offset, info.length)
@@ -125,7 +126,7 @@ class OldCheckpoint:
         file, offset, length = self._places[self._names[piece.name, piece.offsets]]
         place = self.path / Path(file).name
         try:
-            with place.open("rb") as stream:
+            with open_file(place) as stream:
                 stream.seek(offset)
                 data = io.BytesIO(stream.read(length))
             with zipfile.ZipFile(data) as archive:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from dlrm_overlap.files import open_file
 from dlrm_overlap.storage.manifest import DamagedError, StoredFile
 
 _CODES = {
@@ -89,7 +90,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         DamagedError: if it is not such a file.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writing to it leaves the file alone
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise DamagedError(f"{path} cannot be read ({error})") from None

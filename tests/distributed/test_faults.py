@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.launching.lifetime import SAVED
-from tests.conftest import read_metrics
+from tests.conftest import read_metrics, wait_until
 from tests.distributed.faults import children_of, fail_at, sockets_of, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
 
@@ -99,7 +99,8 @@ def test_a_loader_process_that_died_or_stopped_ends_the_run_in_one_line(
     code, errors = train(tmp_path, *FOREVER, *options, fault=fail_at(rank, 12, how)).end(90)
     assert code == 2
     (line,) = [line for line in errors.splitlines() if not re.match(r"[\d:]+ rank 0: ", line)]
-    assert re.match(rf"dlrm-overlap: loader process 0 of 1 \(pid \d+\) .*{told}", line)
+    who = f"rank {rank}: " if rank else ""
+    assert re.match(rf"dlrm-overlap: {who}loader process 0 of 1 \(pid \d+\) .*{told}", line)
 
 
 def test_sigusr1_to_the_launcher_lets_the_ranks_save(tmp_path: Path) -> None:
@@ -110,6 +111,16 @@ def test_sigusr1_to_the_launcher_lets_the_ranks_save(tmp_path: Path) -> None:
     assert code == SAVED, errors
     (step,) = re.findall(r"asked to end: step (\d+) is saved", errors)
     assert (tmp_path / "run" / "checkpoints" / f"step_{step}").is_dir()
+
+
+def test_a_launcher_that_is_asked_at_once_lets_the_ranks_save(tmp_path: Path) -> None:
+    run = train(tmp_path, *FOREVER)
+    wait_until(lambda: len(children_of(run.process.pid)) == 2, 30, "no ranks")
+    run.process.send_signal(signal.SIGUSR1)
+    code, errors = run.end(60)
+    assert code == SAVED, errors
+    (step,) = re.findall(r"asked to end: step (\d+) is saved", errors)
+    assert int(step) < 15  # a log line at step 5, and what was read ahead
 
 
 def test_an_exception_of_one_rank_is_shown_once(tmp_path: Path) -> None:

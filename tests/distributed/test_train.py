@@ -181,7 +181,8 @@ def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None
     assert result.returncode == 2
     # Of rank 1, in whose part the sample lies: rank 0, which loses its peer, says nothing.
     (line,) = [line for line in result.stderr.splitlines() if not re.match(r"[\d:]+ rank \d: ", line)]
-    assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0: table 7, id of sample 555, column 0 is 50, not below 50")
+    told = f"dlrm-overlap: rank 1: {tmp_path}/day_0: table 7, id of sample 555, column 0 is 50, not below 50"
+    assert line.startswith(told)
 
 
 @pytest.mark.slow

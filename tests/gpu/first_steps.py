@@ -48,10 +48,10 @@ def work(ranks: Ranks) -> int:
     setattr(Snapshot, "take", taking)  # noqa: B010
     trainer = ranks.trainer()
     trainer.fit()
-    times = read_step_ms(trainer.folder)
     trainer.close()
     if ranks.world.rank:
         return 0
+    times = read_step_ms(trainer.folder)  # rank 0 wrote them; another rank might look before it has
     beside = {step - _WARMUP_STEPS + later for step in begun for later in range(_BESIDE)}
     none = [ms for index, ms in enumerate(times) if index > _FIRST and index not in beside]
     print(f"no save under way: {len(none)} steps, median {statistics.median(none):.3f} ms")

@@ -1,11 +1,19 @@
 """How messages go between hosts: what is asked for, what there is, and what is told."""
 
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from dlrm_overlap.comm import network
 from dlrm_overlap.comm.network import _Nvshmem
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.starting import start_together
 from dlrm_overlap.config import InputError
 
 CUDA = torch.device("cuda", 0)
@@ -23,7 +31,7 @@ class Group:
 
 
 def _choose(wanted: str, reach: Reach = TWO_HOSTS, device: torch.device = CUDA) -> tuple[bool, str]:
-    return network.choose_puts(wanted, reach, Group(), device)  # type: ignore[arg-type]
+    return network.choose_puts(wanted, reach, Group(), device, 1.0)  # type: ignore[arg-type]
 
 
 def test_puts_are_taken_only_where_they_are_wanted_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +52,49 @@ def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InputError, match=rf"^embedding\.between_hosts: puts, but {missing} .*; take auto or messages$"):
         _choose("puts")
     assert _choose("auto", device=torch.device("cpu")) == (False, "CPUs have no kernels that put (rank 0)")
+
+
+def _fails() -> str:
+    return "no network"
+
+
+def _raises() -> str:
+    raise RuntimeError("CUDA error:\n  out of memory")
+
+
+def _waits() -> str:
+    threading.Event().wait(20)  # for ranks that have failed, as NVSHMEM does without a bound
+    return ""
+
+
+def _starts() -> str:
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("starts", "verdict"),
+    [
+        ((_starts, _starts, _starts), ""),
+        ((_waits, _fails, _waits), "no network (rank 1)"),
+        ((_raises, _waits, _waits), "NVSHMEM does not start (CUDA error: out of memory) (rank 0)"),
+        ((_starts, _waits, _starts), "NVSHMEM has not started within 0.5 s on rank 1"),
+        ((_waits, _waits, _waits), "NVSHMEM has not started within 0.5 s on rank 0 and 2 more"),
+    ],
+)
+def test_all_ranks_learn_what_keeps_one_from_starting(starts: tuple[Callable[[], str], ...], verdict: str) -> None:
+    store, begin = dist.HashStore(), time.monotonic()  # pyright: ignore[reportPrivateImportUsage]
+    with ThreadPoolExecutor(len(starts)) as ranks:
+        told = list(ranks.map(lambda rank: start_together(starts[rank], "NVSHMEM", store, rank, 3, 0.5), range(3)))
+    assert told == [verdict] * 3
+    assert time.monotonic() - begin < 5
+
+
+def test_a_verdict_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_overlap.comm.starting._SLACK_S", 0.1)
+    monkeypatch.setattr("dlrm_overlap.comm.starting._ANSWER", timedelta(seconds=0.1))
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    with pytest.raises(InputError, match=r"^NVSHMEM: rank 0 does not say within 0\.1 s whether all ranks have started"):
+        start_together(_starts, "NVSHMEM", store, 1, 2, 0.1)
 
 
 def test_all_ranks_take_the_same_kept_block_in_whatever_order_they_kept_them() -> None:

@@ -1,5 +1,6 @@
 """The launcher behind `--nproc`: exit codes, output, signals, and that no process is left."""
 
+import errno
 import json
 import os
 import re
@@ -28,7 +29,15 @@ ROOT = Path(dlrm_overlap.__file__).parents[1]
 # Takes `train` and RANK:COMMAND arguments.
 WORKER = """\
 import json, os, signal, subprocess, sys, time
+from dlrm_overlap.launching.lifetime import let_asks_come
 rank = os.environ["RANK"]
+for argument in sys.argv[4:]:
+    if argument.startswith("all:starts_slowly:"):  # and then saves
+        open(argument.split(":")[2] + "." + rank, "w").write(str(os.getpid()))
+        time.sleep(0.5)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+let_asks_come()
 assert sys.argv[1:4] == ["-m", "dlrm_overlap", "train"]
 for argument in sys.argv[4:]:
     who, command, *rest = argument.split(":")
@@ -206,6 +215,43 @@ class TestSpawn:
         assert parent.wait(20) == code
         assert_gone(started)
 
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_ranks_that_are_asked_while_they_start_save_all_the_same(
+        self, worker: Path, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        pids = tmp_path / "pids"
+        parent = launcher_of(worker, number, f"all:starts_slowly:{pids}", "all:hang")
+        started = wait_for_pids(pids, 2)
+        parent.send_signal(number)
+        assert parent.wait(20) == SAVED
+        assert_gone(started)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_a_launcher_that_is_asked_before_it_starts_a_rank_starts_none(
+        self, worker: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    ) -> None:
+        asked = (
+            f"from dlrm_overlap.launching.lifetime import hold_asks; hold_asks(); signal.raise_signal({int(number)}); "
+        )
+        assert launcher_of(worker, number, "all:say", before=asked).wait(20) == SAVED
+        told = f"dlrm-overlap: {number.name}: no rank was started yet; the same command begins anew\n"
+        assert capfd.readouterr() == ("", told)
+
+    @pytest.mark.parametrize(
+        ("what", "told"),
+        [
+            ("subprocess.Popen", r"^--nproc: rank 0 of 2 cannot be started \(File too large\); start fewer, or raise"),
+            ("tempfile.mkdtemp", r"^--nproc: no folder for what the ranks write \(File too large\); make room in the"),
+        ],
+    )
+    def test_ranks_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch, what: str, told: str) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+        monkeypatch.setattr(what, refuse)
+        with pytest.raises(InputError, match=told):
+            spawn(["train"], 2)
+
     def test_a_second_sigterm_ends_at_once(self, worker: Path, tmp_path: Path) -> None:
         pids = tmp_path / "pids"
         parent = launcher_of(worker, signal.SIGTERM, "all:stubborn", f"all:pids:{pids}", "all:hang")
@@ -218,11 +264,11 @@ class TestSpawn:
         assert_gone(started)
 
 
-def launcher_of(worker: Path, number: signal.Signals, *options: str) -> subprocess.Popen[bytes]:
-    """Return a process that runs `spawn`, which heeds signal `number`."""
+def launcher_of(worker: Path, number: signal.Signals, *options: str, before: str = "") -> subprocess.Popen[bytes]:
+    """Return a process that runs `before` and then `spawn`, which heeds signal `number`."""
     heed = "" if number == signal.SIGKILL else f"signal.signal({int(number)}, signal.SIG_DFL); "
     program = (  # a background job of a script ignores some signals, and all it starts does
-        f"import signal, sys; {heed}"
+        f"import signal, sys; {heed}{before}"
         f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
         f"sys.exit(spawn(['train', *{options!r}], 2))"
     )

@@ -9,7 +9,8 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, write_atomically
-from tests.conftest import file_limit
+from dlrm_overlap.observe.run_log import read_step_ms, read_summary, write_step_ms
+from tests.conftest import NO_FILES, file_limit
 
 
 def test_auroc_and_ne_against_their_definitions() -> None:
@@ -117,6 +118,35 @@ def test_a_full_disk_keeps_the_old_file_and_says_so(tmp_path: Path) -> None:
         write_atomically(path, "new" * 10)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_times_are_whole_or_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "step_ms.npy"
+    write_step_ms(tmp_path, [1.0, 2.0] * 100)
+    whole = path.read_bytes()
+    with file_limit(100), pytest.raises(InputError, match=r"step_ms\.npy cannot be written \(File too large\)"):
+        write_step_ms(tmp_path, [3.0] * 200)
+    assert read_step_ms(tmp_path) == [1.0, 2.0] * 100
+    assert list(tmp_path.iterdir()) == [path]
+    assert not caplog.messages
+    for cut in (0, 5, 200):
+        path.write_bytes(whole[:cut])
+        assert read_step_ms(tmp_path) == []
+        assert caplog.messages.pop().endswith("step_ms.npy is not what was written, and left out")
+        caplog.clear()
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_results_that_are_no_files_are_told_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    for name in ("summary.json", "step_ms.npy", "metrics.jsonl"):
+        NO_FILES[kind](tmp_path / name)
+    assert read_summary(tmp_path) is None
+    assert read_step_ms(tmp_path) == []
+    assert [text.split()[0] for text in caplog.messages] == [f"{tmp_path}/summary.json", f"{tmp_path}/step_ms.npy"]
+    with pytest.raises(InputError, match=rf"metrics\.jsonl cannot be read \(it is {kind}, not a file\)"):
+        MetricsFile(tmp_path / "metrics.jsonl", 5)
 
 
 def test_slowed_steps_are_left_out_where_others_are_left() -> None:

@@ -1,5 +1,6 @@
 """What a run goes on with, and what it refuses to, by the files of its folder alone."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 
 from dlrm_overlap.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.launching.preflight import check_resume
 from dlrm_overlap.observe.run_log import check_folder
 from dlrm_overlap.storage.branches import line, newest_checkpoint, read_manifests, surplus
 from dlrm_overlap.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
-from tests.conftest import configuration
+from tests.conftest import NO_FILES, configuration
 
 ROWS = [10, 20]
 
@@ -235,6 +237,22 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
         InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
     ):
         _find(checkpoint)
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_a_manifest_that_is_no_file_is_a_damaged_one(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    newer = checkpoint.with_name("step_4")
+    newer.mkdir()
+    NO_FILES[kind](newer / MANIFEST)
+    with caplog.at_level("WARNING", "dlrm_overlap"):
+        assert _find(checkpoint) == checkpoint
+    (text,) = caplog.messages
+    fault = rf"{newer / MANIFEST} cannot be read \(it is {kind}, not a file\)"
+    assert re.search(f"{fault}; going on from {checkpoint}, ", text)
+    with pytest.raises(InputError, match=rf"^checkpoint\.resume: {fault}; name another"):
+        check_resume(_config("--checkpoint.resume", str(newer)))
 
 
 def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import dlrm_overlap
+from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import run_on_ranks
@@ -70,25 +72,60 @@ cli.run()
     assert "IndexError: pop from empty list" in result.stderr
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_the_command_line_is_loaded_ends_in_one_line() -> None:
-    script = """
-import os, signal, sys
+# Gets the signal argv[1] while the command line is loaded. `train` waits until it is asked to end.
+LOADING = """
+import os, signal, sys, time
 from importlib.abc import MetaPathFinder
+from types import SimpleNamespace
 
-class Interrupts(MetaPathFinder):
+class Signals(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "dlrm_overlap.launching.parsing":
-            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                os.kill(os.getpid(), int(sys.argv.pop(1)))
+            except KeyboardInterrupt:
+                pass  # as torch and matplotlib do
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.meta_path.insert(0, Interrupts())
+def train(*_, **__):
+    from dlrm_overlap.launching.lifetime import EndRequest
+    end, deadline = EndRequest(), time.monotonic() + 20
+    end.listen()
+    while not end.asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return 75 if end.asked else 0
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
+sys.meta_path.insert(0, Signals())
+sys.modules["dlrm_overlap.ranks"] = SimpleNamespace(Ranks=object, run_on_ranks=train)
 from dlrm_overlap.__main__ import run
 run()
 """
-    command = [sys.executable, "-c", script, "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "dlrm-overlap: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "command", "code", "told"),
+    [
+        (signal.SIGINT, "train", 128 + signal.SIGINT, "dlrm-overlap: interrupted\n"),
+        (signal.SIGTERM, "train", 75, ""),
+        (signal.SIGUSR1, "train", 75, ""),
+        (signal.SIGTERM, "compare", -signal.SIGTERM, ""),
+    ],
+)
+def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int, told: str) -> None:
+    argv = [sys.executable, "-c", LOADING, str(int(number)), command]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", told)
+
+
+@pytest.mark.parametrize(("rank", "who"), [("0", ""), ("1", "rank 1: ")])
+def test_a_rank_above_0_gives_its_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, who: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == f"dlrm-overlap: {who}trian: not a command; did you mean train?\n"
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
@@ -126,6 +163,16 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     for key, meaning in rows:
         assert f"--{key} " in text
         assert meaning.replace("\\|", "|") in text, key
+
+
+def test_help_of_a_benchmark_tells_what_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    for kind, figure in FIGURES.items():
+        with pytest.raises(SystemExit):
+            main(["bench", kind, "--help"])
+        assert f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other" in capsys.readouterr().out
 
 
 def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:

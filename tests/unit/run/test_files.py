@@ -15,7 +15,8 @@ import pytest
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
-from tests.conftest import ROOT
+from dlrm_overlap.observe.run_folder import hold_run_folder
+from tests.conftest import NO_FILES, ROOT
 
 # Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
 OWNER = """
@@ -57,6 +58,19 @@ def test_looks_at_the_same_time_do_not_see_each_other(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_SH)
         check_free(tmp_path, "log.dir")
     check_free(tmp_path / "not there", "log.dir")
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_a_lock_that_is_no_file_holds_up_nobody(tmp_path: Path, kind: str) -> None:
+    NO_FILES[kind](tmp_path / LOCK_NAME)
+    check_free(tmp_path, "log.dir")
+    if kind in ("a pipe", "a device"):  # the kernel locks these as well
+        with hold_run_folder(tmp_path):
+            pass
+    else:
+        with pytest.raises(InputError, match=rf"^log\.dir: {tmp_path} cannot be written to \(.*; give a"):
+            hold_run_folder(tmp_path).__enter__()
 
 
 def test_a_file_system_without_locks_is_told_of(

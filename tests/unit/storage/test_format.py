@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from dlrm_overlap.storage.parts import Part, Stored, fill, local_parts, whole
 from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
 from tests.agreement import assert_same
+from tests.conftest import NO_FILES
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 ROWS, D = 5, 8
@@ -237,6 +239,22 @@ def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
     os.truncate(path / MANIFEST, 100)
     with pytest.raises(DamagedError, match=str(path / MANIFEST)):
         read_manifest(path)
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_named_at_once(tmp_path: Path, kind: str) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
+    manifest, file = read_manifest(path), path / "rank_0.safetensors"
+    size = file.stat().st_size
+    for place in (file, path / MANIFEST):
+        place.unlink()
+        NO_FILES[kind](place)
+    with pytest.raises(DamagedError, match=rf"{MANIFEST} cannot be read \(it is {kind}, not a file\)"):
+        read_manifest(path)
+    with pytest.raises(DamagedError, match=rf"safetensors cannot be read .*it is {kind}, not a file"):
+        Checkpoint(path, manifest).read(manifest.tensors[NAME].pieces[0])
+    (fault,) = find_faults(path, manifest)
+    assert re.search(rf"safetensors (cannot be read \(it is {kind}|has \d+ bytes, not {size})", fault)
 
 
 class _Malice:

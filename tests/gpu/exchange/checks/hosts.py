@@ -67,7 +67,7 @@ def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
 
 def _check_signals(place: Place) -> None:
     """A part's signal is set to the epoch, not added to, and its bytes are those that were staged, in any order."""
-    assert not start_puts(place.group, place.device)
+    assert not start_puts(place.group, place.device, 60.0)
     heap = open_heap(1 << 20, place.group, place.device)
     network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
     parts, peer, source = Parts(8, 4, 3), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
