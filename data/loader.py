@@ -13,7 +13,8 @@ import torch
 from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo import open_criteo
-from dlrm_overlap.data.ring import Ring, SlotShape
+from dlrm_overlap.data.ring import Ring
+from dlrm_overlap.data.slot import SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
 _CPU = torch.device("cpu")

@@ -24,7 +24,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -34,87 +33,13 @@ import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
+from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
 
-_INPUT_ERROR, _FAILURE = -1, -2  # stored in place of a batch's number of ids
-_MESSAGE_BYTES = 4096
 _POLL_S = 0.05
 _CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed
-_PAGE = mmap.PAGESIZE
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-@dataclass(frozen=True)
-class SlotShape:
-    """Sizes of the largest batch, for which a slot has room."""
-
-    samples: int
-    """samples of a batch, b"""
-    dense_features: int
-    """dense features of a sample, F"""
-    tables: int
-    """number of tables, T"""
-    max_ids: int
-    """most ids of one sample, over all tables"""
-
-
-class _Slot:
-    """Views of one slot's memory: the tensors of a batch, its number of ids, and room for an error's message."""
-
-    def __init__(self, memory: torch.Tensor, shape: SlotShape) -> None:
-        self._memory, self._used = memory, 0
-        b = shape.samples
-        self.ids = self._take(1, torch.int64)
-        self.stand_ins = self._take(1, torch.int64)
-        self.message = self._take(_MESSAGE_BYTES, torch.uint8)
-        self.values = self._take(b * shape.max_ids, torch.int32)
-        self.lengths = self._take(b * shape.tables, torch.int32)
-        self.dense = self._take(b * shape.dense_features, torch.float32).view(b, -1)
-        self.labels = self._take(b, torch.float32)
-
-    @staticmethod
-    def size_bytes(shape: SlotShape) -> int:
-        """Return the bytes that a slot needs, in whole pages."""
-        per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + 1)
-        return -(-(16 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
-
-    def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        start = self._used
-        self._used += count * dtype.itemsize
-        return self._memory[start : self._used].view(dtype)
-
-    def write(self, batch: Batch) -> None:
-        """Store `batch` in the slot."""
-        values, lengths = batch.sparse.values(), batch.sparse.lengths()
-        assert values.dtype == lengths.dtype == torch.int32, "data sets give int32 ids and lengths"
-        self.values[: values.numel()].copy_(values)
-        self.lengths.copy_(lengths)
-        self.dense.copy_(batch.dense)
-        self.labels.copy_(batch.labels)
-        self.stand_ins[0] = batch.stand_ins
-        self.ids[0] = values.numel()
-
-    def write_error(self, kind: int, message: str) -> None:
-        """Store an error in place of a batch."""
-        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        self.message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.ids[0] = kind
-
-    def read(self) -> Batch:
-        """Return the batch, whose tensors are views of the slot's memory.
-
-        Raises:
-            InputError: as the data set raised it.
-            RuntimeError: with the traceback of any other failure.
-        """
-        ids = int(self.ids[0])
-        if ids >= 0:
-            batch = Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
-            batch.stand_ins = int(self.stand_ins[0])
-            return batch
-        text = self.message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        raise InputError(text) if ids == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")
 
 
 class _Tokens:
@@ -162,10 +87,10 @@ class Ring:
         pin: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        size, slots = _Slot.size_bytes(shape), workers * slots_per_worker
+        size, slots = Slot.size_bytes(shape), workers * slots_per_worker
         # Anonymous memory, which forked readers share: it needs no file, and none of a container's small /dev/shm.
         self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
-        self._slots = [_Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
+        self._slots = [Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
         context = multiprocessing.get_context("fork")
         self._free = [_Tokens(1) for _ in range(slots)]
         self._filled = [_Tokens(0) for _ in range(slots)]
@@ -280,9 +205,9 @@ class Ring:
                 self._slots[index].write(read(self._steps[position]))
                 failed = False
             except InputError as error:
-                self._slots[index].write_error(_INPUT_ERROR, str(error))
+                self._slots[index].write_input_error(str(error))
             except Exception:
-                self._slots[index].write_error(_FAILURE, traceback.format_exc()[-_MESSAGE_BYTES // 2 :])
+                self._slots[index].write_failure(traceback.format_exc())
             self._filled[index].put()
             if failed:
                 return

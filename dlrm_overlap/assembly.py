@@ -1,9 +1,10 @@
 """One rank's model, optimizers and train pipeline, put together as a configuration says."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,34 +17,30 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
+from dlrm_overlap.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.optimizers import LearningRate, build_optimizer
 from dlrm_overlap.overlap import resolve_overlap
-from dlrm_overlap.pipeline import (
-    LearningRate,
-    build_optimizer,
-    build_pipeline,
-    cast_once,
-    compile_dense,
-    compile_loss,
-    divide_head,
-    join_dense,
-    shard_model,
-    takes_graph,
-)
+from dlrm_overlap.pipeline import build_pipeline, shard_model, takes_graph
 
 log = logging.getLogger("dlrm_overlap")
 
 
-class Assembled(NamedTuple):
-    """What takes a rank's steps."""
+@dataclass(frozen=True)
+class Assembled:
+    """What takes a rank's steps, and shares memory with its peers for them."""
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
@@ -53,11 +50,41 @@ class Assembled(NamedTuple):
     """whose `progress` takes a step with the model and the optimizer"""
     plan: ShardingPlan
 
+    def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
+        """Return what has memory that peers see, in the order in which it is released: graphs before what they use."""
+        pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
+        return [*pipelines, *products_of(self.model), *exchanges(self.model)]
+
+    def check(self) -> None:
+        """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
+        for sharer in self._sharers():
+            sharer.check()
+
+    @contextmanager
+    def raising_the_cause(self) -> Iterator[None]:
+        """Raise what a kernel has recorded in place of the CUDA error that follows from it.
+
+        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
+        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self.check()
+            if bad_id := fbgemms_bad_id(error):
+                raise bad_id from error
+            raise
+
+    def close(self) -> None:
+        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
+        for sharer in self._sharers():
+            sharer.close()
+
 
 def assemble(
     config: Config, world: World, device: torch.device, train: Dataset, fused_params: Mapping[str, Any] | None = None
 ) -> Assembled:
-    """Build the model of `config` on this rank's device, and what trains it. All ranks call this.
+    """Build the model of `config` on this rank's device, and what trains it; a collective.
 
     The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
     tables get their first weights when they are where they stay.
@@ -81,11 +108,9 @@ def assemble(
     if overlap.reason and world.rank == 0:
         log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
     divide_head(dlrm.head, group, config.model, config.train)
-    embedding = replace(config.embedding, backward=overlap.backward)
-    sharder = build_sharder(embedding, config.train.precision, config.model.dim)
-    if fused_params is not None:
-        assert sharder.fused_params is not None, "build_sharder gives the optimizer there"
-        sharder.fused_params.update(fused_params)
+    sharder = build_sharder(
+        replace(config.embedding, backward=overlap.backward), config.train.precision, config.model.dim, fused_params
+    )
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharder, topology, config.embedding, config.model.dim, train.pooling, samples, group)
     model = shard_model(task, plan, sharder, group, device)

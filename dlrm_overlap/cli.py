@@ -84,7 +84,8 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.compare import count_noise_runs, report, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.compare import count_noise_runs, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.observe.comparison import report
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
@@ -142,11 +143,11 @@ def _print_places(result: Path, runs: Path, has_events: bool) -> None:
 
 
 def bench(argv: list[str]) -> int:
-    """Measure the input or the embedding stage; `bench --help` tells the benchmarks."""
+    """Measure training steps, the embedding stage, communication or the input; `bench --help` tells the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        lines = [f"  {name:10} {figure.summary}" for name, figure in FIGURES.items()]
-        lines.append(f"  {'report':10} the rows of a folder on one page, with plots and tables: bench report DIR")
+        lines = [f"  {name:11} {figure.summary}" for name, figure in FIGURES.items()]
+        lines.append(f"  {'report':11} the rows of a folder on one page, with plots and tables: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
@@ -168,9 +169,12 @@ def bench(argv: list[str]) -> int:
         request = figure.request.read(kind, ranks.values)
         request.check_hosts(ranks.config)
         request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
+        if ranks.device.type == "cpu" and ranks.world.rank == 0:
+            print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)
         return figure.load()(request, ranks)
 
-    return run_on_ranks(["bench", kind], bench.__doc__ or "", argv[1:], work, add_options, check)
+    meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other benchmarks."
+    return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)
 
 
 def _bench_report(argv: list[str]) -> int:

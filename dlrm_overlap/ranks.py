@@ -135,7 +135,7 @@ def run_on_ranks(
         world = launcher.detect()
         check_memory(config, world.world_size, world.local_world_size)
         # Not before the options are known to be good: this loads torch, which takes seconds.
-        from dlrm_overlap.launching.doctor import check_stack
+        from dlrm_overlap.launching.stack import check_stack
 
         check_stack()
         device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)

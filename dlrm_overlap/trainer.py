@@ -5,7 +5,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 
 | what happens | where |
 |---|---|
-| a batch is copied to the device, two steps ahead | `graphs.static_batch`; `pipeline.build_pipeline` |
+| a batch is copied to the device, two steps ahead | `graphs.read_ahead`; `pipeline.build_pipeline` |
 | its ids go to the owners of their rows, one step ahead | `embedding.backends.ids`; TorchRec's input_dist |
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
@@ -13,14 +13,13 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | interaction and top MLP run | `model.Head`, layers that ranks share in `dense.tensor_parallel` |
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
-| the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `pipeline.join_dense` |
-| the dense optimizer takes its step | `dense.optimizer`; `pipeline.build_dense_optimizer` |
+| the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `dense_part.join_dense` |
+| the dense optimizer takes its step | `dense.optimizer`; `optimizers.build_dense_optimizer` |
 """
 
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,11 +31,8 @@ from dlrm_overlap.checkpoint import Checkpointer, checkpoint_shape, cuts_of, ste
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
-from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.tables import fbgemms_bad_id
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.preflight import total_steps
@@ -116,9 +112,10 @@ class Trainer:
         )
         self.start = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        built = assemble(config, world, device, train, fused_params)
-        self.model, self.optimizer, self.learning_rate = built.model, built.optimizer, built.learning_rate
-        self.pipeline, self.plan = built.pipeline, built.plan
+        self.assembled = assemble(config, world, device, train, fused_params)
+        self.model, self.optimizer = self.assembled.model, self.assembled.optimizer
+        self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
+        self.plan = self.assembled.plan
         self.checkpointer.about = {
             "config": config.as_dict(),
             "plan": plan_record(self.plan),
@@ -130,7 +127,7 @@ class Trainer:
             self.model,
             self.optimizer,
             device,
-            self._check_exchanges,
+            self.assembled.check,
             lambda: self._evaluate_on(1)["loss"],
         )
 
@@ -219,7 +216,7 @@ class Trainer:
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_save()
-            with self._raising_the_cause():
+            with self.assembled.raising_the_cause():
                 return run_log.summary(step, values)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
@@ -251,12 +248,12 @@ class Trainer:
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
-                with self._raising_the_cause():
+                with self.assembled.raising_the_cause():
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
-                self._check_exchanges()  # the loss was read, so what kernels had to record is there
+                self.assembled.check()  # the loss was read, so what kernels had to record is there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
@@ -275,7 +272,7 @@ class Trainer:
         Returns:
             The mean loss [] of this rank's samples, still on the device.
         """
-        with self._raising_the_cause():
+        with self.assembled.raising_the_cause():
             loss, _, _ = self.pipeline.progress(batches)
         return loss
 
@@ -285,9 +282,9 @@ class Trainer:
         Raises:
             NotFiniteError: if the held-out loss is not finite.
         """
-        with self._raising_the_cause():
+        with self.assembled.raising_the_cause():
             values = self.evaluate()
-        self._check_exchanges()
+        self.assembled.check()
         run_log.evaluation(step, values)
         self._require_finite(values["loss"], "the held-out loss is", step)
         return values
@@ -304,10 +301,10 @@ class Trainer:
         Raises:
             InputError: if it lacks a tensor of this model.
         """
-        with self._raising_the_cause():
+        with self.assembled.raising_the_cause():
             load_weights(checkpoint, self.model, cuts_of(self.model))
             values = self.evaluate()
-        self._check_exchanges()
+        self.assembled.check()
         return values
 
     @torch.no_grad()
@@ -334,11 +331,11 @@ class Trainer:
 
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, as `Saves.save` does."""
-        with self._raising_the_cause():
+        with self.assembled.raising_the_cause():
             self.saves.save(step, metrics, beside)
 
     def _finish_save(self) -> None:
-        with self._raising_the_cause():
+        with self.assembled.raising_the_cause():
             self.saves.finish()
 
     def _resume(self) -> dict[str, Any] | None:
@@ -357,7 +354,7 @@ class Trainer:
                 text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
                 log.info(text, summary["steps"], why, place)
                 return summary
-        with self._raising_the_cause():
+        with self.assembled.raising_the_cause():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
         for exchange in exchanges(self.model):
             exchange.steps = self.start  # stochastic rounding depends on the step
@@ -387,37 +384,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Release the exchanges' windows, which outlive Python references. No rank may be in a step."""
-        if isinstance(self.pipeline, GraphTrainPipeline):
-            self.pipeline.close()
-        for products in products_of(self.model):
-            products.close()
-        for exchange in exchanges(self.model):
-            exchange.close()
-
-    def _check_exchanges(self) -> None:
-        """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
-        if isinstance(self.pipeline, GraphTrainPipeline):
-            self.pipeline.check()
-        for products in products_of(self.model):
-            products.check()
-        for exchange in exchanges(self.model):
-            exchange.check()
-
-    @contextmanager
-    def _raising_the_cause(self) -> Iterator[None]:
-        """Raise what a kernel has recorded in place of the CUDA error that follows from it.
-
-        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
-        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            self._check_exchanges()
-            if bad_id := fbgemms_bad_id(error):
-                raise bad_id from error
-            raise
+        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
+        self.assembled.close()
 
     def _require_finite(self, loss: float, text: str, step: int) -> None:
         require_finite(math.isfinite(loss), f"{text} {loss}", step, self.config)

@@ -16,6 +16,8 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 # What the driver is told by an array of pointers: that arguments come in one buffer, where, and of which size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 
+_NUMBERS = int, float
+
 
 class _Config(ctypes.Structure):
     """The driver's CUlaunchConfig."""
@@ -68,7 +70,7 @@ class Launch:
         self._interpreted, self._types = INTERPRETED, [_type_of(arguments[index]) for index in self._changing]
         if not INTERPRETED and programs != 0:
             self._pack(kernel.compiled(dtypes, *arguments))
-        for index in self._changing:  # else they would be held until the last call
+        for index in self._changing:  # else those of the first call would be held
             self._arguments[index] = None
 
     def _pack(self, compiled: Any) -> None:
@@ -103,22 +105,23 @@ class Launch:
         """Launch on the current stream, with `changed` in place of the arguments that change.
 
         Args:
-            changed: the arguments, in the order of `changing`.
+            changed: the arguments, in the order of `changing`: tensors, int and float.
             programs: of this launch, where those of each are not the same.
         """
         if programs is None:
             programs = self._programs
             assert programs is not None, f"{self._kernel.name}: of how many programs?"
         if self._interpreted:
+            arguments = list(self._arguments)
             for index, argument, kind in zip(self._changing, changed, self._types, strict=True):
                 assert _type_of(argument) == kind, f"{self._kernel.name}: {_type_of(argument)}, prepared for {kind}"
-                self._arguments[index] = argument
-            self._kernel(programs, self._dtypes, *self._arguments)
+                arguments[index] = argument
+            self._kernel(programs, self._dtypes, *arguments)
             return
         if programs == 0:
             return
         for field, argument in zip(self._fields, changed, strict=True):
-            field.value = argument if type(argument) is int else argument.data_ptr()
+            field.value = argument if type(argument) in _NUMBERS else argument.data_ptr()
         config, told = self._places
         self._config.programs = programs
         self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)

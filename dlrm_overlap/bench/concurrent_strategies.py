@@ -24,7 +24,7 @@ class Strategy:
 
     name: str
     implementation: str | None
-    """of the communication, of `communications.Implementations`; None: the one that is fastest alone"""
+    """of the communication, of `implementations.Implementations`; None: the one that is fastest alone"""
     communication_first: bool = True
     """whether the communication is issued before the computation"""
     concurrent: bool = True

@@ -47,20 +47,30 @@ FIGURES = {
     "timeline": Figure(
         "what of a traced step is exposed communication, with a picture (GPU)", TimelineRequest, "timeline"
     ),
-    "stage": Figure("all contenders on one shape", EveryoneRequest, "stage"),
-    "weak": Figure("the same on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"),
-    "strong": Figure("the same on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"),
-    "sweep": Figure("where it pays: a map over pooling factor, dim and batch", SweepRequest, "sweep"),
-    "grid": Figure("the same over batch and tables of a rank", GridRequest, "sweep"),
-    "slice": Figure("fused by slice size, beside pgas", ForwardRequest, "slice"),
-    "occupancy": Figure("fused by programs a multiprocessor (GPU)", OccupancyRequest, "occupancy"),
+    "stage": Figure("the embedding stage's forward on one shape, all contenders", EveryoneRequest, "stage"),
+    "weak": Figure(
+        "the embedding stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"
+    ),
+    "strong": Figure(
+        "the embedding stage on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"
+    ),
+    "sweep": Figure("where the embedding stage gains: a map over pooling factor, dim and batch", SweepRequest, "sweep"),
+    "grid": Figure("where the embedding stage gains: a map over batch and tables of a rank", GridRequest, "sweep"),
+    "slice": Figure("the embedding stage of fused by slice size, beside pgas", ForwardRequest, "slice"),
+    "occupancy": Figure(
+        "the embedding stage of fused by programs a multiprocessor (GPU)", OccupancyRequest, "occupancy"
+    ),
     "programs": Figure(
         "when the persistent kernel's programs pool, put and wait, task by task (GPU)", ProgramsRequest, "programs"
     ),
     "volume": Figure("bytes on the links over time, of fused and of the baselines (GPU)", VolumeRequest, "volume"),
-    "schedule": Figure("pgas and fused by order of the tasks, with the skew between ranks", ForwardRequest, "schedule"),
+    "schedule": Figure(
+        "the embedding stage of pgas and fused by order of the tasks, with the skew between ranks",
+        ForwardRequest,
+        "schedule",
+    ),
     "backward": Figure(
-        "gradients in, rows updated: push and atomic against the collective with FBGEMM's update",
+        "the embedding stage's backward: push and atomic against the collective with FBGEMM's update",
         BackwardRequest,
         "backward",
     ),

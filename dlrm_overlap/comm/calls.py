@@ -1,38 +1,13 @@
 """What a collective is called with, as far as it has to be alike on all ranks, and what can be wrong with it."""
 
-import hashlib
 from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 
 Way = Literal["auto", "dma", "stores"]
 Beside = Literal["nothing", "compute"]
 AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
 """what an all-reduce adds up, in float32"""
-
-
-def known_everywhere(call: str, known: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether all ranks make this call and know it. On CPUs it is a collective, on GPUs this rank's guess.
-
-    A rank that knows its call goes on to what the call itself does between ranks, which another one's first question
-    about an unknown call then meets. On GPUs a bounded wait reports that. gloo ends the process at once where two
-    ranks' sizes differ, so between CPUs all ask before every call, in 16 bytes.
-
-    Args:
-        call: as all ranks write it.
-        known: whether this rank has made it before.
-        group: of the ranks.
-        device: of the tensors that it is about.
-    """
-    if device.type != "cpu" or group.size() == 1:
-        return known
-    digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), known])
-    calls = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(calls, mine, group=group)
-    digests, all_known = torch.stack(calls).unbind(1)
-    return bool(all_known.all()) and bool((digests == digests[0]).all())
 
 
 class Call(NamedTuple):

@@ -35,8 +35,9 @@ from math import gcd
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import on_every_rank, open_arena
-from dlrm_overlap.comm.calls import Beside, Call, Way, known_everywhere
+from dlrm_overlap.comm.arena import open_arena
+from dlrm_overlap.comm.calls import Beside, Call, Way
+from dlrm_overlap.comm.every_rank import known_everywhere, on_every_rank, require_alike
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.comm.record import settle
@@ -116,7 +117,7 @@ class PeerCollectives:
         self._rank, self._world_size = group.rank(), group.size()
         made = f"PeerCollectives(capacity_bytes={capacity_bytes})"
         known_everywhere(made, False, group, device)
-        self._compare(made)
+        require_alike(made, group, "PeerCollectives: ")
         if capacity_bytes < 0:
             raise InputError(
                 f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum"
@@ -168,7 +169,7 @@ class PeerCollectives:
         call = f"empty({tuple(size)}, {dtype})"
         known_everywhere(call, False, self._group, self.device)
         on_every_rank(check, self._group)
-        self._compare(call)
+        require_alike(call, self._group, "PeerCollectives: ")
         self._used = end
         return self._memory[begin:end].view(dtype).view(size)
 
@@ -337,18 +338,7 @@ class PeerCollectives:
                 raise InputError(f"PeerCollectives.{call.name}: {fault}")
 
         on_every_rank(check, self._group)
-        self._compare(call)
-
-    def _compare(self, mine: object) -> None:
-        """Check that all ranks make the call `mine` alike; a collective on the host."""
-        calls = [str(mine)] * self._world_size
-        dist.all_gather_object(calls, str(mine), self._group)
-        for rank, call in enumerate(calls):
-            if call != calls[0]:
-                raise InputError(
-                    f"PeerCollectives: rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same "
-                    f"order on all ranks"
-                )
+        require_alike(call, self._group, "PeerCollectives: ")
 
     def check(self) -> None:
         """Raise what a wait on the GPU has recorded; waits for nothing. On CPUs the calls raise it themselves.

@@ -7,7 +7,7 @@ import torch
 from dlrm_overlap.comm.arena import Arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.flows import AWAITED, MOST_PIECES, PIECE_BYTES, Averaging, Flow, Transfer, share_flag
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.average_rows import average_rows
 from dlrm_overlap.kernels.flags import Flags, meet, wait_flags
 from dlrm_overlap.kernels.peer_copy import PROGRAMS, RowFlags, Rows, load_store_rows, store_rows
@@ -147,5 +147,4 @@ class DeviceFlow(Flow):
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self._timeout_s, AWAITED)
+        self._record.raise_expired(self._timeout_s, AWAITED)

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region, on_every_rank
+from dlrm_overlap.comm.arena import HostArena, Region
+from dlrm_overlap.comm.every_rank import on_every_rank
+from dlrm_overlap.comm.loan import CudaMemory
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.starting import start_together
 from dlrm_overlap.config import InputError

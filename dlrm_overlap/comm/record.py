@@ -46,6 +46,19 @@ class Record:
         """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
         return self._read(_EXPIRED, 5)
 
+    def raise_expired(self, timeout_s: float, what: str = "slice") -> None:
+        """Raise what a wait that expired has recorded, if one has; never waits for the device.
+
+        Args:
+            timeout_s: of the waits.
+            what: a slot of their flags is.
+
+        Raises:
+            ExchangeTimeoutError: if a wait has expired.
+        """
+        if not self.empty and (expired := self.expired()):
+            raise ExchangeTimeoutError(expired, timeout_s, what)
+
     def bad_id(self) -> list[int] | None:
         """Return [feature of its input, sample, rows of its table] of an id outside its table, or None."""
         return self._read(_BAD_ID, 3)

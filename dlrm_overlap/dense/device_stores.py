@@ -3,7 +3,7 @@
 import torch
 
 from dlrm_overlap.comm.arena import Arena
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.dense.shares import Piece
 from dlrm_overlap.dense.stores import AWAITED, StoreReduction
 from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
@@ -67,8 +67,8 @@ class DeviceStores(StoreReduction):
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if self._arena is not None and not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self._options.wait_timeout_s, AWAITED)
+        if self._arena is not None:
+            self._record.raise_expired(self._options.wait_timeout_s, AWAITED)
 
     def close(self) -> None:
         """As the others; raises what has been recorded where a kernel has stopped the GPU."""

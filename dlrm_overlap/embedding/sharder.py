@@ -1,5 +1,6 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.shardings import check_columns
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -124,7 +126,12 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> OverlapShardedEmbeddingBagCollection:
-        """Shard `module` as the plan's `params` say."""
+        """Shard `module` as the plan's `params` say.
+
+        Raises:
+            InputError: if a shard's columns are no multiple of 4.
+        """
+        check_columns(params)
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
@@ -145,7 +152,10 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
 
 def build_sharder(
-    config: EmbeddingConfig, precision: str = "fp32", leading_columns: int = 0
+    config: EmbeddingConfig,
+    precision: str = "fp32",
+    leading_columns: int = 0,
+    fused_params: Mapping[str, Any] | None = None,
 ) -> EmbeddingBagCollectionSharder:
     """Return the sharder of the configured backend, with the table optimizer fused into the backward.
 
@@ -153,18 +163,20 @@ def build_sharder(
     it, behind `leading_columns` columns that the model fills with what it joins with them. Else they are float32.
 
     Ids were checked where they were read; the kernels' own check stays on and stops the run, since FBGEMM's default
-    would map a bad id to row 0 and go on.
+    would map a bad id to row 0 and go on. `fused_params` tells TorchRec of the tables what no key says, and goes before
+    what a key does.
     """
-    fused_params: dict[str, Any] = {
+    about_tables: dict[str, Any] = {
         "optimizer": _OPTIMIZERS[config.optimizer],
         "learning_rate": config.lr,
         "eps": config.eps,
         "bounds_check_mode": BoundsCheckMode.FATAL,
+        **(fused_params or {}),
     }
     wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), "bf16" if precision == "bf16" else "fp32"
     if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
-            fused_params,
+            about_tables,
             backend=config.backend,
             schedule=config.schedule,
             put=config.put,
@@ -187,4 +199,4 @@ def build_sharder(
     if wire_dtype != "fp32":
         wire = CommType(wire_dtype)
         codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
-    return EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs)
+    return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=codecs)

@@ -1,6 +1,6 @@
 """What TorchRec's shardings of a module hold: which of them an exchange can take, and the layout of those."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,15 +9,39 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
 from dlrm_overlap.embedding.tables import unsupported
 
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
+
+
+def check_columns(params: Mapping[str, ParameterSharding]) -> None:
+    """Check that the shards of a plan have as many columns as FBGEMM takes.
+
+    FBGEMM itself asserts so where a shard is made, which is on its own rank alone, while the others wait for that one.
+
+    Args:
+        params: table -> its sharding, of one module.
+
+    Raises:
+        InputError: on every rank alike, if a shard's columns are no multiple of 4; but where its lookup is PyTorch's.
+    """
+    for table, sharding in params.items():
+        if sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value or sharding.sharding_spec is None:
+            continue
+        for shard in sharding.sharding_spec.shards:  # type: ignore[attr-defined]
+            if (columns := shard.shard_sizes[1]) % 4:
+                raise InputError(
+                    f"table {table}: a shard of {columns} columns, but FBGEMM takes multiples of 4; give the table "
+                    f"another embedding_dim, or cut its columns elsewhere"
+                )
 
 
 def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:

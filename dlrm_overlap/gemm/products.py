@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import on_every_rank
-from dlrm_overlap.comm.calls import known_everywhere
+from dlrm_overlap.comm.every_rank import known_everywhere, on_every_rank, require_alike
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.choose import Choice, choose, read_tuned, tuned_file
 from dlrm_overlap.gemm.chunks import Chunks
@@ -95,14 +94,7 @@ class ParallelProducts:
             choice = self._pick(problem, way)
 
         on_every_rank(check, self.group)
-        calls = [""] * self.group.size()
-        mine = f"{problem} by way {way}"
-        dist.all_gather_object(calls, mine, self.group)
-        for rank, call in enumerate(calls):
-            if call != calls[0]:
-                raise InputError(
-                    f"rank 0 calls {calls[0]}, rank {rank} {call}; make the same calls in the same order on all ranks"
-                )
+        require_alike(f"{problem} by way {way}", self.group)
         if way == "auto":
             choice = self._choose_on_rank_0(problem)
         try:

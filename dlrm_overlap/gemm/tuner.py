@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import on_every_rank
+from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import replacing
 from dlrm_overlap.gemm.choose import Choice, key, read_tuned

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.gemm.plan import senders
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.publish import CallFlags
@@ -91,8 +91,7 @@ class Window:
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self._timeout_s, AWAITED)
+        self._record.raise_expired(self._timeout_s, AWAITED)
 
     def close(self) -> None:
         """Give the memory back."""

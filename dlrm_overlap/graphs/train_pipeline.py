@@ -17,12 +17,10 @@ steps are taken one by one.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
@@ -35,7 +33,6 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
@@ -48,7 +45,8 @@ from dlrm_overlap.graphs.parts import (
     split_optimizer,
     why_not_captured,
 )
-from dlrm_overlap.graphs.static_batch import StaticBatch, on_device
+from dlrm_overlap.graphs.read_ahead import ReadAhead
+from dlrm_overlap.graphs.static_batch import on_device
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -112,47 +110,53 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             model.init_data_parallel()  # does nothing to a model that has been wrapped before
             self._fallback = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
             return
-        self._model, self._optimizer, self._device, self._bound = model, optimizer, device, bound
-        self._group = group or dist.group.WORLD
-        assert self._group is not None, "the process group is made before the pipeline"
+        self._model, self._optimizer, self._device = model, optimizer, device
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
-        dense, self._fused = split_optimizer(optimizer)
+        self._dense_optimizers, self._fused = split_optimizer(optimizer)
         self._order = CommunicationOrder()
-        # Where all exchanges store to all their peers, dense gradients can be stored there as well.
-        reached = all(exchange_of(module).reach.whole for module in self._modules)
-        by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
-        timeout_s = min(exchange_of(module).options.wait_timeout_s for module in self._modules)
-        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
-        trained = dense_parameters(model)
-        flat = flat or FlatParameters(trained, shards_of(model))
-        check_all_held(flat, trained)
-        if self._group.size() > 1:
-            for parameter in frozen_parameters(model):
-                dist.broadcast(parameter.data, group=self._group, group_src=0)
         for layer in divided_layers(model):
             layer.ranks.order = self._order
-        self._dense = DenseStep(dense, flat, casts, self._group, self._order, gradient_dtype, stores)
+        ranks = group or dist.group.WORLD
+        assert ranks is not None, "the process group is made before the pipeline"
+        self._dense = self._open_dense_step(ranks, flat, casts, gradient_dtype, dense_reduce)
         if self._captures and not self._dense.captures_update:
             log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer alone")
         self._streams = Streams(device)
-        self._landing: list[StaticBatch] = []
-        self._working: list[StaticBatch] = []
-        self._ahead: list[tuple[Exchange, int]] = []
-        """the exchanges whose ids are sent a step ahead, and which leaf of the batch those are"""
+        self._ahead = ReadAhead(self._modules, device, bound, self._streams, self._order)
         self._graphs: list[CapturedStep | None] = [None, None]
         self._steps = 0
         self._learning_rates: list[Any] = []
-        self.reset()
+
+    def _open_dense_step(
+        self,
+        group: dist.ProcessGroup,
+        flat: FlatParameters | None,
+        casts: CastWeights | None,
+        gradient_dtype: torch.dtype,
+        dense_reduce: str,
+    ) -> DenseStep:
+        """Return what trains the dense parameters, of which all ranks then have rank 0's; a collective."""
+        trained = dense_parameters(self._model)
+        flat = flat or FlatParameters(trained, shards_of(self._model))
+        check_all_held(flat, trained)
+        if group.size() > 1:
+            for parameter in frozen_parameters(self._model):
+                dist.broadcast(parameter.data, group=group, group_src=0)
+        exchanges = [exchange_of(module) for module in self._modules]
+        # Where all exchanges store to all their peers, dense gradients can be stored there as well.
+        reached = all(exchange.reach.whole for exchange in exchanges)
+        by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
+        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
+        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
+        return DenseStep(self._dense_optimizers, flat, casts, group, self._order, gradient_dtype, stores)
 
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
         if self._fallback is not None:
             self._fallback.reset()
             return
-        self._landed = [False, False]
-        self._exhausted = False
-        self._forget_sent_ids()
+        self._ahead.reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
@@ -196,49 +200,29 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 raise
 
     def _evaluate(self, batches: Iterator[Any]) -> Any:
-        if self._sent:
-            self._forget_sent_ids()  # of the training batch that comes next; they are sent again
+        if self._ahead.ids_are_sent:
+            self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = on_device(next(batches), self._device)
         return self._model.module(batch)[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
         parity = self._steps % 2
-        if not self._landed[parity]:
-            self._exhausted = False
-            self._land(batches, parity)
-            if not self._landed[parity]:
-                raise StopIteration
-            self._land(batches, 1 - parity)
-            self._working[parity].copy_from(self._landing[parity])
-            self._streams.step_is_issued(1 - parity)
+        if not self._ahead.holds(parity):
+            self._ahead.begin(batches, parity)
             self._dense.cast_shadows()  # a checkpoint may have been loaded since the last step
-        if not self._sent:
+        if not self._ahead.ids_are_sent:
             self._align(parity)
         self._follow_learning_rates()
-        following = self._landed[1 - parity]
+        following = self._ahead.holds(1 - parity)
         output = self._take_step(parity, following)
         self._dense.update_behind()
-        self._streams.step_is_issued(parity)
-        self._landed[parity] = False
+        self._ahead.release(parity)
         self._steps += 1
         if following:
-            self._land(batches, parity)
+            self._ahead.land(batches, parity)
         else:
-            self._forget_sent_ids()
+            self._ahead.forget_sent_ids()
         return output
-
-    def _land(self, batches: Iterator[Any], parity: int) -> None:
-        """Copy the next batch, if there is one, to the landing place of `parity`."""
-        with self._streams.copies(parity):
-            batch = None if self._exhausted else next(batches, None)
-            self._exhausted = batch is None
-            if batch is None:
-                return
-            if not self._landing:
-                static = [StaticBatch(batch, self._device, self._bound) for _ in range(4)]
-                self._landing, self._working = static[:2], static[2:]
-            self._landing[parity].fill(batch)
-        self._landed[parity] = True
 
     def _take_step(self, parity: int, following: bool) -> Any:
         # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find them.
@@ -249,20 +233,19 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             return self._capture(parity).launch()
         if self._steps:
             return self._step(parity, following)
-        with self._finding_ids(), self._dense.learn():
+        with self._ahead.finding_ids(), self._dense.learn():
             loss, output = self._forward(parity)
             loss.backward()
         self._dense.update()
         if following:
-            self._bring_in(1 - parity)
-            self._sent = True
+            self._ahead.bring_in(1 - parity)
         return output
 
     def _step(self, parity: int, following: bool) -> Any:
         """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it."""
         if following:
             with self._streams.ids():
-                self._bring_in(1 - parity)
+                self._ahead.bring_in(1 - parity)
         loss, output = self._forward(parity)
         loss.backward()
         self._dense.update()
@@ -273,43 +256,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
-        losses, output = self._model.module(self._working[parity].batch)
+        losses, output = self._model.module(self._ahead.batch(parity))
         return losses.sum(dim=0), output
-
-    def _bring_in(self, parity: int) -> None:
-        """Copy a batch that has landed to where the steps of `parity` read it, and send its ids."""
-        self._working[parity].copy_from(self._landing[parity])
-        self._send_ids(parity)
-
-    def _send_ids(self, parity: int) -> None:
-        for exchange, index in self._ahead:
-            ids = self._working[parity].ids(index)
-            exchange.send_ids(ids.tensor, ids.count)
-
-    def _forget_sent_ids(self) -> None:
-        for module in self._modules:
-            exchange_of(module).forget_sent_ids()
-        self._sent = False
-
-    @contextmanager
-    def _finding_ids(self) -> Iterator[None]:
-        """Let the modules take ids, once they are given some, and find out which of the batch's they are given."""
-
-        def find(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            assert isinstance(module, OverlapShardedEmbeddingBagCollection)
-            (features,) = inputs
-            exchange_of(module).order = self._order
-            module.take_ids(features.keys(), self._bound)
-            index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
-            if index is not None:
-                self._ahead.append((exchange_of(module), index))
-            else:
-                log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
-
-        hooks = [module.register_forward_pre_hook(find) for module in self._modules]
-        yield
-        for hook in hooks:
-            hook.remove()
 
     def _follow_learning_rates(self) -> None:
         """Hand the learning rates on where they have changed since the last step."""
@@ -357,13 +305,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 exchange = exchange_of(module)
                 counters = exchange.counters
                 for counter, value in zip(counters.each, values, strict=True):
-                    sends = counter is counters.ids and any(ahead is exchange for ahead, _ in self._ahead)
+                    sends = counter is counters.ids and self._ahead.sends(exchange)
                     following = counter.value + 1 + sends + captured_other
                     if counter is not counters.steps and (following - value) % 2:
                         exchange.skip(counter)
         if self._steps:
-            self._send_ids(parity)
-            self._sent = True
+            self._ahead.send_ids(parity)
         if captured is not None:
             for counters, arguments in zip(self._counters, captured.arguments, strict=True):
                 counters.set_arguments(arguments)

@@ -122,9 +122,9 @@ def suggest_option(name: str, known: Sequence[str]) -> str:
     tails = [option.lstrip("-").rpartition(".")[2] for option in known]
     wanted = name.lstrip("-").rpartition(".")[2]
     found = [option for option, tail in zip(known, tails, strict=True) if tail == wanted]
-    found = found or difflib.get_close_matches(name, known, n=1)
+    found = found or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if not found:
-        near = difflib.get_close_matches(wanted, tails, n=1)
+        near = difflib.get_close_matches(wanted, tails, n=1, cutoff=0.7)
         found = [option for option, tail in zip(known, tails, strict=True) if tail in near]
     return f"did you mean {' or '.join(found)}?" if found else "--help tells the options"
 

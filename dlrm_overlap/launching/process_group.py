@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -94,23 +95,36 @@ def init_process_group(
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     _resolve(world, min(_RESOLVE_S, timeout_s))
+    _choose_interface(world)
+    with _naming_the_cure(world, timeout_s):
+        dist.init_process_group(
+            backend,
+            store=_open_store(world, timeout_s),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=device_id,
+        )
+
+
+def _choose_interface(world: World) -> None:
+    """Have gloo and NCCL listen where the ranks meet, where they would choose another interface by themselves."""
     if _is_loopback(world):
         if any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
             for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     elif not _gloo_is_reached() and (interface := _interface_to(world)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@contextlib.contextmanager
+def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
+    """Raise an InputError that names place and cure, where ranks do not meet or cannot connect."""
+    import torch.distributed as dist
+
     place = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     try:
-        store = _open_store(world, timeout_s)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=device_id,
-        )
+        yield
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         if "address already in use" in str(error).lower():
             raise InputError(

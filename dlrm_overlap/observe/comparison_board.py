@@ -26,6 +26,7 @@ LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
     "training loss, relative difference from the reference": ["Multiline", [DIFFERENCE]],
     "samples a second": ["Multiline", ["speed/samples_per_s"]],
 }
+CPU_NOTE = "On CPUs step times vary widely from run to run: take speedups from GPUs."
 _TURNS = (
     "The backends took turns of {} steps, so what slowed the host for longer than that slowed all of them; the "
     "interval is a bootstrap over segments of their steps, the same ones of both."
@@ -45,7 +46,7 @@ def write_board(
         place: the comparison's own folder, beside those of the runs.
         folders: run -> its folder, the reference first.
         losses: run -> its logged training losses.
-        comparison: what `compare_runs` has returned.
+        comparison: what `comparison.compare_runs` has returned.
     """
     reference = losses[comparison["reference"]]
     for name, folder in folders.items():
@@ -58,11 +59,24 @@ def write_board(
     parts = {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
     board.layout({title: chart for title, chart in LAYOUT.items() if parts or title != _EXPOSED})
     order = _TURNS.format(turn) if (turn := comparison["interleave"]) else _ORDER
-    board.text("comparison", f"{comparison_markdown(comparison)}\n\n{order}")
+    notes = [order, CPU_NOTE] if comparison["device"] == "cpu" else [order]
+    board.text("comparison", "\n\n".join([*_answers(comparison), comparison_markdown(comparison), *notes]))
     if parts:
         board.text("breakdown", breakdown_markdown(parts))
         board.image("breakdown", draw_breakdown(parts))
     board.close()
+
+
+def _answers(comparison: Mapping[str, Any]) -> list[str]:
+    """Return of each backend how many times as fast as the reference a step is, as Markdown."""
+    reference = comparison["reference"]
+    reference_ms = comparison["backends"][reference]["step_ms_p50"]
+    return [
+        f"**{name}: a step is {result['speedup']:.2f} times as fast as with {reference}**, "
+        f"{_digits(result['step_ms_p50'])} ms instead of {_digits(reference_ms)} in the median."
+        for name, result in comparison["backends"].items()
+        if name != reference and result["speedup"] is not None
+    ]
 
 
 def comparison_markdown(comparison: Mapping[str, Any]) -> str:

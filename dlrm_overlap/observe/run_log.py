@@ -25,7 +25,7 @@ from dlrm_overlap.checkpoint import make_folder
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.files import read_file
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms

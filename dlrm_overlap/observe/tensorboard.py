@@ -1,5 +1,6 @@
 """TensorBoard: a run's curves, and, as text, its configuration, plan and environment."""
 
+import json
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,7 +58,8 @@ class TensorBoard:
 
         The page shows the first five of either: of the results in their order, of the keys those of `_SHOWN_KEYS`.
         """
-        values = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in config.items()}
+        # A switch as text, as in the configuration's file: the page would show it as 0 or 1, between bounds to set.
+        values = {k: v if type(v) in (int, float, str) else json.dumps(v) for k, v in config.items()}
         finite = {k: v for k, v in results.items() if math.isfinite(v)}
         experiment, *session = hparams(values, finite)
         _show_first(experiment, _SHOWN_KEYS)

@@ -81,7 +81,7 @@ def draw_timeline(work: Sequence[Work], title: str) -> np.ndarray:
     begin = min(each.span.begin for each in work)
     whole_ms = (max(each.span.end for each in work) - begin) * 1e-3
     with matplotlib.rc_context({"font.size": 8}):
-        figure = Figure(figsize=(12, 1.6 + 0.24 * len(lanes_of(work))), dpi=110, layout="constrained")
+        figure = Figure(figsize=(8, 1.5 + 0.2 * len(lanes_of(work))), dpi=165, layout="constrained")
         axes = figure.subplots()
         draw_lanes(axes, work, begin, whole_ms)
         axes.set_xlim(0, 1.01 * whole_ms)

@@ -40,6 +40,7 @@ KINDS = (*_KINDS, "dense")
 _PUTS = r"_store_pooled|_put_slices"
 _COMMUNICATES_TOO = r"_pull_ids"
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 
 class Span(NamedTuple):
@@ -196,18 +197,34 @@ def spans_by_kind(work: Iterable[Work]) -> dict[str, list[Span]]:
 
 
 def read_steps(path: Path) -> tuple[list[Work], int]:
-    """Return the work in a trace, none if no GPU was traced, and the number of training steps in it, 1 at least.
+    """Return the work of the training steps in a trace, none if no GPU was traced, and their number, 1 at least.
+
+    A host that is ahead issued the step before while nothing was traced yet, and the GPU runs it when something is:
+    what no call in the trace has issued is none of these steps.
 
     Raises:
         InputError: if the file is not a trace.
     """
     events = read_events(path)
     try:
-        work = gpu_work(events)
+        work = gpu_work(_issued(events))
     except LookupError as error:
         raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     return work, max(1, len(marks))
+
+
+def _issued(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `events` without the work that none of them has issued; all where the host's calls are not among them."""
+    calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
+    return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
+
+
+def _call(event: dict[str, Any]) -> int | None:
+    """Return the number that a call of the host and the work it has issued have in common."""
+    args = event.get("args")
+    number = args.get("correlation") if isinstance(args, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def summarise(path: Path) -> str:

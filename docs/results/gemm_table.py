@@ -6,7 +6,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 OPERATORS = ("all_gather", "reduce_scatter")
-FILES = ("gemm.csv", "gemm_two.csv")
+FILES = ("gemm.csv", "gemm_two.csv", "gemm_few.csv")
 CONTENDERS = ("serial", "torch", "chunks", "copies", "pushes", "tiles", "triggered", "auto")
 
 

@@ -92,7 +92,7 @@ def add_to_rows(
         features: of the input that has the bags.
         first: index in the input of the range's first feature.
         end: index behind that of its last feature.
-        gradient: as for `update_rows`.
+        gradient: as for `RowUpdate`.
     """
     assert rows.optimizer == "sgd", "no other optimizer's update is a sum"
     kernel = _compiled(rows.dim, rows.weights.dtype)

@@ -35,7 +35,7 @@ class RowRange(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step: the last parameters of `update_rows`' kernel, in their order.
+    """The optimizer's numbers at one step: the last parameters of `RowUpdate`'s kernel, in their order.
 
     They lie on the device, where a captured step finds those of the step in which it is replayed.
     """

@@ -163,47 +163,6 @@ def _compiled(
     return CompiledKernel(_push_gradients, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
 
-def push_gradients(
-    gradient: torch.Tensor,
-    tables: Sequence[ShardTable],
-    windows: Windows,
-    flags: PartFlags,
-    rank: int,
-    epoch: int,
-    schedule: str,
-    first_sample: int,
-    batch: int,
-    most_samples: int,
-    scale: float,
-    programs: int,
-    first_part: int,
-    end_part: int,
-) -> None:
-    """Store parts of this rank's gradient into the windows of the rows' owners, and raise their flags at every rank.
-
-    Args:
-        gradient: [b, D_total] float32, bfloat16 or float16, of this rank's samples: rows `stride(0)` elements apart,
-            each at a multiple of 16 bytes, their elements side by side. It may be some columns of a wider tensor.
-        tables: one for each dim, each with all parts.
-        windows: each rank's gradient window, [D_local * B]; their stride is not used.
-        rank: of the caller.
-        epoch: of this exchange; the flags are raised to `epoch` + `flags.clock`.
-        schedule: order of the tasks, see `schedule`.
-        first_sample: index of this rank's first sample in the global batch.
-        batch: samples of all ranks, B.
-        most_samples: of the rank that has most, since all ranks walk the same tasks.
-        scale: factor of every element.
-        programs: of each launch, of 32 warps each: links need few, and the rest of the GPU stays free.
-        first_part: the first part to send.
-        end_part: the part behind the last one to send.
-    """
-    for push in pushing_gradients(
-        gradient, tables, windows, flags, rank, schedule, first_sample, batch, most_samples, scale, programs,
-        first_part, end_part,
-    ):  # fmt: skip
-        push(gradient, epoch)
-
-
 def pushing_gradients(
     gradient: torch.Tensor,
     tables: Sequence[ShardTable],
@@ -219,9 +178,25 @@ def pushing_gradients(
     first_part: int,
     end_part: int,
 ) -> list[Launch]:
-    """Return the launches of `push_gradients`, each called with another gradient and the epoch.
+    """Return launches, one for each dim, that store parts of a rank's gradient into the windows of the rows' owners.
 
-    All of them are called in each exchange, with a gradient of the shape, type and strides of this one.
+    In each exchange all of them are called, each with a gradient of the shape, type and strides of this one, and with
+    the epoch. The last to finish a part raises its flag at every rank, to the epoch + `flags.clock`.
+
+    Args:
+        gradient: [b, D_total] float32, bfloat16 or float16, of the rank's samples: rows `stride(0)` elements apart,
+            each at a multiple of 16 bytes, their elements side by side. It may be some columns of a wider tensor.
+        tables: one for each dim, each with all parts.
+        windows: each rank's gradient window, [D_local * B]; their stride is not used.
+        rank: whose gradient it is.
+        schedule: order of the tasks, see `schedule`.
+        first_sample: index of the rank's first sample in the global batch.
+        batch: samples of all ranks, B.
+        most_samples: of the rank that has most, since all ranks walk the same tasks.
+        scale: factor of every element.
+        programs: of each launch, of 32 warps each: links need few, and the rest of the GPU stays free.
+        first_part: the first part to send.
+        end_part: the part behind the last one to send.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0

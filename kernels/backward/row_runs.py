@@ -1,5 +1,5 @@
-"""The part of the backward that needs the ids only, and so runs before any gradient has arrived: `prepare` finds where
-the gradient of each id will be, and cuts the runs of rows that many bags name into chunks. `update_rows` uses both.
+"""The part of the backward that needs the ids only, and so runs before any gradient has arrived: `Preparation` finds
+where the gradient of each id will be, and cuts the runs of rows that many bags name into chunks. `RowUpdate` uses both.
 
 The ids come sorted by row. A run is the ids of one row; a chunk is a part of a long run.
 
@@ -186,7 +186,7 @@ class InputFeatures(NamedTuple):
 
 
 class PreparedRuns(NamedTuple):
-    """The runs of one input's ids, ready for `update_rows`: the first parameters of its kernel, in their order."""
+    """The runs of one input's ids, ready for `RowUpdate`: the first parameters of its kernel, in their order."""
 
     run_keys: torch.Tensor
     """as in `SortedIds`"""
@@ -227,14 +227,24 @@ def _cutting(chunk_ids: int, ranges: int) -> CompiledKernel:
 
 
 class Preparation:
-    """What `prepare` does, for ids of the same types, bags and features as those that it was made with.
+    """Places each id's gradient, finds the runs of each range of rows, and cuts long runs into chunks.
 
-    It belongs to one caller, as a `Launch` does.
+    It needs the ids only, so it can be called before any gradient has arrived: once a step, with ids of the same types,
+    bags and features as those that it was made with. It belongs to one caller, as a `Launch` does.
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
-        """Prepare the launches; the arguments are those of `prepare`."""
+        """Prepare the launches.
+
+        Args:
+            ids: of any step.
+            features: of the input that has them.
+            row_units: 0 where gradients are in a window, shard after shard. Otherwise they are [B, D_total], as a model
+                has them, with rows of so many units of 4 elements.
+            chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
+        """
         assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
+        assert row_units * ids.samples <= 2**31, "places are int32"
         self._features, self._chunk_ids = features, chunk_ids
         made, ranges = self._room(ids), features.boundaries.numel()
         place = (
@@ -262,7 +272,7 @@ class Preparation:
         return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, chunk_run, chunk_first, bounds)
 
     def __call__(self, ids: SortedIds) -> PreparedRuns:
-        """Return the runs of `ids`, whose `infos` are overwritten."""
+        """Return the runs of `ids`, whose `infos` are overwritten, and become `PreparedRuns.places`."""
         count, made = ids.infos.numel(), self._room(ids)
         programs = max(1, -(-count // _PLACED_IDS))
         self._place(
@@ -272,17 +282,3 @@ class Preparation:
         programs = max(1, min(4096, -(-count // _CUT_RUNS)))
         self._cut(ids.run_keys, ids.run_starts, ids.run_count, *rest, programs=programs)
         return made
-
-
-def prepare(ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> PreparedRuns:
-    """Place each id's gradient, find the runs of each range of rows, and cut long runs into chunks.
-
-    It needs the ids only, so it can run before any gradient has arrived. `ids.infos` is overwritten, and becomes
-    `PreparedRuns.places`.
-
-    Args:
-        row_units: 0 where gradients are in a window, shard after shard. Otherwise they are [B, D_total], as a model has
-            them, with rows of so many units of 4 elements.
-        chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
-    """
-    return Preparation(ids, features, row_units, chunk_ids)(ids)

@@ -1,11 +1,11 @@
 """The update of a rank's rows from gradients in its window: each row is read once, its gradients are summed in float32,
 and it is written once.
 
-The ids are sorted by row; `prepare` has placed the gradient of each, and cut long runs into chunks. Programs take one
-chunk at a time, and sum it; of those that sum the chunks of a run, the last to finish adds up the sums and updates the
-row. Programs also take the other runs: short ones side by side, longer ones one by one with the whole program. So a row
-that is in n bags costs no more than n rows that are in one bag each. Every sum has a fixed order: two updates of the
-same rows by the same gradients give the same bits.
+The ids are sorted by row; `Preparation` has placed the gradient of each, and cut long runs into chunks. Programs take
+one chunk at a time, and sum it; of those that sum the chunks of a run, the last to finish adds up the sums and updates
+the row. Programs also take the other runs: short ones side by side, longer ones one by one with the whole program. So a
+row that is in n bags costs no more than n rows that are in one bag each. Every sum has a fixed order: two updates of
+the same rows by the same gradients give the same bits.
 
 Example: ids of rows  a b c c c c c c c d,  chunks of 3 ids:  c c c | c c c | c  are summed by three programs, of which
 the last to finish adds the three sums and updates c; other programs update a, b and d.
@@ -202,7 +202,7 @@ def _update_rows(
     A task is one chunk, whose gradients are summed, or RUNS consecutive runs, whose rows are updated.
 
     Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, places and
-    factors that `prepare` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
+    factors that `Preparation` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
     `weights` and `states` of the runs that it completes, each row by one program alone, and stores the sums of chunks
     to `chunk_sums` [chunks, DIM]. Where KEEPS, it puts a row by before it rewrites it, see `put_by_loaded`.
 
@@ -280,65 +280,62 @@ def _compiled(
 
 
 class RowUpdate:
-    """The update of one range of rows, prepared: called with what differs from step to step.
+    """The update of one range of rows: called once a step, it updates each row that the step's ids name, in place.
 
-    It holds the gradient window, the rows, their states and where these are put by, which must all stay where they are.
-    It belongs to one caller, as a `Launch` does. What it is called with has the types of what it was made with.
+    It keeps what it launches, and so holds the rows, their states and where they are put by, which must all stay where
+    they are; whoever keeps it makes it anew when they move. It belongs to one caller, as a `Launch` does.
     """
 
-    def __init__(
-        self,
-        runs: PreparedRuns,
-        rows: RowRange,
-        gradient: torch.Tensor,
-        rule: Rule,
-        chunk_ids: int = CHUNK_IDS,
-        kept: KeptPlaces | None = None,
-    ) -> None:
-        """Prepare the launch; the arguments are those of `update_rows`."""
-        assert gradient.numel() <= 2**33, (
-            f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
-        )
-        kernel = _compiled(
+    def __init__(self, rows: RowRange, chunk_ids: int = CHUNK_IDS, kept: KeptPlaces | None = None) -> None:
+        """Take the rows.
+
+        Args:
+            rows: the range.
+            chunk_ids: as given to `Preparation`.
+            kept: where rows are put by before they are updated, if the copy under way has not come to them; None where
+                no copy is asked for.
+        """
+        self._rows, self._kept = rows, kept
+        self._kernel = _compiled(
             rows.dim, rows.weights.dtype, rows.any_mean, kept is not None, rows.optimizer, rows.stochastic_rounding,
             chunk_ids,
         )  # fmt: skip
-        if kept is None:  # which the kernel passes over
-            kept = KeptPlaces(rows.weights, rows.states, rule.clock, rule.clock)
-        self._dim, self._device, self._runs_a_task = rows.dim, gradient.device, kernel.constants["RUNS"]
+        self._launches: dict[tuple[torch.dtype, torch.dtype], Launch] = {}
+        """by the types of the keys and of the gradient: all else that differs is given anew by each call"""
+
+    def __call__(self, runs: PreparedRuns, gradient: torch.Tensor, rule: Rule) -> None:
+        """Update each row of the range that `runs` name, once, by the sum of its bags' gradients.
+
+        Args:
+            runs: of the step's ids.
+            gradient: [D_local * B] of the wire's type, this rank's gradient window: [B, D] for each shard, see
+                `pushing_gradients`. Or, where `Preparation` was given `row_units`, [B, D_total] with rows of so many.
+            rule: the optimizer's numbers at this step.
+        """
+        assert gradient.numel() <= 2**33, (
+            f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
+        )
+        chunk_sums = torch.empty(
+            runs.chunk_run.numel() * self._rows.dim, dtype=torch.float32, device=self._rows.weights.device
+        )
+        key = runs.run_keys.dtype, gradient.dtype
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._prepared(runs, gradient, chunk_sums, rule)
+        ids, runs_a_task = runs.places.numel(), self._kernel.constants["RUNS"]
+        programs = min(_PROGRAMS, -(-ids // runs_a_task) + runs.chunk_run.numel()) if ids else 0
+        launch(*runs, gradient, chunk_sums, *rule, programs=programs)
+
+    def _prepared(self, runs: PreparedRuns, gradient: torch.Tensor, chunk_sums: torch.Tensor, rule: Rule) -> Launch:
+        """Return the launch for keys and gradients of these types."""
+        rows = self._rows
+        # Without a copy the kernel passes over where rows are put by.
+        kept = self._kept or KeptPlaces(rows.weights, rows.states, rows.weights, rows.weights)
         arguments = (
             *runs,
-            gradient, rows.weights, rows.states, self._chunk_sums(runs), *kept,
+            gradient, rows.weights, rows.states, chunk_sums, *kept,
             rows.index, rows.weight_at, rows.state_at,
             *rule,
         )  # fmt: skip
-        changing = (*PreparedRuns._fields, "chunk_sums", "numbers", "seed")
-        self._launch = Launch(kernel, None, (runs.run_keys.dtype, gradient.dtype), arguments, changing)
-
-    def _chunk_sums(self, runs: PreparedRuns) -> torch.Tensor:
-        return torch.empty(runs.chunk_run.numel() * self._dim, dtype=torch.float32, device=self._device)
-
-    def __call__(self, runs: PreparedRuns, rule: Rule) -> None:
-        """Update each row of the range that `runs` name; of `rule`, the clock and the factor are those known."""
-        ids = runs.places.numel()
-        programs = min(_PROGRAMS, -(-ids // self._runs_a_task) + runs.chunk_run.numel()) if ids else 0
-        self._launch(*runs, self._chunk_sums(runs), rule.numbers, rule.seed, programs=programs)
-
-
-def update_rows(
-    runs: PreparedRuns,
-    rows: RowRange,
-    gradient: torch.Tensor,
-    rule: Rule,
-    chunk_ids: int = CHUNK_IDS,
-    kept: KeptPlaces | None = None,
-) -> None:
-    """Update each row of a range that the ids name, once, by the sum of its bags' gradients, in place.
-
-    Args:
-        gradient: [D_local * B] of the wire's type, this rank's gradient window: [B, D] for each shard, see
-            `push_gradients`.
-        chunk_ids: as given to `prepare`.
-        kept: where rows are put by before they are updated, if the copy under way has not come to them.
-    """
-    RowUpdate(runs, rows, gradient, rule, chunk_ids, kept)(runs, rule)
+        changing = (*PreparedRuns._fields, "gradient", "chunk_sums", *Rule._fields)
+        return Launch(self._kernel, None, (runs.run_keys.dtype, gradient.dtype), arguments, changing)

@@ -20,6 +20,7 @@ def _bench(
     argv = ["bench", kind, "--config", f"configs/{config}.yaml", "--nproc", str(nproc), "--train.device", "cpu"]
     result = run_cli(*argv, *options, "--output", str(output), timeout_s=timeout_s)
     assert result.returncode == 0, result.stderr
+    assert result.stderr.count(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs") == 1
     return read_rows(output), result
 
 
@@ -60,6 +61,21 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         faster = serial / value["together_ms"] - 1
         ideal = serial / max(value["product_ms"], value["median_ms"]) - 1
         assert float(row["fraction_of_ideal"]) == pytest.approx(faster / ideal, rel=2e-2, abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "types"),
+    [
+        (["--embedding.wire_dtype", "bf16"], ("bf16", "fp32")),
+        (["--train.precision", "bf16"], ("bf16", "bf16")),
+        (["--train.precision", "bf16", "--embedding.wire_dtype", "fp32"], ("fp32", "fp32")),
+    ],
+    ids=["wire", "dense_part", "dense_part_not_wire"],
+)
+def test_stage_delivers_what_the_dense_part_takes(tmp_path: Path, options: list[str], types: tuple[str, str]) -> None:
+    rows, _ = _bench(tmp_path, "stage", "--iterations", "2", *options)
+    assert {(row["wire_dtype"], row["output_dtype"]) for row in rows} == {types}
+    assert {int(row["link_bytes"]) for row in rows} == {3 * 16 * 64 * (2 if types[0] == "bf16" else 4)}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +123,10 @@ def test_backward_measures_all_contenders_under_each_optimizer(
 
 def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp_path: Path) -> None:
     options = ["--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64", "--iterations", "1"]
-    rows, result = _bench(tmp_path, "sweep", "--data.tables.count", "5", *options)
+    rows, result = _bench(
+        tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6,5]", *options
+    )
+    assert "sweep: shape 1 of 4, 5 tables of dim 8, 0..2 ids a bag, global batch 64" in result.stderr
     assert result.stdout.startswith("CPU, a rehearsal and no figure")
     assert "the GPU's time alone, it pays at " in result.stdout
     names = ("baseline", "nccl_chunked_2", "pgas", "fused")
@@ -129,6 +148,9 @@ def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> N
     for row in rows:
         scaling = alone[row["contender"]] / float(row["median_ms"])
         assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)
+        assert (row["sync_ms"] != "") == (row["contender"] == "baseline")
+    (alone_ms, between_two_ms) = (float(row["sync_ms"]) for row in rows if row["sync_ms"])
+    assert 0 <= alone_ms < between_two_ms, "a rank alone sends nothing"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")

@@ -287,7 +287,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 step = Step(inputs, BatchSizes.of(sizes))
                 push.note_forward(step)
                 if number == 1:  # a copy begins, which is spread over the steps from here on
-                    before = {name: tensor.clone() for name, tensor in _rows_and_states(stage).items()}
+                    before = {name: tensor.clone() for name, tensor in stage.rows_and_states().items()}
                     kept.begin()
                     push.prepare(step)
                 by_kernels = UpdateRule.by_kernels if not fbgemm else False
@@ -307,15 +307,15 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 if number:
                     kept.advance(200)  # of 640 bytes at least
             assert kept.advance(1 << 20)
-            for name, tensor in _rows_and_states(stage).items() if stage.tables.kept is not None else ():
+            for name, tensor in stage.rows_and_states().items() if stage.tables.kept is not None else ():
                 copy = kept.of(tensor)
                 assert copy is not None, name
                 assert_same(copy, before[name], f"{name}, put by")
             halves.close()
         exchange.close()
-        wanted = _rows_and_states(expected)
+        wanted = expected.rows_and_states()
         what = f"{optimizer}, {backward}{', captured' * captured}{', half precision' * bool(more)}:"
-        assert_all_near(_rows_and_states(stage), wanted, WEIGHT_TOLERANCE["fp32"], what)
+        assert_all_near(stage.rows_and_states(), wanted, WEIGHT_TOLERANCE["fp32"], what)
 
 
 def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:
@@ -330,13 +330,6 @@ def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int,
             with pytest.raises(ExchangeTimeoutError, match=told):
                 push.start(step, torch.ones(4, stage.layout.total_dim))
         dist.barrier()
-
-
-def _rows_and_states(stage: Stage) -> dict[str, torch.Tensor]:
-    shards = stage.layout.by_owner[stage.rank]
-    rows = {f"rows of {shard.name}": stage.tables.weight(shard) for shard in shards}
-    states = {f"state of {shard.name}": stage.tables.state(shard) for shard in shards}
-    return rows | {name: state for name, state in states.items() if state is not None}
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {

@@ -431,6 +431,24 @@ def test_reasons_to_fall_back(
 
 
 @pytest.mark.parametrize(
+    ("dim", "way"),
+    [
+        (6, table_wise(1, compute_kernel="fused")),
+        (10, column_wise([0, 1], size_per_rank=[4, 6], compute_kernel="fused")),
+    ],
+    ids=["table_wise", "column_wise"],
+)
+def test_columns_that_fbgemm_does_not_take_are_told_on_every_rank(dim: int, way: ParameterShardingGenerator) -> None:
+    """A rank without such a shard would otherwise go on, and wait for the one that has it."""
+    module = EmbeddingBagCollection(table_configs({"odd": (25, dim, ["f"], SUM)}), device=torch.device("meta"))
+    for rank in range(2):
+        sharder: Any = OverlapEmbeddingBagCollectionSharder()
+        plan = construct_module_sharding_plan(module, {"odd": way}, sharder, 2, 2, "cpu")
+        with pytest.raises(InputError, match="table odd: a shard of 6 columns, but FBGEMM takes multiples of 4; give"):
+            sharder.shard(module, dict(plan), ShardingEnv.from_local(world_size=2, rank=rank), CPU)
+
+
+@pytest.mark.parametrize(
     ("backward", "params", "reason"),
     [
         ("auto", {"weight_decay": 0.1}, "weight_decay 0.1"),

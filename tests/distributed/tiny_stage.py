@@ -68,6 +68,13 @@ class Stage:
             bounds_check_mode=mode,
         )
 
+    def rows_and_states(self) -> dict[str, torch.Tensor]:
+        """Return, by name, this rank's rows and the states of their optimizers, where they are."""
+        shards = self.layout.by_owner[self.rank]
+        rows = {f"rows of {shard.name}": self.tables.weight(shard) for shard in shards}
+        states = {f"state of {shard.name}": self.tables.state(shard) for shard in shards}
+        return rows | {name: state for name, state in states.items() if state is not None}
+
     def exchange(self, group: dist.ProcessGroup, backend: str, **options: Any) -> Exchange:
         options = {"backend": backend, "slice_bags": 2, "wait_timeout_s": 20.0} | options
         return Exchange(self.layout, self.tables, ExchangeOptions(**options), group, CPU)

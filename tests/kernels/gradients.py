@@ -7,8 +7,8 @@ import torch
 
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
-from dlrm_overlap.kernels.backward.row_runs import InputFeatures, PreparedRuns, SortedIds, prepare
-from dlrm_overlap.kernels.backward.update_rows import update_rows
+from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD
 
@@ -201,8 +201,9 @@ class Model:
         any_mean = any(feature.mean for feature in self.features)
         return InputFeatures(torch.tensor(entries), any_mean, torch.tensor(self.first_keys))
 
-    def prepare(self) -> PreparedRuns:
-        return prepare(self.sorted_ids(), self.input_features(), chunk_ids=self.case.chunk_ids)
+    def prepare(self, row_units: int = 0) -> PreparedRuns:
+        ids = self.sorted_ids()
+        return Preparation(ids, self.input_features(), row_units, self.case.chunk_ids)(ids)
 
     def row_range(self, index: int) -> RowRange:
         rows, first = self.case.ranges[index], self.first_keys[index]
@@ -221,7 +222,7 @@ class Model:
 
     def update(self, runs: PreparedRuns, index: int = 0, rule: Numbers = RULE) -> None:
         """Run the kernel that updates the rows of a range."""
-        update_rows(runs, self.row_range(index), self.window, rule.rule(), self.case.chunk_ids)
+        RowUpdate(self.row_range(index), self.case.chunk_ids)(runs, self.window, rule.rule())
 
     def add(self, index: int = 0, rule: Numbers = RULE) -> None:
         """Run the kernel of atomic additions for a range."""

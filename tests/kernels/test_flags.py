@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
 from dlrm_overlap.kernels.flags import Flags, meet, raise_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
@@ -104,8 +104,11 @@ def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> 
     records = Record(CPU)
     _record_bad_id(records, 4, 5, 6)
     assert (records.bad_id(), records.expired(), records.empty) == ([4, 5, 6], None, False)
+    records.raise_expired(3, "part")  # no wait has expired
     wait_flags(_flags([torch.tensor([[3]])], 0, [1], records), 0, epoch=4)
     assert records.expired() == [0, 0, 0, 4, 3]
+    with pytest.raises(ExchangeTimeoutError, match="rank 0 waited 3 s for part 0 of rank 0: expected epoch 4, seen 3;"):
+        records.raise_expired(3, "part")
     _record_bad_id(records, 7, 8, 9)
     assert records.bad_id() == [4, 5, 6], "the first one stays"
 

@@ -44,8 +44,10 @@ def test_a_call_changes_what_it_names() -> None:
 def test_a_launch_holds_no_tensor_that_changes() -> None:
     into, values = torch.zeros(4), torch.full((4,), 2.0)
     launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
-    assert any(held is into for held in launch._arguments)
-    assert not any(held is values for held in launch._arguments)
+    for _ in range(2):
+        assert any(held is into for held in launch._arguments)
+        assert not any(held is values for held in launch._arguments)
+        launch(values)
 
 
 def test_a_tensor_of_another_type_is_refused() -> None:
@@ -109,6 +111,14 @@ def test_the_driver_is_given_each_argument_where_the_kernel_has_it(driver: _Driv
         (77, config, (into.data_ptr(), second.data_ptr(), 10, 0.5, 2**40, 0, 0)),
         (77, config, (into.data_ptr(), first.data_ptr(), 10, 0.5, -1, 0, 0)),
     ]
+
+
+def test_numbers_with_a_fraction_change_too(driver: _Driver) -> None:
+    values = torch.zeros(4)
+    launch = Launch(_kernel(), 1, (), (values, values, 10, 0.5, 0), changing=("factor", "epoch"))
+    launch(0.25, 3)
+    launch(-2.0, 4)
+    assert [given[3:5] for _, _, given in driver.launched] == [(0.25, 3), (-2.0, 4)]
 
 
 def test_no_program_is_no_launch(driver: _Driver) -> None:

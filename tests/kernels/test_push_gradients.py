@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, push_gradients
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
 from tests.kernels.emulation import CLOCK, GUARD, interpreted, to_wire
@@ -92,13 +92,12 @@ class World:
         """Run the kernel of one rank, for the shards of `dims` and the parts `parts`, or all."""
         case = self.case
         addresses = [storage[4:].data_ptr() for storage in self.storage]
-        push_gradients(
+        for push in pushing_gradients(
             self.gradients[rank],
             [self.shard_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
             Windows(torch.tensor(addresses), stride=0, dtype=case.wire, alignment=gcd(16, *addresses)),
             PartFlags(torch.tensor([ready.data_ptr() for ready in self.ready]), self.done, CLOCK),
             rank,
-            epoch,
             case.schedule,
             first_sample=self.first_sample[rank],
             batch=self.batch,
@@ -107,7 +106,8 @@ class World:
             programs=case.programs,
             first_part=parts.start if parts else 0,
             end_part=parts.stop if parts else case.parts,
-        )
+        ):
+            push(self.gradients[rank], epoch)
 
     def assert_windows(self, scale: float) -> None:
         """Check every element of every window, guards included."""

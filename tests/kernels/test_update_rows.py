@@ -1,13 +1,13 @@
 """Rows updated by sorted ids and by atomic additions, under Triton's interpreter, against float64."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
 from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces
-from dlrm_overlap.kernels.backward.row_runs import prepare
-from dlrm_overlap.kernels.backward.update_rows import update_rows
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted, to_wire
 from tests.kernels.gradients import MIXED, RULE, Case, Model, Rows, assert_near
@@ -118,6 +118,26 @@ def test_ranges_are_updated_one_by_one(order: tuple[int, ...]) -> None:
             assert_same(model.states[other], states, f"states of range {other}, after an update of {index}")
 
 
+def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
+    """And holds nothing of a step that is over."""
+    model = Model(Case((replace(MIXED, optimizer="adagrad", means=True),)))
+    update = RowUpdate(model.row_range(0), model.case.chunk_ids)
+    steps = [(torch.int64, torch.float32, RULE), (torch.int32, torch.float32, RULE._replace(lr=2.0))]
+    steps += [(torch.int32, torch.bfloat16, RULE._replace(factor=0.25)), (torch.int64, torch.float32, RULE)]
+    for ids, wire, rule in steps:
+        model.draw_gradients()
+        weights, states = model.expected(0, rule)
+        runs, window, numbers = model.prepare(), model.window.to(wire, copy=True), rule.rule()
+        runs = runs._replace(run_keys=runs.run_keys.to(ids))
+        update(runs, window, numbers)
+        assert_near(model.weights[0], weights)
+        assert_near(model.states[0], states)
+        given = [weakref.ref(tensor) for tensor in (*runs, window, numbers.numbers)]
+        del runs, window, numbers
+        assert not any(tensor() is not None for tensor in given), "a launch holds what it was given"
+    assert len(update._launches) == 3
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_prepared_runs_serve_again(optimizer: str) -> None:
     model = Model(Case((replace(MIXED, optimizer=optimizer),)))
@@ -140,7 +160,7 @@ def test_a_window_whose_places_do_not_fit_is_refused() -> None:
     model = Model(Case())
     window = model.window[:1].expand(2**33 + 4)  # takes no memory
     with pytest.raises(AssertionError, match="window of 8589934596 elements"):
-        update_rows(model.prepare(), model.row_range(0), window, RULE.rule(), model.case.chunk_ids)
+        RowUpdate(model.row_range(0), model.case.chunk_ids)(model.prepare(), window, RULE.rule())
 
 
 def test_no_ids() -> None:
@@ -168,7 +188,7 @@ def test_places_in_rows_of_one_sample_each() -> None:
     """Gradients as a model has them: a row a sample, longer than all columns here."""
     model = Model(Case(RANGES))
     order = model.keys.sort(stable=True).indices
-    runs = prepare(model.sorted_ids(), model.input_features(), row_units=99)
+    runs = model.prepare(row_units=99)
     for bag, place in zip(model.bags[order].tolist(), runs.places.tolist(), strict=True):
         feature, sample = divmod(bag, model.case.samples)
         assert place == model.starts[feature] // 4 + 99 * sample
@@ -189,7 +209,7 @@ def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Mo
 def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
     half, full = _twins(optimizer, weights)
     rows = half.row_range(0)._replace(stochastic_rounding=False)
-    update_rows(half.prepare(), rows, half.window, RULE.rule(), half.case.chunk_ids)
+    RowUpdate(rows, half.case.chunk_ids)(half.prepare(), half.window, RULE.rule())
     full.update(full.prepare())
     assert_same(half.weights[0], to_wire(full.weights[0], weights), "weights")
     assert_same(half.states[0], full.states[0], "states")
@@ -277,8 +297,9 @@ def test_rows_are_put_by_once_before_they_are_updated(optimizer: str, dim: int, 
         torch.full_like(rows.weights, 9), torch.full_like(rows.states, 9), marks, torch.tensor([copy, frontier])
     )
     before = rows.weights.clone(), rows.states.clone()
+    update = RowUpdate(rows, keeping.case.chunk_ids, kept)
     for _ in range(2):
-        update_rows(runs, rows, keeping.window, RULE.rule(), keeping.case.chunk_ids, kept)
+        update(runs, keeping.window, RULE.rule())
         plain.update(plain.prepare())
         assert_same(rows.weights, plain.weights[0], "weights")
         assert_same(rows.states, plain.states[0], "states")

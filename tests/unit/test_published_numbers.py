@@ -17,7 +17,8 @@ from dlrm_overlap.bench.report.map_plots import MAPS
 from tests.conftest import read_rows
 
 Row = Mapping[str, str]
-README, FIGURES, STAGE = "README.md", "docs/figures.md", "docs/results/stage.md"
+README, FIGURES = "README.md", "docs/figures.md"
+STAGE, GEMM = "docs/results/stage.md", "docs/results/gemm.md"
 PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
 
 
@@ -49,6 +50,10 @@ def _span(values: Iterable[float], spec: str, unit: str = "") -> str:
     return f"{min(values):{spec}} to {max(values):{spec}}{unit}"
 
 
+def _times(values: Iterable[float]) -> str:
+    return _span(values, ".2f", "x").replace(" to", "x to")
+
+
 def _percent(values: Iterable[float]) -> str:
     return _span([100 * each for each in values], ".0f", "%")
 
@@ -63,10 +68,14 @@ def step() -> Iterable[tuple[str, str]]:
 
     yield README, f"{over(mlperf, 'torchrec_strongest')} times as fast as TorchRec's at its strongest"
     yield README, f"{over(mlperf, 'torchrec')} times as fast as TorchRec's as people run it"
-    yield README, f"{over(twice, 'torchrec_strongest')} and {over(twice, 'torchrec')} times with 16384"
+    yield README, f"{over(twice, 'torchrec_strongest')} and {over(twice, 'torchrec')} times with 16384 samples"
     yield README, f"up to {over(dot, 'torchrec_strongest')} times with 2048 samples and dot products"
     hosts = [_ms(run[name]) for run in (mlperf, twice, dot) for name in ("torchrec", "torchrec_strongest")]
     yield README, f"as its host needs to issue it, {min(hosts):.1f} to {max(hosts):.0f} ms here"
+    (eager,) = (row for row in _read("ablation") if row["contender"] == "pgas_eager")
+    assert eager["reference"] == "torchrec"
+    alone = f"{float(eager['reference_ms']) / _ms(eager):.2f} times"
+    yield README, f"{alone} if you take the embedding exchange alone and stay in TorchRec's train pipeline"
     strategies = _runs("strategies", "torchrec")[0]
     slowest = [f"{_ms(strategies[name]):.1f}" for name in ("torchrec", "torchrec_strongest")]
     yield README, f"its first row was 9.3 to {slowest[0]} and 6.7 to {slowest[1]} ms."
@@ -87,12 +96,64 @@ def stage() -> Iterable[tuple[str, str]]:
     yield README, f"it takes {_ms(puts['nccl_chunked_4']):.2f} ms on the third shape, and `pgas` is {chunked}"
 
 
+@_phrases
+def stage_on_two() -> Iterable[tuple[str, str]]:
+    over: dict[str, list[float]] = {}
+    ms: dict[str, list[dict[str, float]]] = {}
+    for name in ("stage_two_gpus", "stage_two_gpus_bf16"):
+        ms[name] = [{each: _ms(row) for each, row in run.items()} for run in _runs(name, "baseline")]
+        ours = [min(run["pgas"], run["fused"]) for run in ms[name]]
+        baselines = [[run[each] for each in run if each.startswith(_BASELINES)] for run in ms[name]]
+        over[name] = [min(times) / least for times, least in zip(baselines, ours, strict=True)]
+    (*most, last), (*most_bf16, last_bf16) = over.values()
+    yield STAGE, f"is {_span(most, '.2f', 'x').replace(' to', 'x to')} as fast on the first four shapes"
+    yield STAGE, f"On the last it is {last:.1f}x as the host issues it"
+    yield (
+        STAGE,
+        f"**In bf16** it is {_span(most_bf16, '.2f', 'x').replace(' to', 'x to')}, and {last_bf16:.2f}x on the last",
+    )
+    fp32, bf16 = ms.values()
+    saved = [1 - narrow["pgas"] / wide["pgas"] for wide, narrow in zip(fp32, bf16, strict=True)]
+    yield (
+        STAGE,
+        f"save `pgas` {saved[3]:.0%} with one id a bag, where the links are the limit, {saved[2]:.0%} on the third",
+    )
+    assert {f"{each:.0%}" for each in saved[:2]} == {"1%"}
+    baseline = [1 - narrow["baseline"] / wide["baseline"] for wide, narrow in zip(fp32, bf16, strict=True)]
+    yield STAGE, f"They save the baseline {_span([100 * each for each in baseline], '.0f', '%')}"
+    yield STAGE, f"takes {bf16[3]['fused'] / bf16[3]['pgas']:.2f} times as long as `pgas`. Why has not been found out"
+    in_place = [run["fused"] / run["pgas"] for run in fp32]
+    assert all(1.0 <= round(each, 2) <= 1.03 for each in in_place[:4])
+    yield STAGE, f"which is the host's, it takes {in_place[4]:.2f}"
+    assert all(min(run["fused_stores"], run["fused_dma"]) >= run["fused"] for run in fp32)
+
+
+_BASELINES = ("baseline", "torchrec", "nccl_chunked")
+
+
 def _gpu_speedups(name: str) -> tuple[list[float], list[float]]:
     """Return the fastest of ours over the baseline at once, and over the strongest, by the GPU's time, by shape."""
     rows = _read(name)
     strongest = MAPS[name].cells(rows, "gpu_ms")
     at_once = MAPS[name].cells([row for row in rows if "chunked" not in row["contender"]], "gpu_ms")
     return [cell.speedup for cell in at_once.values()], [cell.speedup for cell in strongest.values()]
+
+
+def _by_shape(name: str) -> list[dict[str, Row]]:
+    """Return contender -> its row of each shape of a map."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in _read(name):
+        shape = tuple(row[column] for column in ("dim", "global_batch", "pooling_factor", "tables"))
+        found.setdefault(shape, {})[row["contender"]] = row
+    return [*found.values()]
+
+
+def _strongest(shape: Mapping[str, Row], time: str) -> float:
+    return min(float(row[time]) for row in shape.values() if row["is_baseline"] == "True")
+
+
+def _over_strongest(shape: Mapping[str, Row], time: str) -> float:
+    return _strongest(shape, time) / min(float(shape[name][time]) for name in ("pgas", "fused"))
 
 
 @_phrases
@@ -106,20 +167,55 @@ def maps() -> Iterable[tuple[str, str]]:
         STAGE,
         f"{min(over):.2f}x to {max(over):.2f}x as fast as the strongest baseline, {mean}x in the geometric mean",
     )
+    shapes = _by_shape("sweep")
+    issued = [_over_strongest(shape, "median_ms") for shape in shapes]
+    yield STAGE, f"as the host issues it {_times(issued)}, since a step is"
+    bags = {float(shape["pgas"]["pooling_factor"]): [] for shape in shapes}
+    for shape in shapes:
+        bags[float(shape["pgas"]["pooling_factor"])].append(_over_strongest(shape, "gpu_ms"))
+    yield STAGE, f"**Most where bags are short:** {_times(bags[1] + bags[8])} at 1 and 8 ids a bag"
+    yield STAGE, f"**Least where bags are long:** {_times(bags[128])} at 128 ids"
+    stronger = {
+        time: [gain for shape in shapes if (gain := float(shape["baseline"][time]) / _strongest(shape, time)) > 1]
+        for time in ("gpu_ms", "median_ms")
+    }
+    helped, faster = len(stronger["gpu_ms"]), max(stronger["gpu_ms"]) - 1
+    yield STAGE, f"stronger on {helped} of the 32 shapes by the GPU's time alone, by up to {faster:.0%}"
+    yield STAGE, f"As the host issues them, on {len(stronger['median_ms'])}."
+    fused = [float(shape["fused"]["gpu_ms"]) / float(shape["pgas"]["gpu_ms"]) for shape in shapes]
+    mean = f"{statistics.geometric_mean(fused):.2f}"
+    yield STAGE, f"of the 32 shapes, least, greatest | {mean}, {min(fused):.2f}, {max(fused):.2f} |"
+    host_us = [statistics.median(1e3 * float(shape[name]["host_ms"]) for shape in shapes) for name in ("pgas", "fused")]
+    yield STAGE, f"needs {host_us[0]:.0f} us for a step of `pgas` and {host_us[1]:.0f} us for one of `fused`"
+    grid = _by_shape("grid")
+    told = [_times([_over_strongest(shape, time) for shape in grid]) for time in ("gpu_ms", "median_ms")]
+    yield STAGE, f"All {len(grid)} shapes pay: {told[0]} by the GPU's time alone. As the host issues it, {told[1]};"
     at_once, strongest = ([1 - 1 / each for each in column] for column in _gpu_speedups("grid"))
     mean = f"{statistics.mean(at_once):.0%}"
     yield FIGURES, f"{_percent(at_once)}, {mean} on average, over one lookup, exchange and unpacking"
     yield FIGURES, f"{_percent(strongest)} over the strongest baseline"
 
 
+def _swept(name: str, column: str) -> dict[str, float]:
+    """Return the value of `column` -> ms of fused; no value stands for as many programs as fit."""
+    return {row[column]: _ms(row) for row in _read(name) if row["contender"].startswith("fused")}
+
+
 @_phrases
 def ablations() -> Iterable[tuple[str, str]]:
-    fused = {row["programs_per_sm"]: _ms(row) for row in _read("occupancy") if row["contender"] == "fused"}
-    assert min(fused, key=lambda programs: fused[programs]) == "", "as many as fit are the fastest"
-    yield FIGURES, f"best with as many programs as fit: {fused['']:.2f} ms, {fused['16']:.2f} at 16 a multiprocessor"
-    slices = {row["slice_bags"]: _ms(row) for row in _read("slice") if row["contender"] == "fused"}
+    fused, own_shape = (_swept(name, "programs_per_sm") for name in ("occupancy", "occupancy_many_tables"))
+    for of_shape in (fused, own_shape):
+        assert min(of_shape, key=lambda programs: of_shape[programs]) == "", "as many as fit are the fastest"
+    yield FIGURES, f"as fit, 32 a multiprocessor: {own_shape['']:.3f} ms, {own_shape['16']:.3f} with 16"
+    yield FIGURES, f"on another, four GPUs, {fused['']:.2f} ms, {fused['16']:.2f} with 16"
+    slices, own_shape = (_swept(name, "slice_bags") for name in ("slice", "slice_many_tables"))
     assert slices["32"] / min(slices.values()) < 1.01, "gains end at 32"
     yield FIGURES, f"slices of 4 take {slices['4'] / slices['32'] - 1:.0%} longer than of 32, gains end at 32"
+    shorter, longer = (abs(own_shape[bags] / own_shape["32"] - 1) for bags in ("4", "128"))
+    assert own_shape["4"] < own_shape["32"] < own_shape["128"]
+    there = f"{shorter:.0%} shorter, and those of 128 {longer:.0%} longer"
+    yield FIGURES, f"on the shape of its occupancy sweep, two GPUs, {there}"
+    yield STAGE, f"large ones {own_shape['128'] / own_shape['4'] - 1:.0%}, the opposite of the other shape"
     skew = {(row["contender"], row["schedule"]): row["skew_fraction"] for row in _read("schedule")}
 
     def percent(schedule: str, spec: str) -> str:
@@ -178,22 +274,58 @@ def concurrent() -> Iterable[tuple[str, str]]:
     yield FIGURES, f"{whole['dma']} and {whole['dma_aside']}% (`dma`, `dma_aside`); {aside}"
 
 
+def _serially(row: Row, serial: Row) -> float:
+    """Return the ms of collective and product one after the other: those of `serial`, or of each timed alone if less.
+
+    `serial` came first in every round of older rows, and a rank then waited for the others within it.
+    """
+    return min(_ms(serial), float(row["gemm_ms"]) + float(row["collective_ms"]))
+
+
 @_phrases
 def gemm() -> Iterable[tuple[str, str]]:
-    rows = [row for row in _read("gemm") if row["contender"] == "auto"]
-    assert len(rows) == 14
-    assert all(float(row["speedup"]) > 1 for row in rows), "never slower than serial"
-    assert min(int(row["m"]) for row in rows) == 1024
-    efficiency = {id(row): float(row["overlap_efficiency"]) for row in rows}
-    yield (
-        FIGURES,
-        f"`auto` {_percent(efficiency.values())} over fourteen shapes, never slower than serial from m = 1024",
-    )
+    rows = _read("gemm")
+    serial = {_problem(row): row for row in rows if row["contender"] == "serial"}
+    auto = {_problem(row): row for row in rows if row["contender"] == "auto"}
+    assert len(auto) == 14
+    longest = max(_ms(each) - float(each["gemm_ms"]) - float(each["collective_ms"]) for each in serial.values())
+    yield GEMM, f"`serial` took up to {1e3 * longest:.0f} us longer than its collective and its product"
+    held = {problem: _serially(row, serial[problem]) for problem, row in auto.items()}
+    over = [held[problem] / _ms(row) for problem, row in auto.items()]
+    assert min(over) > 1, "faster in all lines"
+    yield GEMM, f"`auto` is faster in all fourteen lines too, by {_times(over)}"
+    gemm_ms = {problem: float(row["gemm_ms"]) for problem, row in auto.items()}
+    efficiency = {
+        problem: 1 - (_ms(row) - gemm_ms[problem]) / (held[problem] - gemm_ms[problem]) for problem, row in auto.items()
+    }
+    yield FIGURES, f"`auto` {_percent(efficiency.values())} over fourteen shapes on four GPUs"
     longer = [
-        row for row in rows if float(row["gemm_ms"]) > float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e6
+        problem
+        for problem, row in auto.items()
+        if gemm_ms[problem] > float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e6
     ]
-    large, small = ([efficiency[id(row)] for row in longer if (row["m"] == "1024") == is_small] for is_small in (0, 1))
-    yield FIGURES, f"{_percent(large)} from m = 4096 on, {_percent(small).replace(' to ', ' and ')} at m = 1024"
+    large, small = ([efficiency[each] for each in longer if (each[1] == "1024") == is_small] for is_small in (0, 1))
+    told = f"{_percent(small).replace(' to ', ' and ')} at m = 1024"
+    yield FIGURES, f"{_percent(large)} from m = 4096 on, {told}"
+
+
+@_phrases
+def few_rows() -> Iterable[tuple[str, str]]:
+    ms: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in _read("gemm_few"):
+        ms.setdefault(_problem(row), {})[row["contender"]] = _ms(row)
+    few = [times for (_, m, _, n), times in ms.items() if int(m) <= 512 and n == "8192"]
+    own = [min(times[name] for name in ("copies", "pushes", "tiles")) / times["serial"] for times in few]
+    assert min(own) > 1, "slower than serial"
+    yield GEMM, f"the best of them takes {_span(own, '.2f')} times as long as `serial`"
+    yield FIGURES, f"the best of our own takes {_span(own, '.2f')} times as long ([gemm_few.csv]"
+    yield GEMM, f"and is as fast as it is, {_times(times['serial'] / times['auto'] for times in few)}"
+    (since,) = (times["serial"] for problem, times in ms.items() if problem[:2] == ("all_gather", "1024"))
+    yield GEMM, f"58 more than its parts, and {1e3 * since:.0f} [since]"
+
+
+def _problem(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("operator", "m", "k", "n"))
 
 
 @_phrases

@@ -41,6 +41,28 @@ def _scaling() -> Expected:
             yield [ranks, *four, limit, 100 * limit / ms["pgas"], ms["baseline"] / ms["pgas"]]
 
 
+_BASELINES = ("baseline", "torchrec", "nccl_chunked")
+
+
+def _everyone(name: str) -> Expected:
+    for run in runs(_read(name)):
+        ms = {name: _ms(row) for name, row in run.items()}
+        chunked = min((name for name in ms if name.startswith("nccl_chunked")), key=lambda name: ms[name])
+        limit = float(run["baseline"]["limit_ms"])
+        strongest = min(time for name, time in ms.items() if name.startswith(_BASELINES))
+        times = [ms[name] for name in ("torchrec", "nccl", "pgas", "fused")]
+        own = [limit, 100 * limit / ms["pgas"], strongest / min(ms["pgas"], ms["fused"])]
+        yield [ms["baseline"], ms[chunked], float(chunked.rsplit("_")[-1]), *times, *own]
+
+
+def _beside_on_two() -> Expected:
+    for run in runs(_read("stage_two_gpus")):
+        together = {name: float(row["together_ms"]) for name, row in run.items()}
+        strongest = min(time for name, time in together.items() if name.startswith(_BASELINES))
+        ours = [together[name] for name in ("pgas", "fused", "fused_stores", "fused_dma")]
+        yield [float(run["baseline"]["product_ms"]), strongest, *ours]
+
+
 def _puts() -> Expected:
     (run,) = runs(_read("puts"))
     for name in ("baseline", "nccl_chunked_4", "nccl", "pgas", "fused", "fused_stores", "fused_dma"):
@@ -48,13 +70,13 @@ def _puts() -> Expected:
 
 
 def _puts_on_two() -> Expected:
-    for run in runs(_read("puts_two_gpus")):
+    for run in runs(_read("stage_two_gpus")):
         ms = {name: _ms(row) for name, row in run.items()}
         yield [ms["pgas"], ms["fused"], ms["fused"] / ms["pgas"], ms["fused_stores"], ms["fused_dma"]]
 
 
 def _copies() -> Expected:
-    for run in runs(_read("copy")):
+    for run in runs(_read("stage_two_gpus")):
         lent, copied = _ms(run["pgas"]), _ms(run["pgas_copied"])
         size = int(run["pgas"]["global_batch"]) * int(run["pgas"]["tables"]) * int(run["pgas"]["dim"]) * 4
         yield [size / int(run["pgas"]["world_size"]) / 1e6, lent, copied, copied - lent]
@@ -86,12 +108,8 @@ def _schedules() -> Expected:
         yield [100 * float(row["skew_fraction"]) for row in own]
 
 
-def _slices() -> Expected:
-    yield [_ms(row) for row in _read("slice") if row["contender"] == "fused"]
-
-
-def _occupancy() -> Expected:
-    yield [_ms(row) for row in _read("occupancy") if row["contender"] == "fused"]
+def _fused(name: str) -> Expected:
+    yield [_ms(row) for row in _read(name) if row["contender"].startswith("fused")]
 
 
 def _backward() -> Expected:
@@ -127,6 +145,9 @@ def _strategies(name: str) -> Expected:
 
 TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
     (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | baseline", _shapes),
+    (STAGE, "| two GPUs, fp32 wire", lambda: _everyone("stage_two_gpus")),
+    (STAGE, "| two GPUs, bf16 wire", lambda: _everyone("stage_two_gpus_bf16")),
+    (STAGE, "| two GPUs, beside a product", _beside_on_two),
     (STAGE, "| | ranks | baseline", _scaling),
     (STAGE, "| contender | alone |", _puts),
     (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | `pgas` | in place", _puts_on_two),
@@ -134,8 +155,10 @@ TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
     (STAGE, "| contender | ms | `pgas`", _registered),
     (STAGE, "| contender | stage, us |", _volume),
     (STAGE, "| | linear |", _schedules),
-    (STAGE, "| bags a slice |", _slices),
-    (STAGE, "| programs |", _occupancy),
+    (STAGE, "| bags a slice |", lambda: _fused("slice")),
+    (STAGE, "| programs |", lambda: _fused("occupancy")),
+    (STAGE, "| programs, 256 tables |", lambda: _fused("occupancy_many_tables")),
+    (STAGE, "| bags a slice, 256 tables |", lambda: _fused("slice_many_tables")),
     (BACKWARD, "| tables/GPU x rows x dim, global batch, ids a bag | optimizer", _backward),
     (BACKWARD, "| | baseline, uniform |", _hot_rows),
     (CONCURRENT, "| strategy | G-long (51)", lambda: _strategies("concurrent")),

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
 from dlrm_overlap.bench.harness.captured import capture
-from dlrm_overlap.bench.harness.communications import Implementations, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
+from dlrm_overlap.bench.harness.implementations import Implementations, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.payload import KINDS, Payload
 from dlrm_overlap.bench.harness.progress import counted

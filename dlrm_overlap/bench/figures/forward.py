@@ -71,7 +71,8 @@ def measure_forward(
             assert isinstance(group, dist.ProcessGroup)
             shape = request.shape(config, world_size)
             sparse = read_ids(shape, group, device)
-            workload = make_workload(shape, sparse, group, device, world.local_world_size, request.check_ids)
+            local_size, precision = world.local_world_size, shape.train.precision
+            workload = make_workload(shape, sparse, group, device, local_size, request.check_ids, precision=precision)
             measured.append(_measure(request, shape, workload, make_contenders, extra_columns))
             agreed = not measured[-1][1]
             del workload

@@ -12,7 +12,7 @@ import torch
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
-from dlrm_overlap.bench.harness.workload import Workload, exchange_options
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import OccupancyRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
@@ -28,7 +28,7 @@ def _make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Conten
     contenders: list[Contender] = [Baseline(workload)]
     for name, backend in BACKENDS.items():
         if backend.has_slices:
-            contenders += _by_occupancy(workload, exchange_options(config, name))
+            contenders += _by_occupancy(workload, workload.exchange_options(config, name))
     return contenders
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dlrm_overlap.bench.harness.agreement import check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline, Overlap, close_all
 from dlrm_overlap.bench.harness.programs import describe_tasks, trace_programs
-from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.stage_request import ProgramsRequest
@@ -31,8 +31,10 @@ def run(request: ProgramsRequest, ranks: Ranks) -> int:
     group = ranks.connect()
     config = request.shape(ranks.config, ranks.world.world_size)
     sparse = read_ids(config, group, ranks.device)
-    workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size, check_ids=True)
-    options = replace(exchange_options(config.embedding, _BACKEND), backward="collective")
+    workload = make_workload(
+        config, sparse, group, ranks.device, ranks.world.local_world_size, precision=config.train.precision
+    )
+    options = replace(workload.exchange_options(config.embedding, _BACKEND), backward="collective")
     contenders = [Baseline(workload), Overlap(workload, options)]
     agreement = check_outputs(contenders, workload)[1]
     close_all(contenders, workload)

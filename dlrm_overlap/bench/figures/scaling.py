@@ -4,14 +4,22 @@ The global batch stays. Weak scaling keeps the tables of a rank, so the work of 
 tables of all ranks together, so the work of all ranks stays.
 
 Contenders: the baseline, TorchRec's own path, and every backend whose exchange is ours.
-Extra column: `scaling_factor`, a contender's time on one rank over its time on this many. Under weak scaling 1 is
-ideal, under strong scaling the number of ranks.
+
+Extra columns:
+    scaling_factor  a contender's time on one rank over its time on this many; under weak scaling 1 is ideal, under
+                    strong scaling the number of ranks
+    sync_ms         of the baseline: what its All-to-All takes that carries one number to each rank; `all_to_all_ms`
+                    less this is the communication, and this and `unpack_ms` are what Chen et al. 2024 call
+                    synchronisation and unpacking
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.figures.stage import every_backend
+from dlrm_overlap.bench.harness.contenders import Baseline, Contender
+from dlrm_overlap.bench.harness.rounds import time_parts
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.ranks import Ranks
 
@@ -22,10 +30,19 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
         request,
         ranks,
         every_backend,
-        extra_columns=lambda contender, request: {"scaling_factor": None},  # until all worlds have been measured
+        extra_columns=_extra_columns,
         shown=["scaling_factor"],
         compare_worlds=_add_scaling,
     )
+
+
+def _extra_columns(contender: Contender, request: ForwardRequest) -> Row:
+    """Return the columns of a row, the scaling factor empty until all numbers of ranks have been measured."""
+    sync_ms = None
+    if isinstance(contender, Baseline):
+        workload, step = contender.workload, partial(contender.step, one_number=True)
+        _, sync_ms, _ = time_parts(step, 3, workload.batches, workload, request.iterations)
+    return {"scaling_factor": None, "sync_ms": sync_ms}
 
 
 def _add_scaling(measured: Sequence[Sequence[Row]]) -> None:

@@ -11,7 +11,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.skew import Skew, measure_skew
-from dlrm_overlap.bench.harness.workload import Workload, exchange_options
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.kernels.schedule import SCHEDULES
@@ -24,7 +24,7 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
 
 
 def _make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
-    storing = [exchange_options(config, name) for name, backend in BACKENDS.items() if backend.stores_to_peers]
+    storing = [workload.exchange_options(config, name) for name, backend in BACKENDS.items() if backend.stores_to_peers]
     variants = [replace(options, schedule=schedule) for options in storing for schedule in SCHEDULES]
     return [Baseline(workload), *(Overlap(workload, variant) for variant in variants)]
 

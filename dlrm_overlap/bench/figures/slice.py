@@ -12,7 +12,7 @@ from dataclasses import replace
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
-from dlrm_overlap.bench.harness.workload import Workload, exchange_options
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.ranks import Ranks
@@ -26,8 +26,8 @@ def run(request: ForwardRequest, ranks: Ranks) -> int:
 
 
 def _make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
-    sliced = [exchange_options(config, name) for name, backend in BACKENDS.items() if backend.has_slices]
+    sliced = [workload.exchange_options(config, name) for name, backend in BACKENDS.items() if backend.has_slices]
     put = "stores" if config.put == "auto" else config.put
     variants = [replace(options, put=put, slice_bags=bags) for options in sliced for bags in _SLICE_BAGS]
-    options = [exchange_options(config, "pgas"), *variants]
+    options = [workload.exchange_options(config, "pgas"), *variants]
     return [Baseline(workload), *(Overlap(workload, variant) for variant in options)]

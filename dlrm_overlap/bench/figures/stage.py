@@ -18,7 +18,7 @@ from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.chunked import make_chunked, make_registered
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
-from dlrm_overlap.bench.harness.workload import Workload, exchange_options
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import EveryoneRequest
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.config import EmbeddingConfig
@@ -36,17 +36,17 @@ def run(request: EveryoneRequest, ranks: Ranks) -> int:
 def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
     hosts, config = config.hosts, replace(config, hosts="auto")
-    fused = exchange_options(config, "fused")
+    fused = workload.exchange_options(config, "fused")
     puts = [put for put in PUTS if put != fused.resolved_put]
     if workload.device.type == "cpu":
         names = ", ".join(f"fused_{put}" for put in puts)
         log.info("stage: %s: left out, since processes on CPUs have one way to put a slice", names)
         puts = []
     by_put = [replace(fused, put=put) for put in puts]
-    copied = replace(exchange_options(config, "pgas"), copy_output=True)
+    copied = replace(workload.exchange_options(config, "pgas"), copy_output=True)
     carriers = ("messages",) if workload.device.type == "cpu" or missing_puts() else ("messages", "puts")
     emulated = [
-        replace(exchange_options(config, backend), hosts=hosts, between_hosts=carrier)
+        replace(workload.exchange_options(config, backend), hosts=hosts, between_hosts=carrier)
         for backend in ("pgas", "fused")
         for carrier in carriers
         if isinstance(hosts, int) and hosts > 1
@@ -60,5 +60,5 @@ def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload:
 
 def every_backend(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
     """Return the baseline, TorchRec's own path, and every backend whose exchange is ours."""
-    exchanges = [Overlap(workload, exchange_options(config, backend)) for backend in EXCHANGED]
+    exchanges = [Overlap(workload, workload.exchange_options(config, backend)) for backend in EXCHANGED]
     return [Baseline(workload), TorchRec(workload), *exchanges]

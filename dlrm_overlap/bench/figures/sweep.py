@@ -26,14 +26,14 @@ from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.rounds import time_contenders
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.turns import Turns
-from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, exchange_options, make_workload, read_ids
-from dlrm_overlap.bench.report.columns import describe, times
+from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
+from dlrm_overlap.bench.report.columns import describe, describe_tables, times
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
 from dlrm_overlap.bench.sweep_request import MapRequest
 from dlrm_overlap.config import Config, parse_multi_hot
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")
@@ -59,7 +59,9 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         if workload is None or tables != made_with:
             workload = None  # gives its tables back before the next ones are made
             collect_garbage(ranks.device)
-            workload = make_workload(point, ids, group, ranks.device, ranks.world.local_world_size)
+            workload = make_workload(
+                point, ids, group, ranks.device, ranks.world.local_world_size, precision=point.train.precision
+            )
             made_with = tables
         else:
             workload = workload.with_ids(point, ids)
@@ -83,8 +85,11 @@ def run(request: MapRequest, ranks: Ranks) -> int:
 
 
 def _name(point: Config) -> str:
-    tables = point.data.tables
-    return f"dim {point.model.dim}, {tables.count} tables, {tables.multi_hot} ids, {point.train.global_batch_size}"
+    tables = describe_tables(point)
+    return (
+        f"{tables['tables']} tables of dim {tables['dim']}, {tables['multi_hot']} ids a bag, global batch "
+        f"{point.train.global_batch_size}"
+    )
 
 
 def _measure(
@@ -92,7 +97,7 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     storing = [name for name, backend in BACKENDS.items() if backend.stores_to_peers]
-    exchanges = [Overlap(workload, exchange_options(config.embedding, name)) for name in storing]
+    exchanges = [Overlap(workload, workload.exchange_options(config.embedding, name)) for name in storing]
     contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, request.chunks), *exchanges]
     agreements = check_outputs(contenders, workload)
     faults = disagreements(contenders, agreements, f" on {_name(config)}")

@@ -23,7 +23,7 @@ from dlrm_overlap.bench.report.timeline_picture import draw
 from dlrm_overlap.bench.step_request import TimelineRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.observe.metrics import quantile
 from dlrm_overlap.ranks import Ranks
 

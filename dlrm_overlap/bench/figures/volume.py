@@ -20,7 +20,7 @@ from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.programs import trace_programs
 from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.volume import Sending, bin_bytes, sending_of_collectives, sending_of_tasks
-from dlrm_overlap.bench.harness.workload import exchange_options, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.stage_request import CHUNKS, VolumeRequest
@@ -39,8 +39,10 @@ def run(request: VolumeRequest, ranks: Ranks) -> int:
     group = ranks.connect()
     config = request.shape(ranks.config, ranks.world.world_size)
     sparse = read_ids(config, group, ranks.device)
-    workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size)
-    options = replace(exchange_options(config.embedding, _BACKEND), backward="collective", put="in_place")
+    workload = make_workload(
+        config, sparse, group, ranks.device, ranks.world.local_world_size, precision=config.train.precision
+    )
+    options = replace(workload.exchange_options(config.embedding, _BACKEND), backward="collective", put="in_place")
     contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, CHUNKS), Overlap(workload, options)]
     agreements = check_outputs(contenders, workload)
     dist.barrier(group)

@@ -65,7 +65,8 @@ class Chunked(Contender):
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
         workload = self.workload
-        output = torch.empty(self._samples, workload.layout.total_dim, device=workload.device)
+        shape = self._samples, workload.layout.total_dim
+        output = torch.empty(shape, dtype=workload.output_dtype, device=workload.device)
         held = []  # until the current stream is behind those that read and write them
         for k, (lookup, (values, offsets)) in enumerate(zip(self._lookups, self._ids[id(batch)], strict=True)):
             sent, received, work = self._send(lookup(values, offsets), k)

@@ -1,26 +1,19 @@
-"""The implementations of a communication between all ranks: collectives, stores, copy engines."""
+"""The implementations of a communication between all ranks, a class each: collectives, stores, copy engines."""
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.comm.calls import Way
 from dlrm_overlap.comm.choose import GATHERED
 from dlrm_overlap.comm.collectives import PeerCollectives, Work
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import open_reduction
 from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.gemm.ways import all_gather
-
-log = logging.getLogger("dlrm_overlap")
 
 _ROOM_BYTES = 4096  # for alignment
 _TIMEOUT_S = 60.0  # of a wait for a peer
@@ -137,87 +130,6 @@ class StoredReduction(Communication):
         self._reduction.close()
 
 
-class PeerCommunication(Communication):
-    """Begins a call of `PeerCollectives`, into the peers' memory."""
-
-    _work: Work
-
-    def __init__(self, name: str, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__(name, payload, memory.result(payload))
-        self._collectives = memory.collectives
-
-    def finish(self) -> None:
-        """Await what the peers send."""
-        self._work.wait()
-
-
-class PeerRows(PeerCommunication):
-    """All-to-all or all-gather, by copy engines or by a kernel of few programs."""
-
-    forks = True
-
-    def __init__(self, payload: Payload, way: Way, memory: "PeerMemory") -> None:
-        """Take the way, for which the implementation is named."""
-        super().__init__(way, payload, memory)
-        self._way: Way = way
-
-    def begin(self) -> None:
-        """Issue hand-shake and copies."""
-        collectives = self._collectives
-        issue = collectives.all_to_all if self.payload.kind == "all_to_all" else collectives.all_gather
-        self._work = issue(self._output, self.source, way=self._way)
-
-
-class CopiedReduction(PeerCommunication):
-    """The all-reduce by copy engines: shares to their owners, a kernel that averages them, the means to all ranks."""
-
-    def __init__(self, payload: Payload, memory: "PeerMemory", name: str = "dma") -> None:
-        super().__init__(name, payload, memory)
-        self._shares = memory.shares(payload)
-
-    def begin(self) -> None:
-        """Issue everything up to the second copies."""
-        self._collectives.all_to_all(self._shares, self.payload.input.view(self.payload.shape), way="dma").wait()
-        mean = torch.mean(self._shares, 0, out=self._output[self.payload.rank])
-        self._work = self._collectives.all_gather(self._output, mean, way="dma")
-
-
-class AveragedReduction(CopiedReduction):
-    """The same with one kernel between the copies, which awaits the shares itself, and no second hand-shake."""
-
-    forks = True
-
-    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__(payload, memory, "dma_averaged")
-
-    def begin(self) -> None:
-        """Issue everything but the last wait."""
-        self._work = self._collectives.all_reduce(
-            self._output, self.payload.input.view(self.payload.shape), self._shares
-        )
-
-
-class GatheredReduction(PeerCommunication):
-    """The all-reduce by copy engines, of few bytes: every rank's buffer to all ranks, and there a kernel that averages.
-
-    Each rank sends W / 2 times what `CopiedReduction` does, but once: nothing but the average comes behind the copies,
-    and that needs no peer.
-    """
-
-    def __init__(self, payload: Payload, memory: "PeerMemory") -> None:
-        super().__init__(GATHERED, payload, memory)
-        self._gathered, self._output = memory.gathered(payload), torch.empty_like(payload.input)
-
-    def begin(self) -> None:
-        """Issue the copies."""
-        self._work = self._collectives.all_gather(self._gathered, self.payload.input.view(-1), way="dma")
-
-    def finish(self) -> None:
-        """Await the peers' buffers, and average them."""
-        super().finish()
-        torch.mean(self._gathered, 0, out=self._output.view(-1))
-
-
 class PeerMemory:
     """Memory that peers write, for all payloads one after the other: results, and shares of an all-reduce."""
 
@@ -253,87 +165,82 @@ class PeerMemory:
         self.collectives.close()
 
 
-def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: int) -> PeerMemory | None:
-    """Return the memory that peers write, or None where they cannot, which is logged; a collective."""
-    try:
-        return PeerMemory(group, device, elements)
-    except InputError as error:
-        log.warning("bench concurrent: without stores and copy engines: %s", error)
-        return None
+class PeerCommunication(Communication):
+    """Begins a call of `PeerCollectives`, into the peers' memory."""
+
+    _work: Work
+
+    def __init__(self, name: str, payload: Payload, memory: PeerMemory) -> None:
+        super().__init__(name, payload, memory.result(payload))
+        self._collectives = memory.collectives
+
+    def finish(self) -> None:
+        """Await what the peers send."""
+        self._work.wait()
 
 
-class Groups(NamedTuple):
-    """The process groups of the collectives: the ranks' own, and on GPUs others of few NCCL thread blocks."""
+class PeerRows(PeerCommunication):
+    """All-to-all or all-gather, by copy engines or by a kernel of few programs."""
 
-    whole: dist.ProcessGroup
-    limited: dict[int, dist.ProcessGroup]
-    """most thread blocks (CTAs) of a collective -> group"""
+    forks = True
 
+    def __init__(self, payload: Payload, way: Way, memory: PeerMemory) -> None:
+        """Take the way, for which the implementation is named."""
+        super().__init__(way, payload, memory)
+        self._way: Way = way
 
-def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence[int]) -> Groups:
-    """Make a group for each of `limits`, on GPUs; a collective."""
-    limited: dict[int, dist.ProcessGroup] = {}
-    if device.type == "cuda":
-        for limit in limits:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = limit
-            options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
-            made = dist.new_group(backend="nccl", pg_options=options)
-            assert isinstance(made, dist.ProcessGroup)
-            limited[limit] = made
-    return Groups(group, limited)
+    def begin(self) -> None:
+        """Issue hand-shake and copies."""
+        collectives = self._collectives
+        issue = collectives.all_to_all if self.payload.kind == "all_to_all" else collectives.all_gather
+        self._work = issue(self._output, self.source, way=self._way)
 
 
-class Implementations:
-    """All implementations of one payload's communication that the machine has."""
+class CopiedReduction(PeerCommunication):
+    """The all-reduce by copy engines: shares to their owners, a kernel that averages them, the means to all ranks."""
 
-    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None, captured: bool = False) -> None:
-        """Make them; a collective.
+    def __init__(self, payload: Payload, memory: PeerMemory, name: str = "dma") -> None:
+        super().__init__(name, payload, memory)
+        self._shares = memory.shares(payload)
 
-        Args:
-            payload: what they move.
-            groups: of the collectives.
-            memory: that peers write; without, there are those alone that need no access to peers.
-            captured: whether calls are to be captured in CUDA graphs, too.
-        """
-        self.payload, self._captured = payload, captured
-        output = payload.input.new_empty(payload.shape)
-        made: list[Communication] = [Collective("collective", payload, output, groups.whole)]
-        made += [Collective(f"collective_{limit}", payload, output, group) for limit, group in groups.limited.items()]
-        if memory is None:
-            pass
-        elif payload.kind == "all_reduce":
-            made += [StoredReduction(payload, captured), CopiedReduction(payload, memory)]
-            made.append(AveragedReduction(payload, memory))
-            if memory.holds_gathered(payload):
-                made.append(GatheredReduction(payload, memory))
-        else:
-            made += [PeerRows(payload, "stores", memory), PeerRows(payload, "dma", memory)]
-        self.by_name = {each.name: each for each in made}
+    def begin(self) -> None:
+        """Issue everything up to the second copies."""
+        self._collectives.all_to_all(self._shares, self.payload.input.view(self.payload.shape), way="dma").wait()
+        mean = torch.mean(self._shares, 0, out=self._output[self.payload.rank])
+        self._work = self._collectives.all_gather(self._output, mean, way="dma")
 
-    def leave_out(self, names: Container[str]) -> None:
-        """Close the implementations of these names, and forget them; a collective."""
-        for name in [each for each in self.by_name if each in names]:
-            self.by_name.pop(name).close()
 
-    def wrong(self) -> list[str]:
-        """Run each implementation and return the names of those whose result is wrong on this rank; a collective."""
-        found = []
-        for name, communication in self.by_name.items():
-            if not (self._is_right(communication, communication.run) and self._is_right_captured(communication)):
-                found.append(name)
-        return found
+class AveragedReduction(CopiedReduction):
+    """The same with one kernel between the copies, which awaits the shares itself, and no second hand-shake."""
 
-    def _is_right(self, communication: Communication, run: Callable[[], object]) -> bool:
-        communication.reset()
-        dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
-        run()
-        return self.payload.is_right(communication.result())
+    forks = True
 
-    def _is_right_captured(self, communication: Communication) -> bool:
-        return not self._captured or self._is_right(communication, capture(communication.run, self.payload.device))
+    def __init__(self, payload: Payload, memory: PeerMemory) -> None:
+        super().__init__(payload, memory, "dma_averaged")
 
-    def close(self) -> None:
-        """Free them. Every rank must be through."""
-        for communication in self.by_name.values():
-            communication.close()
+    def begin(self) -> None:
+        """Issue everything but the last wait."""
+        self._work = self._collectives.all_reduce(
+            self._output, self.payload.input.view(self.payload.shape), self._shares
+        )
+
+
+class GatheredReduction(PeerCommunication):
+    """The all-reduce by copy engines, of few bytes: every rank's buffer to all ranks, and there a kernel that averages.
+
+    Each rank sends W / 2 times what `CopiedReduction` does, but once: nothing but the average comes behind the copies,
+    and that needs no peer.
+    """
+
+    def __init__(self, payload: Payload, memory: PeerMemory) -> None:
+        super().__init__(GATHERED, payload, memory)
+        self._gathered, self._output = memory.gathered(payload), torch.empty_like(payload.input)
+
+    def begin(self) -> None:
+        """Issue the copies."""
+        self._work = self._collectives.all_gather(self._gathered, self.payload.input.view(-1), way="dma")
+
+    def finish(self) -> None:
+        """Await the peers' buffers, and average them."""
+        super().finish()
+        torch.mean(self._gathered, 0, out=self._output.view(-1))

@@ -62,22 +62,29 @@ class Baseline(Contender):
         peers = sum(workload.batch_sizes) - self._samples
         return [peers * workload.layout.owner_dims[workload.rank] * workload.wire_dtype.itemsize]
 
-    def step(self, batch: Ids, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Run the stage, and call `mark` after the lookup and after the All-to-All."""
+    def step(self, batch: Ids, mark: Callable[[], None] = lambda: None, one_number: bool = False) -> torch.Tensor:
+        """Run the stage, and call `mark` after the lookup and after the All-to-All.
+
+        With `one_number` the All-to-All carries one number to each rank in place of the pooled embeddings, and what is
+        returned is not theirs: what it still takes is not the bytes' (Chen et al. 2024).
+        """
         bags = batch.inputs[0]
         pooled = self._lookup(bags.values(), bags.offsets()).to(self.workload.wire_dtype)
         mark()
         if len(self._receive_sizes) == 1:
             mark()
-            return pooled.float()
+            return pooled.to(self.workload.output_dtype)
         received = pooled.new_empty(sum(self._receive_sizes))
-        sizes = self._receive_sizes, self._send_sizes
-        work = dist.all_to_all_single(received, pooled.view(-1), *sizes, group=self.workload.group, async_op=True)
+        sizes, sent, landing = (self._receive_sizes, self._send_sizes), pooled.view(-1), received
+        if one_number:
+            ones = [1] * len(self._receive_sizes)
+            sizes, sent, landing = (ones, ones), sent[: len(ones)], received[: len(ones)]
+        work = dist.all_to_all_single(landing, sent, *sizes, group=self.workload.group, async_op=True)
         assert work is not None
         work.wait()
         mark()
         parts = [part.view(self._samples, -1) for part in received.split(self._receive_sizes)]
-        return torch.cat(parts, dim=1).float()
+        return torch.cat(parts, dim=1).to(self.workload.output_dtype)
 
 
 class TorchRec(Contender):
@@ -89,7 +96,8 @@ class TorchRec(Contender):
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
-        return self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
+        pooled = self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
+        return pooled.to(self.workload.output_dtype)
 
 
 class Overlap(Contender):

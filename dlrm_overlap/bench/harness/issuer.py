@@ -12,7 +12,7 @@ from dlrm_overlap.bench.concurrent_strategies import COPY_SHARES, SHARES, Strate
 from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.bench.harness.partition import Partition, make_partition
-from dlrm_overlap.comm.arena import on_every_rank
+from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.partition import products_on
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -49,13 +50,21 @@ class Workload:
     device: torch.device
     batch_sizes: tuple[int, ...]
     """samples of each rank"""
+    precision: str
+    """of the dense part that the pooled embeddings are for: fp32, tf32 or bf16, as `train.precision`"""
     wire_dtype: torch.dtype
+    output_dtype: torch.dtype
+    """of the pooled embeddings that every contender delivers: bfloat16 if wire and dense part are, else float32"""
     batches: list[Ids]
 
     @property
     def rank(self) -> int:
         """This rank in the group."""
         return self.group.rank()
+
+    def exchange_options(self, config: EmbeddingConfig, backend: str) -> ExchangeOptions:
+        """Return the options of an exchange of the backend `backend` whose output is for this workload's dense part."""
+        return exchange_options(config, backend, self.precision)
 
     def open_halves(self, options: ExchangeOptions) -> Halves:
         """Return the halves of an exchange of these tables, apart from autograd. All ranks call this."""
@@ -107,6 +116,7 @@ def make_workload(
     local_world_size: int,
     check_ids: bool = True,
     optimizer: str = "sgd",
+    precision: str = "fp32",
 ) -> Workload:
     """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
 
@@ -123,17 +133,21 @@ def make_workload(
         local_world_size: ranks on this host.
         check_ids: whether FBGEMM checks that every id is within its table.
         optimizer: of the rows; the default keeps no state.
+        precision: of the dense part that the pooled embeddings are for, see `Workload`.
     """
     rank, world_size = group.rank(), group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
-    sharder: Any = build_sharder(
-        replace(config.embedding, backend="torchrec", backward="auto", optimizer=optimizer)  # type: ignore[arg-type]
-    )
-    sharder.fused_params["stochastic_rounding"] = False
+    ours = exchange_options(config.embedding, "pgas", precision)
+    torchrec: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer}
+    about_tables: dict[str, Any] = {"stochastic_rounding": False}
+    if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
+        about_tables["output_dtype"] = SparseType.BF16
+        torchrec["wire_dtype"] = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
     if not check_ids:
-        sharder.fused_params["bounds_check_mode"] = BoundsCheckMode.NONE
+        about_tables["bounds_check_mode"] = BoundsCheckMode.NONE
+    sharder: Any = build_sharder(replace(config.embedding, **torchrec), fused_params=about_tables)
     places = {
         table.name: table_wise(rank=t * world_size // tables, compute_kernel="fused")
         for t, table in enumerate(collection.embedding_bag_configs())
@@ -152,7 +166,9 @@ def make_workload(
         group=group,
         device=device,
         batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
-        wire_dtype=exchange_options(config.embedding, "pgas").wire_dtype,
+        precision=precision,
+        wire_dtype=ours.wire_dtype,
+        output_dtype=ours.output_dtype,
         batches=[_bring_ids(module, ids, device) for ids in sparse],
     )
 

@@ -8,10 +8,12 @@ from dlrm_overlap.bench.harness.limits import Limit
 from dlrm_overlap.bench.harness.rounds import Timing
 from dlrm_overlap.bench.harness.workload import BATCHES, Workload
 from dlrm_overlap.config import CRITEO_TABLES, Config, TablesConfig
+from dlrm_overlap.embedding.options import WIRE_DTYPES
 
 
 def describe(config: Config, workload: Workload) -> dict[str, Any]:
     """Return the columns of the embedding stage's shape."""
+    names = {dtype: name for name, dtype in WIRE_DTYPES.items()}
     return {
         "world_size": workload.group.size(),
         **describe_tables(config),
@@ -19,7 +21,8 @@ def describe(config: Config, workload: Workload) -> dict[str, Any]:
         "batches": BATCHES,
         "id_dtype": "int64",
         "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.resolved_wire_dtype("fp32"),  # there is no dense part
+        "wire_dtype": names[workload.wire_dtype],
+        "output_dtype": names[workload.output_dtype],
     }
 
 

@@ -101,7 +101,7 @@ def hardware(rows: Sequence[Row]) -> str:
 
 
 def shape(row: Row) -> str:
-    """Return two lines that name the shape of an embedding stage's row."""
+    """Return two lines that name the shape of an embedding stage's row, and its wire if that is not float32."""
     gpus = int(row["world_size"])
     uniform = row["rows"].isdigit()
     size = (
@@ -109,7 +109,8 @@ def shape(row: Row) -> str:
     )
     hot = "multi-hot" if row["multi_hot"].startswith("[") else row["multi_hot"]
     skewed = f", zipf {row['zipf_alpha']}" if float(row.get("zipf_alpha") or 0) else ""
-    return f"{size} x {row['dim']}\n{row['global_batch']}, {hot}{skewed}"
+    wire = f", {row['wire_dtype']}" if (row.get("wire_dtype") or "fp32") != "fp32" else ""
+    return f"{size} x {row['dim']}\n{row['global_batch']}, {hot}{skewed}{wire}"
 
 
 def milliseconds(value: float | None) -> str:

@@ -41,11 +41,17 @@ _BASES = ("torchrec", "torchrec_strongest")
 _BEST, _RUN = "TorchRec at its strongest", "TorchRec as people run it"
 _YOURS = "For your own model, measure: dlrm-overlap bench step --config YOURS.yaml --nproc auto"
 _WORDS = (
-    "At its strongest, TorchRec has ids as int32 and its dense part compiled and captured in CUDA graphs. pgas and "
-    "fused are backends of this project; a name with graph captures the whole step in one CUDA graph. dcn is a DLRM "
-    "with DCNv2's cross network, dot one with dot products. Losses were held against each other before anything was "
-    "timed. Hosts differ, and TorchRec's step is bound by its host: the same step has several lines where it was "
-    "measured on several."
+    "YOURS.yaml gives the rows, dim and ids a bag of your tables, the layers' sizes and the samples a GPU; "
+    "configs/bench/step_mlperf.yaml is one to begin with. Without measuring: take the line nearest to your model, "
+    "then ask how long your GPUs compute in a step. TorchRec's step takes at least as long as its host needs to issue"
+    " it, which hardly depends on the batch; ours as long as the GPUs need. So the less a step computes, the more you"
+    " gain.",
+    "4 x 8192 samples are 4 GPUs with 8192 samples each. At its strongest, TorchRec has ids as int32 and its dense "
+    "part compiled and captured in CUDA graphs. pgas and fused are backends of this project; a name with graph "
+    "captures the whole step in one CUDA graph, as GraphTrainPipeline does in a TorchRec program. dcn is a DLRM with "
+    "DCNv2's cross network, dot one with dot products. Where the host is short of time, each rank is held to one "
+    "core, which a busy process shares. Losses were held against each other before anything was timed. Hosts differ: "
+    "the same step has several lines where it was measured on several.",
 )
 _STYLE = """
 :root { color-scheme: light }
@@ -148,8 +154,8 @@ def headline(sections: Iterable[Section]) -> Table:
 
     The best contender is the fastest of ours whose losses were the reference's.
     """
-    lines = [["training step", "TorchRec as run, ms", "at its strongest, ms", "ours, ms", "which is"]]
-    lines[0] += ["speedup over TorchRec as run", "over its strongest", "rows"]
+    lines = [["training step", "TorchRec as run, ms", "at its strongest, ms", "ours, ms", "ours is"]]
+    lines[0] += ["speedup over TorchRec as run", "over its strongest", "CSV file"]
     for section, run, best in _steps(sections):
         device = re.sub(r"^\d+ x ", "", best.get("gpu") or "CPU, a rehearsal")  # how many the title tells
         title = f"{step_title(best)}, {device}".replace("\n", ", ")
@@ -197,7 +203,7 @@ def html_page(sections: Sequence[Section]) -> str:
     parts = ["<h1>dlrm-overlap: what was measured</h1>"]
     if table := headline(sections):
         parts += ["<h2>How much faster is a training step?</h2>", f"<p><b>{escape(answer(sections))}</b></p>"]
-        parts += [_html_table(table), f"<p>{_WORDS}</p>"]
+        parts += [_html_table(table), *(f"<p>{words}</p>" for words in _WORDS)]
     parts += ["<h2>All figures</h2>", f"<ul>{_contents(sections)}</ul>", f"<p>{_COMMANDS}</p>"]
     for section in sections:
         measured, plot = section.measured, section.plot
@@ -237,7 +243,7 @@ def markdown_page(sections: Sequence[Section]) -> str:
         f"Made from the CSV files by `dlrm-overlap bench report`; [{PAGE}]({PAGE}) is the same as one page.",
     ]
     if table := headline(sections):
-        parts += ["## How much faster is a training step?", f"**{answer(sections)}**", markdown_table(table), _WORDS]
+        parts += ["## How much faster is a training step?", f"**{answer(sections)}**", markdown_table(table), *_WORDS]
     parts.append(_COMMANDS)
     for section in sections:
         measured, plot = section.measured, section.plot

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import replacing
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.observe.text_table import format_table
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dlrm_overlap.comm import choose
 from dlrm_overlap.comm.choose import Communication, Computation, Slowdown, Table
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 
 Row = Mapping[str, Any]
 Cases = Mapping[tuple[Any, ...], Mapping[str, Row]]

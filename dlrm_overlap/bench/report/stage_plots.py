@@ -6,6 +6,7 @@ from typing import Any
 from dlrm_overlap.bench.report.bars import bars, line
 from dlrm_overlap.bench.report.measured import (
     Measured,
+    Row,
     Run,
     Table,
     cells,
@@ -92,6 +93,22 @@ def draw_backward(measured: Measured) -> Picture:
     return picture
 
 
+_PARTS = [
+    ("lookup", "#c6dbef", ""),
+    ("all-to-all", "#fd8d3c", "////"),
+    ("sync", "#fdd0a2", "\\\\\\\\"),
+    ("unpack", "#525252", ""),
+]
+
+
+def _baseline_part(row: Row, part: str) -> float:
+    """Return what the baseline takes for one of `_PARTS`, in ms; what its All-to-All takes without bytes is sync."""
+    sync_ms = number(row, "sync_ms") or 0.0
+    if part == "all-to-all":
+        return max(0.0, need(row, "all_to_all_ms") - sync_ms)
+    return sync_ms if part == "sync" else need(row, f"{part}_ms")
+
+
 def draw_scaling(measured: Measured) -> Picture:
     """Draw the plot of `bench weak` and `bench strong`."""
     rows = [row for row in measured.rows if number(row, "scaling_factor") is not None]
@@ -109,15 +126,15 @@ def draw_scaling(measured: Measured) -> Picture:
     times.set_ylabel("ms, median")
     factors.set_ylabel("scaling factor")
     below = [0.0] * len(base)
-    parts = [("lookup_ms", "#c6dbef", ""), ("all_to_all_ms", "#fd8d3c", "////"), ("unpack_ms", "#525252", "")]
-    for column, colour, hatch in parts:
-        heights = [need(row, column) for row in base]
-        label = column.removesuffix("_ms").replace("_", "-")
+    for label, colour, hatch in _PARTS:
+        heights = [_baseline_part(row, label) for row in base]
+        if not any(heights):  # of rows that do not tell it
+            continue
         breakdown.bar(range(len(base)), heights, 0.6, bottom=below, color=colour, hatch=hatch, label=label, **EDGE)
         below = [one + other for one, other in zip(below, heights, strict=True)]
     breakdown.set_xticks(range(len(base)), [row["world_size"] for row in base])
     breakdown.set_ylabel("baseline's parts, ms")
-    breakdown.legend(frameon=False, fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    breakdown.legend(frameon=False, fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     for axes in (times, factors):
         axes.set_xticks(gpus)
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
@@ -132,8 +149,12 @@ def scaling_table(measured: Measured) -> Table:
     lines: list[list[Any]] = [
         ["GPUs", "contender", "median, ms", "scaling factor", "speedup", "lookup, ms", "All-to-All, ms", "unpack, ms"]
     ]
+    columns = ["lookup_ms", "all_to_all_ms", "unpack_ms"]
+    if any(number(row, "sync_ms") is not None for row in measured.rows):
+        columns.append("sync_ms")
+        lines[0].append("All-to-All of one number, ms")
     for row in measured.rows:
-        times = [milliseconds(number(row, column)) for column in ("lookup_ms", "all_to_all_ms", "unpack_ms")]
+        times = [milliseconds(number(row, column)) for column in columns]
         figures = [number(row, "scaling_factor"), number(row, "speedup")]
         lines.append([row["world_size"], row["contender"], milliseconds(number(row, "median_ms")), *figures, *times])
     return cells(lines)

@@ -19,6 +19,7 @@ Windows are overwritten too early by nobody: a rank passes on step e's messages 
 so behind the flags of step e - 1 of all ranks of its host, as it stores what it pools itself.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from dlrm_overlap.embedding.backends.carriers import (
     PooledByCollective,
     PooledCarrier,
 )
-from dlrm_overlap.embedding.backends.push import Push
+from dlrm_overlap.embedding.backends.push import Push, Pushed
 from dlrm_overlap.embedding.backends.puts import GradientsByPuts, PooledByPuts
 from dlrm_overlap.embedding.backends.sliced import SlicedForward
 from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
@@ -40,7 +41,6 @@ from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable
-from dlrm_overlap.kernels.backward.push_gradients import PartFlags, push_gradients
 from dlrm_overlap.kernels.flags import raise_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns
 from dlrm_overlap.kernels.forward.puts import put_by_stores
@@ -147,9 +147,10 @@ class PushAcross(Push):
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
         columns = self._crossing.columns_of(reach.here)
-        self._passed_on = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
-        done = torch.zeros_like(self._part_flags.done)
-        self._pass_flags = PartFlags(self._part_flags.addresses, done, self._part_flags.clock)
+        tables = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
+        flags = replace(self.own.flags, done=torch.zeros_like(self.own.flags.done))
+        self._passed_on = {source: Pushed(source, tables, flags) for source in reach.sources}
+        """by the rank that sends them, the gradients that this rank stores at this host's owners as that one would"""
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Store at this host's owners and, with the first part, send to the other hosts and pass on what they send."""
@@ -175,7 +176,8 @@ class PushAcross(Push):
             if not self.order.active:
                 self._pass_stream.wait_event(sent)
             for slot, message in enumerate(self._crossing.gradients(step.batch).received):
-                self._pass_on(step, self._carrier.receive(step, slot), message.peer)
+                received = self._carrier.receive(step, slot)
+                self.store_of(self._passed_on[message.peer], step, received, 1.0, 0, self.gradients.parts)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
@@ -191,26 +193,8 @@ class PushAcross(Push):
     def close(self) -> None:
         """Forget the windows, and give the messages' memory back."""
         self._carrier.close()
+        self._passed_on = {}
         super().close()
-
-    def _pass_on(self, step: Step, gradient: torch.Tensor, source: int) -> None:
-        """Store the gradient [b, pitch] of the samples of `source` at this host's owners, as `source` would."""
-        push_gradients(
-            gradient,
-            self._passed_on,
-            self._peers[self.windows.epoch % 2],
-            self._pass_flags,
-            rank=source,
-            epoch=self.windows.counter.argument,
-            schedule=self.schedule,
-            first_sample=step.batch.first_sample[source],
-            batch=step.batch.total,
-            most_samples=step.batch.most,
-            scale=1.0,
-            programs=self.programs,
-            first_part=0,
-            end_part=self.gradients.parts,
-        )
 
 
 class AtomicPushAcross(AtomicPush, PushAcross):

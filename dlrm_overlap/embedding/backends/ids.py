@@ -10,7 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.host import meet_on_host, skip_on_host
 from dlrm_overlap.embedding.backends.id_carriers import IdCarrier, IdsByCollective, IdsByPuts
@@ -283,8 +283,7 @@ class DeviceIdExchange(IdExchange):
         if overflow := record.overflow():
             rank, *rest = overflow
             raise self.overflow(first_rank + rank, *rest)
-        if expired := record.expired():
-            raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "ids")
+        record.raise_expired(self.options.wait_timeout_s, "ids")
         if bad := record.bad_arrival():
             shard, source, *rest = bad
             self.report(shards[shard], first_rank + source, *rest)

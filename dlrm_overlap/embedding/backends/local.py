@@ -21,8 +21,7 @@ from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
-from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
-from dlrm_overlap.kernels.backward.update_rows import update_rows
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 
 
 class LocalLookup(Half):
@@ -108,6 +107,8 @@ class DeviceLocalLookup(LocalLookup):
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._storage: tuple[int, ...] | None = None
         self._rows: InputRows | None = None
+        self._updates: list[RowUpdate] = []
+        """of the ranges of these rows"""
         numbers = torch.tensor([self.gradients.LEARNING_RATE, 0.0], device=self.device)
         self._rule = Rule(numbers, context.counters.steps.word, 0)
 
@@ -117,6 +118,7 @@ class DeviceLocalLookup(LocalLookup):
             self._rows = InputRows(
                 self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)
             )
+            self._updates = [RowUpdate(added.rows) for added in self._rows.ranges]
             self._storage = storage
         return self._rows
 
@@ -137,13 +139,10 @@ class DeviceLocalLookup(LocalLookup):
         with torch.cuda.stream(self._stream):
             runs = rows.sort(ids, own.batch.total, gradient.stride(0) // 4)
             self._stream.wait_event(self._issued)
-            self._add(rows, runs, gradient)
+            if runs is not None:
+                for update in self._updates:
+                    update(runs, gradient, self._rule)
             self._done.record(self._stream)
-
-    def _add(self, rows: InputRows, runs: PreparedRuns | None, gradient: torch.Tensor) -> None:
-        if runs is not None:
-            for added in rows.ranges:
-                update_rows(runs, added.rows, gradient, self._rule)
 
     def finish_backward(self, step: Step) -> None:
         """Make the current stream wait until the gradients are added."""

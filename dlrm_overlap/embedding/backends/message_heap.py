@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from dlrm_overlap.comm.network import open_heap
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.device.peers import ready_flags
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.crossing import Message, Messages
@@ -156,8 +156,7 @@ class MessageHeap:
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self._options.wait_timeout_s, "part")
+        self._record.raise_expired(self._options.wait_timeout_s, "part")
 
     def close(self) -> None:
         """Give the memory back."""

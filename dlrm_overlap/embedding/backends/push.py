@@ -8,13 +8,14 @@ backward.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
 from typing import Any
 
 import torch
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.comm.streams import CurrentStream, OnStream
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
@@ -32,6 +33,20 @@ from dlrm_overlap.kernels.launches import Launch
 
 _REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
 _ALONE_PROGRAMS = 66  # a rank that reaches no other has no links to fill, and its memory takes more
+
+
+@dataclass(eq=False)
+class Pushed:
+    """The gradients of one rank's samples, and where this rank's kernel stores them: its own, or another's."""
+
+    rank: int
+    """whose samples they are"""
+    tables: list[ShardTable]
+    """what goes where, one for each dim"""
+    flags: PartFlags
+    """to raise when a part is stored"""
+    launches: dict[tuple[Any, ...], list[Launch]] = field(default_factory=dict)
+    """those that store parts of them, by all that they were made of beside this"""
 
 
 class Push(WindowBackward):
@@ -55,15 +70,14 @@ class Push(WindowBackward):
         self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
         """the waits for the gradients up to each part, called with the epoch"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
-        self._part_flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
+        flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        self._pushed = [self._shard_table(dim, self.layout.column) for dim in self._dims]
-        self._pushes: dict[tuple[Any, ...], list[Launch]] = {}
-        """the launches that send parts of a gradient, by all that they were made of"""
+        self.own = Pushed(self.rank, [self._shard_table(dim, self.layout.column) for dim in self._dims], flags)
+        """this rank's gradients"""
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
-        self._updates: dict[tuple[Any, ...], RowUpdate] = {}
-        """by all that they were made of; of the rows as they are"""
+        self._updates: list[list[RowUpdate]] = []
+        """of each input, those of its ranges"""
         self._seed = torch.initial_seed()
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
@@ -106,10 +120,13 @@ class Push(WindowBackward):
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
             places = self.gradients.starts, self.gradients.part_of
             self._inputs = [InputRows(list(shards), self.tables, *places) for _, shards in by_input]
-            self._updates.clear()
+            if (kept := self.tables.kept) is not None:
+                kept.follow(self._inputs)
+            self._updates = [
+                [RowUpdate(each.rows, kept=kept.places(number, each.rows) if kept else None) for each in rows.ranges]
+                for number, rows in enumerate(self._inputs)
+            ]
             self._storage = storage
-            if self.tables.kept is not None:
-                self.tables.kept.follow(self._inputs)
         return self._inputs
 
     def keep_rules_in_place(self) -> None:
@@ -183,18 +200,24 @@ class Push(WindowBackward):
 
     def store(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
-        parity, scale = self.windows.epoch % 2, self.sent_scale
+        self.store_of(self.own, step, gradient, self.sent_scale, first, end)
+
+    def store_of(
+        self, pushed: "Pushed", step: Step, gradient: torch.Tensor, scale: float, first: int, end: int
+    ) -> None:
+        """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does."""
+        parity = self.windows.epoch % 2
         key = parity, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
-        pushes = self._pushes.get(key)
-        if pushes is None:
-            pushes = pushing_gradients(
+        launches = pushed.launches.get(key)
+        if launches is None:
+            launches = pushing_gradients(
                 gradient,
-                self._pushed,
+                pushed.tables,
                 self._peers[parity],
-                self._part_flags,
-                rank=self.rank,
+                pushed.flags,
+                rank=pushed.rank,
                 schedule=self.schedule,
-                first_sample=step.batch.first_sample[self.rank],
+                first_sample=step.batch.first_sample[pushed.rank],
                 batch=step.batch.total,
                 most_samples=step.batch.most,
                 scale=scale,
@@ -202,10 +225,10 @@ class Push(WindowBackward):
                 first_part=first,
                 end_part=end,
             )
-            make_room(self._pushes)
-            self._pushes[key] = pushes
-        for push in pushes:
-            push(gradient, self.windows.counter.argument)
+            make_room(pushed.launches)
+            pushed.launches[key] = launches
+        for launch in launches:
+            launch(gradient, self.windows.counter.argument)
 
     def _await(self, part: int) -> None:
         """Make the current stream wait for the gradients up to `part`."""
@@ -234,16 +257,8 @@ class Push(WindowBackward):
         Args:
             number: of the input whose ids name the rows.
         """
-        runs = step.runs[number]
-        if runs is None:
-            return
-        rule = self.rule(step, updated)
-        key = number, updated.rows.index, window.data_ptr(), runs.run_keys.dtype, rule.factor
-        update = self._updates.get(key)
-        if update is None:
-            kept = self.tables.kept.places(number, updated.rows) if self.tables.kept is not None else None
-            update = self._updates[key] = RowUpdate(runs, updated.rows, window, rule, kept=kept)
-        update(runs, rule)
+        if (runs := step.runs[number]) is not None:
+            self._updates[number][updated.rows.index](runs, window, self.rule(step, updated))
 
     def _keep(self, step: Step, number: int, updated: UpdateRange) -> None:
         """Put by rows that FBGEMM is about to update, where a copy may be under way."""
@@ -275,10 +290,10 @@ class Push(WindowBackward):
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if not self._record.empty and (expired := self._record.expired()):
-            raise ExchangeTimeoutError(expired, self.options.wait_timeout_s, "part")
+        self._record.raise_expired(self.options.wait_timeout_s, "part")
 
     def close(self) -> None:
         """Forget what has a view of the windows."""
-        self._peers, self._local, self._awaiting, self._pushes, self._updates = [], [], [], {}, {}
+        self._peers, self._local, self._awaiting = [], [], []
+        self.own.launches.clear()
         super().close()

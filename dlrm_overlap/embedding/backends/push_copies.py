@@ -30,12 +30,12 @@ class CopyPush(Push):
         super().__init__(context, windows)
         self._engine = CopyEngine(self.device, priority=-2)
         self._push_stream = self._engine.stream
-        arena, flags = windows.arena, self._part_flags
+        arena, flags = windows.arena, self.own.flags
         ranks = range(self.world_size)
         self._windows = [[arena.view(name, rank).data_ptr() for rank in ranks] for name in windows.names]
         self._peer_flags = [arena.view(windows.flags, rank)[self.rank] for rank in ranks]
         # The kernel knows one list of addresses; this rank's own, W times over, spares the peers a flag too early.
-        self._part_flags = PartFlags(flags.addresses[self.rank].repeat(self.world_size), flags.done, flags.clock)
+        self.own.flags = PartFlags(flags.addresses[self.rank].repeat(self.world_size), flags.done, flags.clock)
 
     @property
     def sent_scale(self) -> float:

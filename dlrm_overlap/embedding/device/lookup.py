@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
@@ -155,8 +155,7 @@ class DeviceLookup:
         """
         if self.record.empty:
             return
-        if expired := self.record.expired():
-            raise ExchangeTimeoutError(expired, self._context.options.wait_timeout_s)
+        self.record.raise_expired(self._context.options.wait_timeout_s)
         if bad := self.record.bad_id():
             feature, sample, rows = bad
             shards = self._context.layout.by_owner[self._rank]

@@ -136,7 +136,7 @@ class InputRows:
         Args:
             ids: of the input, with the bags of `samples` samples a feature.
             samples: whose gradients are there.
-            row_units: where gradients are [samples, D_total] and not in a window: a row's length, see `prepare`.
+            row_units: where gradients are [samples, D_total] and not in a window: a row's length, see `Preparation`.
         """
         values, offsets = ids.values(), ids.offsets()
         if values.numel() == 0:

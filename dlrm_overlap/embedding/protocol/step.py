@@ -80,12 +80,12 @@ class Step:
     """the ids of each input, sorted and cut into chunks for the update of their rows"""
     gradient: torch.Tensor | None = None
     """gradient of the pooled embeddings, from when it is there until the rows are updated"""
+    sent: bool = False
+    """whether the gradient is on its way to the owners of the rows"""
     replicated: KeyedJaggedTensor | None = None
     """of this rank's samples, the ids of tables that every rank holds, where this exchange looks those up"""
     own_looked_up: Any = None
-    """on GPUs: the event after which the backward may read those"""
-    sent: bool = False
-    """whether that gradient is on its way to the owners of the rows"""
+    """on GPUs: the event after which the backward may read the ids of those tables"""
 
     def __init__(self, inputs: Sequence[KeyedJaggedTensor], batch: BatchSizes) -> None:
         """Take the ids of this rank's tables, one tensor an input, each with B bags a feature."""

@@ -1,6 +1,7 @@
 """A computation beside a communication: the numbers of a case, the cases, the checks, and a rehearsal on one rank."""
 
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
 from dlrm_overlap.bench.figures import concurrent
-from dlrm_overlap.bench.harness.communications import Collective, Implementations, make_groups
+from dlrm_overlap.bench.harness.communications import Collective
+from dlrm_overlap.bench.harness.implementations import Implementations, make_groups
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
@@ -67,11 +69,17 @@ def test_a_wrong_result_is_found(kind: str, world_of_one: dist.ProcessGroup) -> 
     assert not payload.is_right(result)
 
 
-def test_pieces_are_timed_in_turns(world_of_one: dist.ProcessGroup) -> None:
+def test_pieces_are_timed_in_turns_each_the_first_of_a_round(world_of_one: dist.ProcessGroup) -> None:
     order: list[str] = []
-    timed = Turns(world_of_one, CPU).time([lambda: order.append("a"), lambda: order.append("b")], 3)
-    assert order == ["a", "b"] * 5  # twice to warm up
+
+    def sleeping() -> None:
+        order.append("b")
+        time.sleep(0.02)
+
+    timed = Turns(world_of_one, CPU).time([lambda: order.append("a"), sleeping, lambda: order.append("c")], 4)
+    assert "".join(order) == "abcabc" + "abc" + "bca" + "cab" + "abc"  # twice to warm up
     assert all(0 <= each.p10_ms <= each.median_ms <= each.p90_ms for each in timed)
+    assert timed[1].p10_ms >= 20 > max(timed[0].p10_ms, timed[2].p10_ms), "each time is its own piece's"
 
 
 def test_a_summary_averages_by_class_and_takes_the_best() -> None:

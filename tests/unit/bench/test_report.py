@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.report.measured import read_measured
+from dlrm_overlap.bench.report.measured import read_measured, shape
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.doctor import environment
+from dlrm_overlap.launching.environment import environment
 from tests.conftest import read_rows
 
 
@@ -70,3 +70,10 @@ def test_published_rows_name_their_hardware_and_versions(path: Path) -> None:
     assert all(row[name] for row in measured.rows for name in ("gpu", "torch", "nccl", "triton"))
     ranks = {f"{row['world_size']} x" for row in measured.rows if "world_size" in row}
     assert measured.kind in ("weak", "strong") or all(row["gpu"].startswith(tuple(ranks)) for row in measured.rows)
+
+
+def test_a_shape_names_its_wire_where_it_is_narrow() -> None:
+    row = {"world_size": "2", "tables": "52", "rows": "500000", "dim": "128", "multi_hot": "0..16"}
+    row |= {"zipf_alpha": "0.0", "global_batch": "65536"}
+    assert shape(row | {"wire_dtype": "fp32"}) == shape(row) == "26 x 0.5M x 128\n65536, 0..16"
+    assert shape(row | {"wire_dtype": "bf16"}) == "26 x 0.5M x 128\n65536, 0..16, bf16"

@@ -15,7 +15,8 @@ import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.ring import Ring, SlotShape
+from dlrm_overlap.data.ring import Ring
+from dlrm_overlap.data.slot import SlotShape
 from tests.conftest import wait_until
 
 SHAPE = SlotShape(samples=64, dense_features=3, tables=2, max_ids=5)

@@ -1,10 +1,12 @@
 """An exchange in a world of one: who holds a window, and ids outside their table."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -17,7 +19,7 @@ from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
-from tests.distributed.interpreted import interpreted_forward
+from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
 from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage
 from tests.kernels.emulation import interpreted
 
@@ -372,6 +374,55 @@ def test_prepared_launches_serve_their_sizes_types_and_rows_alone(
     before.fill_(torch.nan)
     _assert_pooled(stage, forward, 4, 2, torch.int64, factor=2)
     forward.close()
+
+
+@interpreted
+@pytest.mark.parametrize("optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD])
+def test_prepared_launches_of_the_backward_serve_their_sizes_types_and_rows_alone(
+    world_of_one: dist.ProcessGroup, optimizer: EmbOptimType
+) -> None:
+    """Also where learning rates, gradients and ids are others in each step, and those before are gone."""
+    stage, known = (Stage([([4], [8])], rank=0, optimizer=optimizer) for _ in range(2))
+    exchange = known.exchange(world_of_one, "pgas", backward="push")
+    options = ExchangeOptions(backward="push", wait_timeout_s=20.0)
+    with without_streams():
+        push: Any = interpreted_halves(stage, world_of_one, options, samples=3).backward
+        steps = [(2, torch.int64, torch.float32), (3, torch.int64, torch.float32), (2, torch.int32, torch.float32)]
+        steps += [(3, torch.int64, torch.bfloat16), (3, torch.int64, torch.float32), (3, torch.int64, torch.float32)]
+        for number, (samples, ids, dtype) in enumerate(steps):
+            for lookup in (*stage.tables.lookups, *known.tables.lookups):
+                lookup.set_learning_rate(0.5 + number)
+            if number == 5:
+                _move(stage)
+            gradient = torch.randn(samples, stage.layout.total_dim, generator=torch.Generator().manual_seed(number))
+            gradient = gradient.to(dtype)
+            (given,), _ = stage.inputs(number, (samples,))
+            exchange.start([given], (samples,)).wait().backward(gradient.to(torch.float32, copy=True))
+            given = KeyedJaggedTensor(given.keys(), given.values().to(ids), lengths=given.lengths().to(ids))
+            step = Step([given], BatchSizes.of((samples,)))
+            push.note_forward(step)
+            push.start(step, gradient)
+            push.finish(step)
+            for shard in stage.shards:
+                rows, expected = (each.tables.weight(shard) for each in (stage, known))
+                assert_near(rows, expected, WEIGHT_TOLERANCE["fp32"], f"{shard.name}, step {number}")
+            gone = weakref.ref(gradient)
+            del gradient, step
+            assert gone() is None, "a launch holds the gradient"
+        assert len(push.own.launches) == 4, "one window for 2 samples, both for 3, and one of these for bfloat16"
+        push.close()
+    exchange.close()
+
+
+def _move(stage: Stage) -> None:
+    """Move rows and their states elsewhere, and spoil them where they were."""
+    for lookup in stage.tables.lookups:
+        for names in (("weights_host", "weights_dev"), ("momentum1_host", "momentum1_dev")):
+            before = getattr(lookup, names[0])
+            moved = torch.nn.Parameter(before.detach().clone(), before.requires_grad)
+            before.detach().fill_(torch.nan if before.is_floating_point() else 0)
+            for name in names:
+                setattr(lookup, name, moved)
 
 
 @interpreted

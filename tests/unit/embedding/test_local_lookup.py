@@ -1,6 +1,8 @@
 """Tables that every rank holds: pooled into its own window, gradients added to those of the dense lookups' weights."""
 
+import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -63,10 +65,10 @@ def _open(kind: type[LocalLookup], group: dist.ProcessGroup) -> LocalLookup:
     return kind(context, _windows(context, spec, context.counters.forward))
 
 
-def _ids(padding: int) -> KeyedJaggedTensor:
+def _ids(padding: int, samples: int = SAMPLES, seed: int = 1) -> KeyedJaggedTensor:
     """Return bags of 0 to 40 ids, and of one feature more, all 0, that no lookup knows."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(0, 4, (len(FEATURES), SAMPLES), generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(FEATURES), samples), generator=generator)
     lengths[2, 3] = 40  # a row's ids have a program to themselves
     rows = [LOOKUPS[lookup][0][table][0] for _, lookup, table, _, _ in FEATURES]
     values = [
@@ -75,9 +77,36 @@ def _ids(padding: int) -> KeyedJaggedTensor:
     keys = [feature[0] for feature in FEATURES]
     if padding:
         keys.append("padding")
-        values.append(torch.zeros(padding * SAMPLES, dtype=torch.int64))
-        lengths = torch.cat([lengths, torch.full((1, SAMPLES), padding)])
-    return KeyedJaggedTensor(keys, torch.cat(values).int(), lengths=lengths.flatten().int(), stride=SAMPLES)
+        values.append(torch.zeros(padding * samples, dtype=torch.int64))
+        lengths = torch.cat([lengths, torch.full((1, samples), padding)])
+    return KeyedJaggedTensor(keys, torch.cat(values).int(), lengths=lengths.flatten().int(), stride=samples)
+
+
+def _step(ids: KeyedJaggedTensor, samples: int) -> Step:
+    step = Step([], BatchSizes.of((samples,)))
+    step.replicated = ids
+    return step
+
+
+def _bag(ids: KeyedJaggedTensor, shard: FeatureShard, sample: int, samples: int) -> tuple[torch.Tensor, float]:
+    """Return the rows that a bag names, and by what their sum is multiplied."""
+    bag = shard.feature * samples + sample
+    begin, end = ids.offsets()[bag : bag + 2].tolist()
+    return ids.values()[begin:end].long(), 1.0 / max(1, end - begin) if shard.mean else 1.0
+
+
+def _added(
+    local: LocalLookup, before: list[torch.Tensor], ids: KeyedJaggedTensor, gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the gradient of each lookup's parameter as a step that finds `before` leaves it."""
+    expected, samples = [each.clone() for each in before], gradient.shape[0]
+    for shard in local.layout.replicated:
+        sums, column = local.replicated.table_in(expected[shard.lookup], shard), local.layout.column(shard)
+        for sample in range(samples):
+            rows, scale = _bag(ids, shard, sample, samples)
+            for row in rows:
+                sums[row] += gradient[sample, column : column + shard.dim] * scale
+    return expected
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -88,8 +117,7 @@ def test_pooled_embeddings_and_gradients(
     with without_streams() if kind is DeviceLocalLookup else nullcontext():
         local = _open(kind, world_of_one)
         layout, ids = local.layout, _ids(padding)
-        step = Step([], BatchSizes.of((SAMPLES,)))
-        step.replicated = ids
+        step = _step(ids, SAMPLES)
         local.windows.begin()
         local.windows.local.fill_(torch.nan)
         local.pool(step)
@@ -101,23 +129,50 @@ def test_pooled_embeddings_and_gradients(
         local.start_backward(step, gradient)
         local.finish_backward(step)
 
-    expected = [each.clone() for each in before]
-    bags = ids.offsets().tolist()
     for shard in layout.replicated:
         weight, column = local.replicated.weight(shard), layout.column(shard)
-        sums = local.replicated.table_in(expected[shard.lookup], shard)
         for sample in range(SAMPLES):
-            bag = shard.feature * SAMPLES + sample
-            rows = ids.values()[bags[bag] : bags[bag + 1]].long()
-            scale = 1.0 / max(1, rows.numel()) if shard.mean else 1.0
+            rows, scale = _bag(ids, shard, sample, SAMPLES)
             pooled = weight[rows].sum(0) * scale
             assert_near(local.windows.local[sample, column : column + shard.dim], pooled, 1e-5, f"{shard.name}, pooled")
-            for row in rows:
-                sums[row] += gradient[sample, column : column + shard.dim] * scale
-    for lookup, each in zip(local.replicated.lookups, expected, strict=True):
+    for lookup, each in zip(local.replicated.lookups, _added(local, before, ids, gradient), strict=True):
         assert_near(lookup.weights.grad, each, 1e-6, "gradient")
     other = layout.column(layout.by_owner[0][0])
     assert local.windows.local[:, other : other + 4].isnan().all(), "the columns that the exchange fills"
+
+
+def test_prepared_launches_serve_their_sizes_types_and_gradients_alone(world_of_one: dist.ProcessGroup) -> None:
+    """Also where the parameters' gradients are moved, and the output's of the steps before are gone."""
+    with without_streams():
+        local: Any = _open(DeviceLocalLookup, world_of_one)
+        lookups = local.replicated.lookups
+        for lookup in lookups:
+            lookup.weights.grad = torch.zeros_like(lookup.weights)
+        steps = [(SAMPLES, torch.float32), (5, torch.float32), (SAMPLES, torch.bfloat16), (SAMPLES, torch.float32)]
+        steps.append((5, torch.float32))
+        launches = []
+        for number, (samples, dtype) in enumerate(steps):
+            moved = [lookup.weights.grad for lookup in lookups]
+            if number == 4:
+                for lookup in lookups:
+                    lookup.weights.grad = lookup.weights.grad.clone()
+                for each in moved:
+                    each.fill_(torch.nan)
+            before = [lookup.weights.grad.clone() for lookup in lookups]
+            ids, generator = _ids(padding=0, samples=samples, seed=number), torch.Generator().manual_seed(number)
+            drawn = torch.randint(-64, 64, (samples, local.layout.total_dim), generator=generator) / 8
+            gradient, step = drawn.to(dtype, copy=True), _step(ids, samples)
+            step.own_looked_up = torch.cuda.Event()
+            local.start_backward(step, gradient)
+            local.finish_backward(step)
+            for lookup, expected in zip(lookups, _added(local, before, ids, drawn), strict=True):
+                assert_near(lookup.weights.grad, expected, 1e-6, f"step {number}")
+            gone = weakref.ref(gradient)
+            del gradient
+            assert gone() is None, "a launch holds the gradient"
+            launches.append([len(update._launches) for update in local._updates])
+    ranges = len(launches[0])
+    assert launches == [[1] * ranges, [1] * ranges, [2] * ranges, [2] * ranges, [1] * ranges]
 
 
 @pytest.mark.parametrize("kind", [HostIdExchange, DeviceIdExchange])

@@ -13,22 +13,24 @@ from dlrm_overlap.observe.comparison_board import write_board
 STEP = dict.fromkeys(PARTS, 0.25)
 
 
-def _comparison(breakdown_ms: dict[str, float] | None) -> dict[str, Any]:
+def _comparison(breakdown_ms: dict[str, float] | None, device: str) -> dict[str, Any]:
     backend = {"samples_per_s": 64678.4, "step_ms_p95": 30.0, "agree": True, "breakdown_ms": breakdown_ms}
     reference = {"step_ms_p50": 20.0, "speedup": 1.0, "speedup_interval": None}
     pgas = {"step_ms_p50": 10.0, "speedup": 2.0, "speedup_interval": [1.75, 2.25]}
     return {
         "reference": "torchrec",
+        "device": device,
         "interleave": 10,
         "noise": {"runs": {"torchrec_again": {"step_ms_p50": 16.0}}},
         "backends": {"torchrec": backend | reference, "pgas": backend | pgas},
     }
 
 
-def _board(folder: Path, breakdown_ms: dict[str, float] | None) -> dict[str, EventAccumulator]:
+def _board(folder: Path, breakdown_ms: dict[str, float] | None, device: str = "cuda") -> dict[str, EventAccumulator]:
     """Write a comparison's board and return run -> what TensorBoard reads of it."""
     losses = {"torchrec": {5: 0.5, 10: 0.4}, "pgas": {5: 0.5, 10: 0.44}, "torchrec_again": {5: 0.5, 10: 0.4}}
-    write_board(folder / "comparison", {name: folder / name for name in losses}, losses, _comparison(breakdown_ms))
+    comparison = _comparison(breakdown_ms, device)
+    write_board(folder / "comparison", {name: folder / name for name in losses}, losses, comparison)
     found = {name: EventAccumulator(str(folder / name)) for name in (*losses, "comparison")}
     for events in found.values():
         events.Reload()
@@ -53,8 +55,12 @@ def _charts(events: EventAccumulator) -> dict[str, list[str]]:
 def test_the_board_has_table_charts_and_what_the_steps_are_made_of(tmp_path: Path) -> None:
     board = _board(tmp_path, STEP)
     lines = _text(board["comparison"], "comparison").splitlines()
-    assert lines[0] == "| backend | step p50, ms | p95, ms | speedup | 95% interval | samples/s | losses |"
-    assert lines[2:5] == [
+    assert lines[:2] == [
+        "**pgas: a step is 2.00 times as fast as with torchrec**, 10 ms instead of 20 in the median.",
+        "",
+    ]
+    assert lines[2] == "| backend | step p50, ms | p95, ms | speedup | 95% interval | samples/s | losses |"
+    assert lines[4:7] == [
         "| torchrec | 20 | 30 | 1.00 | - | 64,678 | reference |",
         "| pgas | 10 | 30 | 2.00 | 1.75 to 2.25 | 64,678 | agree |",
         "| torchrec_again | 16 | - | 1.25 | - | - | the reference again |",
@@ -76,3 +82,11 @@ def test_a_board_without_traced_steps_has_no_empty_chart(tmp_path: Path) -> None
     assert "speed/exposed_ms" not in {tag for tags in _charts(board["comparison"]).values() for tag in tags}
     assert len(_charts(board["comparison"])) == 4
     assert board["comparison"].Tags()["images"] == []
+
+
+def test_speedups_of_cpus_are_told_to_be_no_measure(tmp_path: Path) -> None:
+    on_cpus, on_gpus = (
+        _text(_board(tmp_path / device, None, device)["comparison"], "comparison") for device in ("cpu", "cuda")
+    )
+    assert on_cpus.endswith("take speedups from GPUs.")
+    assert "take speedups from GPUs" not in on_gpus

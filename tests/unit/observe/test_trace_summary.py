@@ -54,6 +54,22 @@ def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: 
     )
 
 
+def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
+    """The host is ahead: when the first traced step is launched, as one graph, the GPU still runs the step before."""
+
+    def launched(event: dict[str, Any], call: int) -> dict[str, Any]:
+        return event | {"args": event["args"] | {"correlation": call}}
+
+    steps = [event if "stream" not in event["args"] or event["ts"] < 1000 else launched(event, 2) for event in STEPS]
+    before = [launched(_event("sm90_xmma_gemm", 0, 950), 1), launched(_event("Memset", 950, 960, "gpu_memset"), 1)]
+    host = launched(_event("cudaGraphLaunch", 10, 20, "cuda_runtime"), 2)
+    paths = [
+        _write(tmp_path / name, events) for name, events in (("a.json", STEPS), ("b.json", [*before, *steps, host]))
+    ]
+    alone, behind = (summarise(path).replace(str(path), "") for path in paths)
+    assert alone == behind
+
+
 def test_a_trace_without_marked_steps_is_one(tmp_path: Path) -> None:
     path = _write(tmp_path / "trace.json", [event for event in STEPS if event["cat"] != "user_annotation"])
     assert summarise(path).startswith(f"{path}: 1 step of 1.000 ms, the GPU idle in 0.100 of them")

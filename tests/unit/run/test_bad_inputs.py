@@ -49,6 +49,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --xyzzy 3", ["--xyzzy is not an option", "--help tells"]),
         (f"{TRAIN} 3", ["3: not an option"]),
         (f"{BENCH} --iteration 3", ["did you mean --iterations?"]),
+        ("bench step --iterations 3", ["--iterations is not an option; --help tells the options"]),
         ("prepare criteo in out --mincount 3", ["--mincount is not an option", "did you mean --min_count?"]),
         ("bench nothing", ["known: input"]),
         ("bench stagee", ["did you mean stage?"]),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dlrm_overlap
+from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import run_on_ranks
@@ -162,6 +163,16 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     for key, meaning in rows:
         assert f"--{key} " in text
         assert meaning.replace("\\|", "|") in text, key
+
+
+def test_help_of_a_benchmark_tells_what_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    for kind, figure in FIGURES.items():
+        with pytest.raises(SystemExit):
+            main(["bench", kind, "--help"])
+        assert f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other" in capsys.readouterr().out
 
 
 def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:

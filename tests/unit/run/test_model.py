@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
 from dlrm_overlap.embedding.weights import uniform_rows
 from dlrm_overlap.model import DotInteraction, JoinInPlace, build_model, joined
-from dlrm_overlap.pipeline import LearningRate
+from dlrm_overlap.optimizers import LearningRate
 from tests.agreement import assert_same
 
 

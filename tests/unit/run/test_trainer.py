@@ -348,7 +348,7 @@ class _Exchange:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
-    monkeypatch.setattr("dlrm_overlap.trainer.exchanges", lambda model: [exchange])
+    monkeypatch.setattr("dlrm_overlap.assembly.exchanges", lambda model: [exchange])
     return exchange
 
 

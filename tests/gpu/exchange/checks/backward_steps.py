@@ -127,7 +127,7 @@ def _first_parts_alone(place: Place, exchange: Exchange, parts: int) -> Any:
     """Return what raises, while entered, the flags of the first `parts` parts alone."""
     if place.on_gpu:
         backward: Any = exchange._open().backward
-        backward._part_flags.done[parts:] = -1  # a program that never comes
+        backward.own.flags.done[parts:] = -1  # a program that never comes
         return contextlib.nullcontext()
     return _host_flags_raised_by(lambda raise_flag, part: raise_flag() if part < parts else None)
 

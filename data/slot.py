@@ -1,0 +1,95 @@
+"""One slot of a ring: memory for a batch, or for what a reader process tells in its place."""
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.batch import Batch
+
+_MESSAGE_BYTES = 4096
+_INPUT_ERROR, _FAILURE = -1, -2  # stored in place of a batch's number of ids
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """Sizes of the largest batch, for which a slot has room."""
+
+    samples: int
+    """samples of a batch, b"""
+    dense_features: int
+    """dense features of a sample, F"""
+    tables: int
+    """number of tables, T"""
+    max_ids: int
+    """most ids of one sample, over all tables"""
+
+
+class Slot:
+    """Views of one slot's memory: the tensors of a batch, its number of ids, and room for an error's message.
+
+    `values` [b * max_ids] int32, the ids; `lengths` [b * T] int32; `dense` [b, F] and `labels` [b] float32.
+    """
+
+    def __init__(self, memory: torch.Tensor, shape: SlotShape) -> None:
+        self._memory, self._used = memory, 0
+        b = shape.samples
+        self.ids = self._take(1, torch.int64)
+        self.stand_ins = self._take(1, torch.int64)
+        self.message = self._take(_MESSAGE_BYTES, torch.uint8)
+        self.values = self._take(b * shape.max_ids, torch.int32)
+        self.lengths = self._take(b * shape.tables, torch.int32)
+        self.dense = self._take(b * shape.dense_features, torch.float32).view(b, -1)
+        self.labels = self._take(b, torch.float32)
+
+    @staticmethod
+    def size_bytes(shape: SlotShape) -> int:
+        """Return the bytes that a slot needs, in whole pages."""
+        per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + 1)
+        return -(-(16 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
+
+    def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        start = self._used
+        self._used += count * dtype.itemsize
+        return self._memory[start : self._used].view(dtype)
+
+    def write(self, batch: Batch) -> None:
+        """Store `batch` in the slot."""
+        values, lengths = batch.sparse.values(), batch.sparse.lengths()
+        assert values.dtype == lengths.dtype == torch.int32, "data sets give int32 ids and lengths"
+        self.values[: values.numel()].copy_(values)
+        self.lengths.copy_(lengths)
+        self.dense.copy_(batch.dense)
+        self.labels.copy_(batch.labels)
+        self.stand_ins[0] = batch.stand_ins
+        self.ids[0] = values.numel()
+
+    def write_input_error(self, message: str) -> None:
+        """Store the message of an `InputError` in place of a batch."""
+        self._write_error(_INPUT_ERROR, message)
+
+    def write_failure(self, trace: str) -> None:
+        """Store the end of the traceback of any other error in place of a batch."""
+        self._write_error(_FAILURE, trace[-_MESSAGE_BYTES // 2 :])  # of which a character may take several bytes
+
+    def _write_error(self, kind: int, message: str) -> None:
+        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        self.message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self.ids[0] = kind
+
+    def read(self) -> Batch:
+        """Return the batch, whose tensors are views of the slot's memory.
+
+        Raises:
+            InputError: as the data set raised it.
+            RuntimeError: with the traceback of any other failure.
+        """
+        ids = int(self.ids[0])
+        if ids >= 0:
+            batch = Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
+            batch.stand_ins = int(self.stand_ins[0])
+            return batch
+        text = self.message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        raise InputError(text) if ids == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")

@@ -1,0 +1,55 @@
+"""What a result depends on besides its configuration: versions, GPUs, CPU and commit."""
+
+import itertools
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+from dlrm_overlap.launching import stack
+
+
+def environment() -> dict[str, str]:
+    """Return what a result depends on: versions, GPUs, CPU and the checkout's commit, each where it can be found."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": stack.nccl_version(),
+        "fbgemm": next(iter(stack.fbgemm_versions().values()), None),
+        "torchrec": stack.version_of("torchrec"),
+        "triton": stack.version_of("triton"),
+        "numpy": stack.version_of("numpy"),
+        "gpu": ", ".join(f"{len(list(same))} x {name}" for name, same in itertools.groupby(gpus)),
+        "cpu": _cpu(),
+        "commit": _commit(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _cpu() -> str:
+    try:
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        model = None
+    return model[1] if model else platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the checkout's commit, with `-dirty` if files differ from it."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # installed: a repository further up would be someone else's
+        return None
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return output_of("git", "--no-optional-locks", "-C", str(root), *describe).strip()
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints, or an empty string if there is no such command or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,146 @@
+"""What the sort of the ids and the update of rows cost a captured step, and at which clock the GPU takes it.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.step_parts --config configs/bench/step_mlperf.yaml --output parts.csv
+
+It times `pgas_graph` of `bench step` three times, at each number of `--samples`: whole; with the rows of each step
+updated by the ids of one batch, which was sorted before (`no_sort`); and without an update of rows, too (`no_update`).
+It is no training: the last two update wrong rows or none. Each runs for `--seconds`, since a limit of power may lower
+the clock only after a while. Meanwhile rank 0 asks nvidia-smi for its GPU's clock and power.
+"""
+
+import csv
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
+from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
+from dlrm_overlap.bench.harness.workload import collect_garbage
+from dlrm_overlap.bench.report.rows import as_text
+from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.backends.push import Push
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.launching.environment import environment
+from dlrm_overlap.launching.parsing import Parser
+from dlrm_overlap.observe.metrics import quantile
+from dlrm_overlap.observe.text_table import format_table
+from dlrm_overlap.ranks import Ranks, run_on_ranks
+
+_CONTENDER, _BATCHES, _FIRST_STEPS = "pgas_graph", 8, 20
+_ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
+_SHOWN = ("variant", "global_batch", "steps", "p10_ms", "median_ms", "p90_ms", "sm_mhz", "power_w", "capped_fraction")
+
+
+@contextmanager
+def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
+    """Fill `columns` with the median clock and power of a GPU in the block, and how often power limited the clock."""
+    if device.type != "cuda":
+        yield
+        return
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", gpu, f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", "-lms", "20"]
+    process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    try:
+        yield
+    finally:
+        process.terminate()
+        lines = [line.split(", ") for line in process.communicate()[0].splitlines() if line.count(", ") == 2]
+    lines = lines[len(lines) // 4 :]  # nvidia-smi is there before the first step
+    columns["sm_mhz"] = statistics.median(float(line[0]) for line in lines)
+    columns["power_w"] = statistics.median(float(line[1]) for line in lines)
+    columns["capped_fraction"] = sum(line[2] == "Active" for line in lines) / len(lines)
+
+
+def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
+    """Return the row of one variant, as the methods of `Push` are now: its steps are captured anew."""
+    pipeline = run.trainer.pipeline
+    assert isinstance(pipeline, GraphTrainPipeline), "steps are captured"
+    captures, pipeline._captures = pipeline._captures, False
+    pipeline._graphs[:] = None, None
+    run.losses(3)  # eager
+    pipeline._captures = captures
+    first_ms = torch.tensor(quantile(run.time(_FIRST_STEPS)[0], 0.5))
+    dist.broadcast(first_ms := first_ms.to(run.trainer.device), 0)
+    steps = max(_FIRST_STEPS, round(seconds * 1e3 / float(first_ms)))
+    time.sleep(1.0)  # all variants begin with a GPU that has been idle
+    columns: dict[str, Any] = {}
+    with sampled(run.trainer.device, columns):
+        ms, _ = run.time(steps)
+    times = {f"p{round(100 * q)}_ms" if q != 0.5 else "median_ms": quantile(ms, q) for q in (0.1, 0.5, 0.9)}
+    return {"kind": "parts", "variant": name} | describe_run(run, _BATCHES) | {"steps": steps} | times | columns
+
+
+def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str, Any]]:
+    """Return a row for each variant of a configuration."""
+    torch._dynamo.reset()  # or a second number of samples would be compiled for any
+    trainer = build(ranks, _CONTENDER, config)
+    run = TrainingRun(_CONTENDER, trainer, read_batches(trainer, _BATCHES))
+    prepare, update = Push.prepare, Push.update_range
+    sorted_once: dict[int, Any] = {}
+
+    def sort_once(push: Push, step: Any) -> None:
+        if id(push) not in sorted_once:
+            prepare(push, step)
+            sorted_once[id(push)] = step.runs
+        step.runs = sorted_once[id(push)]
+
+    def leave_out(*_: Any) -> None:
+        pass
+
+    changes: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+        "whole": (prepare, update), "no_sort": (sort_once, update), "no_update": (sort_once, leave_out)
+    }  # fmt: skip
+    rows = []
+    for name, methods in changes.items():
+        Push.prepare, Push.update_range = methods  # type: ignore[method-assign]
+        rows.append(time_variant(run, name, seconds))
+    Push.prepare, Push.update_range = prepare, update  # type: ignore[method-assign]
+    run.close()
+    return rows
+
+
+def _append(path: Path, rows: list[dict[str, Any]], world_size: int) -> None:
+    command = ["torchrun", "--nproc-per-node", str(world_size), "-m", "tests.gpu.step_parts", *sys.argv[1:]]
+    full = [{**row, "command": shlex.join(command), **environment()} for row in as_text(rows)]
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(full[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(full)
+
+
+def work(ranks: Ranks) -> int:
+    """Time all variants at each number of samples; rank 0 prints and appends their rows."""
+    config, rows = contender_configs(ranks, [_CONTENDER])[_CONTENDER], []
+    for samples in ranks.values.samples:
+        rows += time_variants(
+            ranks, replace(config, train=replace(config.train, batch_size=samples)), ranks.values.seconds
+        )
+        collect_garbage(ranks.device)
+    if ranks.world.rank == 0:
+        print(format_table([_SHOWN, *([row.get(name, "-") for name in _SHOWN] for row in as_text(rows))]))
+        _append(ranks.values.output, rows, ranks.world.world_size)
+    return 0
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options beside the configuration's."""
+    parser.add_argument("--samples", type=PositiveInt, nargs="+", default=[8192, 16384], help="samples of a rank")
+    parser.add_argument("--seconds", type=PositiveFloat, default=2.0, help="that each variant runs")
+    parser.add_argument("--output", type=Path, default=Path("parts.csv"), help="the rows are appended to this file")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_on_ranks(["train"], __doc__ or "", sys.argv[1:], work, add_options))

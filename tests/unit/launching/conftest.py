@@ -1,0 +1,21 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dlrm_overlap.launching import stack
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that these packages are installed, in these versions; None: not installed."""
+
+    def install(cuda: str | None = None, **versions: str | None) -> None:
+        named = {name.replace("_", "-"): version for name, version in versions.items()}
+        real = stack.version_of
+        monkeypatch.setattr(stack, "version_of", lambda name: named[name] if name in named else real(name))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        if named.get("torch"):
+            monkeypatch.setattr(torch, "__version__", named["torch"])
+
+    return install
