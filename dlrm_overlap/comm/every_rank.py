@@ -1,8 +1,10 @@
 """What all ranks do, or call, alike: if one of them cannot, or does not, every rank raises it."""
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
@@ -47,3 +49,26 @@ def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> N
                 f"{caller}rank 0 calls {calls[0]}, rank {rank} {each}; make the same calls in the same order on all "
                 f"ranks"
             )
+
+
+def known_everywhere(call: str, known: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether all ranks make this call and know it. On CPUs it is a collective, on GPUs this rank's guess.
+
+    A rank that knows its call goes on to what the call itself does between ranks, which another one's first question
+    about an unknown call then meets. On GPUs a bounded wait reports that. gloo ends the process at once where two
+    ranks' sizes differ, so between CPUs all ask before every call, in 16 bytes.
+
+    Args:
+        call: as all ranks write it.
+        known: whether this rank has made it before.
+        group: of the ranks.
+        device: of the tensors that it is about.
+    """
+    if device.type != "cpu" or group.size() == 1:
+        return known
+    digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), known])
+    calls = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(calls, mine, group=group)
+    digests, all_known = torch.stack(calls).unbind(1)
+    return bool(all_known.all()) and bool((digests == digests[0]).all())

@@ -12,7 +12,6 @@ nothing is asked of other ranks, so a problem that has not been run before is re
 all raise an error that names both calls: on CPUs at any call, on GPUs where the call is new to all of them.
 """
 
-import hashlib
 import logging
 from functools import lru_cache
 from pathlib import Path
@@ -21,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
+from dlrm_overlap.comm.every_rank import known_everywhere, on_every_rank, require_alike
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.choose import Choice, choose, read_tuned, tuned_file
 from dlrm_overlap.gemm.chunks import Chunks
 from dlrm_overlap.gemm.linear import Layer
-from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial, all_gather
+from dlrm_overlap.gemm.ways import Finish, Problem, Products, Serial
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -68,24 +67,8 @@ class ParallelProducts:
         rows, columns, inner = (0, 0, 0) if fault else (x.shape[0] * shards, *layer.weight.shape)
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation)
         choice = self._known.get((problem, way)) if not fault else None
-        everywhere = self._is_known_everywhere(f"{problem} by way {way}", choice is not None)
+        everywhere = known_everywhere(f"{problem} by way {way}", choice is not None, self.group, self.device)
         return choice if choice and everywhere else self._agree(problem, way, fault)
-
-    def _is_known_everywhere(self, call: str, known: bool) -> bool:
-        """Return whether all ranks make this call and know it. On CPUs it is a collective, on GPUs this rank's guess.
-
-        A rank that knows its call goes on to the product's own collective, which another one's first question then
-        meets. NCCL's bounded wait reports that. gloo ends the process at once where two ranks' sizes differ, so there
-        all ask before every call, in 16 bytes.
-        """
-        if self.device.type != "cpu" or self.group.size() == 1:
-            return known
-        digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True), known])
-        calls = mine.new_empty(self.group.size() * 2)
-        all_gather(calls, mine, group=self.group)
-        digests, all_known = calls.view(-1, 2).unbind(1)
-        return bool(all_known.all()) and bool((digests == digests[0]).all())
 
     def _agree(self, problem: Problem, way: str, fault: str) -> Choice:
         """Check a problem on all ranks, choose its way and let that prepare; a collective on the host.
