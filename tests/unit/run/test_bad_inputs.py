@@ -77,6 +77,8 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --data.tables.rows [5,0]", ["data.tables.rows: [5, 0] is not a whole number above 0"]),
         (f"{TRAIN} --data.tables.multi_hot 5..2", ["data.tables.multi_hot", "5..2", "write 3"]),
         (f"{TRAIN} --data.tables.multi_hot {10**9}", ["data.tables.multi_hot: 1000000000 is above 100000"]),
+        (f"{TRAIN} --data.tables.multi_hot {'9' * 5000}", ["data.tables.multi_hot: '99999", "is not a number of ids"]),
+        (f"{TRAIN} --data.tables.multi_hot \u00b2", ["data.tables.multi_hot: '\u00b2' is not a number of ids a bag"]),
         (f"{TRAIN} --data.tables.rows []", ["data.tables.rows: an empty list", "one value a table"]),
         (f"{TRAIN} --data.tables.multi_hot []", ["data.tables.multi_hot: an empty list"]),
         (f"{TRAIN} --train.steps {10**20}", ["train.steps: 100000000000000000000 is above 1000000000000"]),
