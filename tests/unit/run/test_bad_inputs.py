@@ -123,6 +123,8 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN_2} --log.dir /proc/x", ["log.dir: nothing can be written to /proc/x", "give a folder that is yours"]),
         (f"{TRAIN_2} --log.dir {{tmp}} --log.name empty.yaml", ["log.dir: nothing can be written to"]),
         (f"{COMPARE} --nproc 2 --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to"]),
+        (f"{TRAIN_2} --log.name \0", ["log.dir: nothing can be written to", "(a null byte); give a folder"]),
+        (f"{TRAIN_2} --checkpoint.resume {'9' * 300}", ["is neither auto nor never nor a checkpoint"]),
         (f"{TRAIN_2} --checkpoint.resume always", ["checkpoint.resume: 'always' is neither auto nor never nor a"]),
         (f"{TRAIN_2} --checkpoint.resume {{tmp}}", ["checkpoint.resume", "folder named step_<N>"]),
         (f"{BENCH} --nproc 2 --output {{tmp}}", ["--output", "is a folder; name a CSV file"]),
