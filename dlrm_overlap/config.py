@@ -36,7 +36,7 @@ else:
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
 _GREATEST_SEED = 2**31 - 1
 _WAIT_S = (0.1, 86400.0)
 # Greatest values of keys of `data`, and why: far beyond what is of use, yet below what would take for ever to allocate.
@@ -512,11 +512,11 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
     """
     text = str(spec)
     match = _RANGE.fullmatch(text)
-    low, high = (int(match[1]), int(match[2])) if match else (int(text), int(text)) if text.isdigit() else (1, 0)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     _check_most("data.tables.multi_hot", high, 100_000, "ids of one bag")
     if low > high or high == 0:
         raise InputError(
-            f"data.tables.multi_hot: {text!r} is not a number of ids a bag, at least 1, or a range of them; "
+            f"data.tables.multi_hot: {text!r:.100} is not a number of ids a bag, at least 1, or a range of them; "
             f"write 3 or '0..8'"
         )
     return low, high

@@ -114,10 +114,12 @@ def check_writable(folder: Path, key: str) -> None:
         InputError: naming `key`, if it is not.
     """
     try:
+        if b"\0" in os.fsencode(folder):  # pathlib says of such a folder that it is not there
+            raise ValueError("a null byte")
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a null byte
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{key}: nothing can be written to {folder} ({reason}); give a folder that is yours") from None
 

@@ -8,6 +8,7 @@ Example, saves in this order: 10, 20, 30 of branch a; then, gone on from 20, ste
 [(a, 20), (b, 25)]. The line is 25, 20, 10; step 30 is abandoned.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,7 +109,7 @@ def locate_checkpoint(path: Path, key: str) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is the folder of a checkpoint, be it damaged: its manifest may be none."""
-    return (path / MANIFEST).exists()
+    return os.path.exists(path / MANIFEST)  # pathlib raises where a name is too long
 
 
 def _order(manifest: Manifest) -> tuple[int, int]:
