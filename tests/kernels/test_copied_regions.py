@@ -13,6 +13,7 @@ from dlrm_overlap.embedding.device import copied_regions
 from dlrm_overlap.embedding.device.copied_regions import CopiedLaunch, Region, cut
 from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.kernels.forward.put_slices import COPIED, SlicedPut, Slices
+from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, Case, SlicedWorld, interpreted
 
 pytestmark = interpreted
@@ -79,6 +80,19 @@ def test_every_window_is_filled_once_all_slices_of_a_region_are_counted(
         world.assert_ready_for_another_launch()
     for ready in world.ready:
         assert not ready.any(), "no slice has a flag"
+
+
+def test_copies_take_the_rows_of_their_own_launch() -> None:
+    """Though one before it, of larger tasks, has staged as many samples in more rows of the same memory."""
+    launch, staging = CopiedLaunch([0], 4, 5, 2, torch.float32, CPU), torch.arange(2 * 8 * 4.0)
+    received = torch.empty(5, 4)
+    arena = SimpleNamespace(rank=0, world_size=2, view=lambda *_: received)
+    windows: Any = SimpleNamespace(arena=arena, name="outputs0")
+    launch.regions.finished.fill_(1)
+    for rows in (8, 5, 8):
+        engine: Any = _Engine()
+        assert list(launch.issue(engine, windows, staging, BatchSizes.of((5, 5)), rows, slices=1)) == [1]
+        assert_same(received, staging.view(-1, 4)[rows : rows + 5], f"rank 1's samples, behind {rows} rows")
 
 
 def test_regions_are_neighbours_of_up_to_some_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class CopiedLaunch:
         of = [number for number, region in enumerate(self.cut) for _ in range(region.count)]
         finished = torch.zeros(world_size, len(self.cut), dtype=torch.int64, device=device)
         self.regions = Regions(torch.tensor(of, dtype=torch.int32, device=device), finished)
-        self._copies: dict[tuple[str, int, BatchSizes], list[tuple[int, list[_Awaited]]]] = {}
+        self._copies: dict[tuple[str, int, BatchSizes, int], list[tuple[int, list[_Awaited]]]] = {}
 
     def begin(self) -> None:
         """Set the counters back, on the kernel's stream and before it.
@@ -99,10 +99,10 @@ class CopiedLaunch:
             windows: whose current window takes the regions.
             staging: from which, [W, rows, F, D] from its beginning on.
             batch: samples of each rank.
-            rows: of each rank in `staging`.
+            rows: of each rank in `staging`; launches of other tasks may have others, of the same samples.
             slices: of a feature for a destination.
         """
-        key = windows.name, staging.data_ptr(), batch
+        key = windows.name, staging.data_ptr(), batch, rows
         if key not in self._copies:
             if len(self._copies) >= _MOST_BATCHES:
                 self._copies.clear()
