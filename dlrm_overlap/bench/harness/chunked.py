@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
@@ -170,7 +170,10 @@ def chunk_borders(count: int, chunks: int) -> list[int]:
 def split_lookup(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
 ) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return lookups of the tables [borders[i], borders[i + 1]) of `lookup` that read its rows where they are."""
+    """Return lookups of the tables [borders[i], borders[i + 1]) of `lookup` that read its rows where they are.
+
+    They deliver the type that it delivers, so that no chunk is cast which all at once is not.
+    """
     name = "weights_host" if lookup.use_cpu else "weights_dev"
     weights = getattr(lookup, name).detach()
     offsets: Any = lookup.weights_physical_offsets
@@ -181,6 +184,7 @@ def split_lookup(
             lookup.embedding_specs[first:last],
             pooling_mode=lookup.pooling_mode,
             weights_precision=lookup.weights_precision,
+            output_dtype=SparseType.from_int(lookup.output_dtype),
             optimizer=EmbOptimType.EXACT_SGD,  # has no state
             bounds_check_mode=BoundsCheckMode(lookup.bounds_check_mode_int),
             device=weights.device,
