@@ -140,7 +140,9 @@ def make_workload(
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
     ours = exchange_options(config.embedding, "pgas", precision)
+    wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(precision)
     torchrec: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer}
+    torchrec["wire_dtype"] = wire_dtype  # of auto, TorchRec's own backend would make fp32
     about_tables: dict[str, Any] = {"stochastic_rounding": False}
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
