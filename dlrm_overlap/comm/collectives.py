@@ -319,7 +319,7 @@ class PeerCollectives:
         return "in place" if first == self._base + row_offset else "across"
 
     def _is_known(self, call: Call) -> bool:
-        return known_everywhere(str(call), call in self._known, self._group, self.device)
+        return known_everywhere(call, call in self._known, self._group, self.device)
 
     def _agree(self, call: Call) -> None:
         """Check a call that some rank makes for the first time, on all ranks; a collective on the host.

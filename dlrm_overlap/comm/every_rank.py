@@ -51,7 +51,7 @@ def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> N
             )
 
 
-def known_everywhere(call: str, known: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+def known_everywhere(call: object, known: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether all ranks make this call and know it. On CPUs it is a collective, on GPUs this rank's guess.
 
     A rank that knows its call goes on to what the call itself does between ranks, which another one's first question
@@ -59,14 +59,14 @@ def known_everywhere(call: str, known: bool, group: dist.ProcessGroup, device: t
     ranks' sizes differ, so between CPUs all ask before every call, in 16 bytes.
 
     Args:
-        call: as all ranks write it.
+        call: whose text all ranks write alike; it is asked for on CPUs alone, where it does not delay a GPU.
         known: whether this rank has made it before.
         group: of the ranks.
         device: of the tensors that it is about.
     """
     if device.type != "cpu" or group.size() == 1:
         return known
-    digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(str(call).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True), known])
     calls = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(calls, mine, group=group)

@@ -67,7 +67,7 @@ class ParallelProducts:
         rows, columns, inner = (0, 0, 0) if fault else (x.shape[0] * shards, *layer.weight.shape)
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation)
         choice = self._known.get((problem, way)) if not fault else None
-        everywhere = known_everywhere(f"{problem} by way {way}", choice is not None, self.group, self.device)
+        everywhere = known_everywhere((problem, way), choice is not None, self.group, self.device)
         return choice if choice and everywhere else self._agree(problem, way, fault)
 
     def _agree(self, problem: Problem, way: str, fault: str) -> Choice:
