@@ -50,7 +50,12 @@ class LocalTables:
 
     def __init__(self, lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
         self.lookups = list(lookups)
-        self._rows: list[tuple[Any, str]] = [(tbe, "weights_host" if tbe.use_cpu else "weights_dev") for tbe in lookups]
+        self._places: list[tuple[Any, str]] = [
+            (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
+            for tbe in lookups
+            for name in ("weights", "momentum1")
+            if name == "weights" or OPTIMIZERS.get(tbe.optimizer, "sgd") != "sgd"
+        ]
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
         self._states: list[list[list[torch.Tensor]]] = []
@@ -71,8 +76,8 @@ class LocalTables:
         return BoundsCheckMode(self.lookups[0].bounds_check_mode_int) if self.lookups else BoundsCheckMode.NONE
 
     def storage(self) -> tuple[int, ...]:
-        """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
-        return tuple([getattr(tbe, name).data_ptr() for tbe, name in self._rows])
+        """Return the addresses of the lookups' rows and states, which change when these are moved or replaced."""
+        return tuple([getattr(tbe, name).data_ptr() for tbe, name in self._places])
 
     def _split(self) -> None:
         if (storage := self.storage()) != self._storage:

@@ -392,8 +392,10 @@ def test_prepared_launches_of_the_backward_serve_their_sizes_types_and_rows_alon
         for number, (samples, ids, dtype) in enumerate(steps):
             for lookup in (*stage.tables.lookups, *known.tables.lookups):
                 lookup.set_learning_rate(0.5 + number)
+            if number == 4:
+                _move(stage, "momentum1")
             if number == 5:
-                _move(stage)
+                _move(stage, "weights", "momentum1")
             gradient = torch.randn(samples, stage.layout.total_dim, generator=torch.Generator().manual_seed(number))
             gradient = gradient.to(dtype)
             (given,), _ = stage.inputs(number, (samples,))
@@ -414,15 +416,15 @@ def test_prepared_launches_of_the_backward_serve_their_sizes_types_and_rows_alon
     exchange.close()
 
 
-def _move(stage: Stage) -> None:
-    """Move rows and their states elsewhere, and spoil them where they were."""
+def _move(stage: Stage, *moved: str) -> None:
+    """Move rows, their states or both elsewhere, and spoil them where they were."""
     for lookup in stage.tables.lookups:
-        for names in (("weights_host", "weights_dev"), ("momentum1_host", "momentum1_dev")):
-            before = getattr(lookup, names[0])
-            moved = torch.nn.Parameter(before.detach().clone(), before.requires_grad)
+        for name in moved:
+            before = getattr(lookup, f"{name}_host")
+            there = torch.nn.Parameter(before.detach().clone(), before.requires_grad)
             before.detach().fill_(torch.nan if before.is_floating_point() else 0)
-            for name in names:
-                setattr(lookup, name, moved)
+            for place in ("host", "dev"):
+                setattr(lookup, f"{name}_{place}", there)
 
 
 @interpreted
