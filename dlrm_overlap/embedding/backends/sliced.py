@@ -1,5 +1,6 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -152,27 +153,26 @@ class SlicedForward(ZeroCopyForward):
         return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return what the programs of kernel i share, for the largest batch so far; staging memory if it is used."""
+        """Return what the programs of kernel i share, for the largest batch so far; staging memory if it is used.
+
+        A trace has as many rows as the launch has tasks, since all of its rows are read as that launch's.
+        """
         here = self.world_size * table.entries.shape[0]
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
         staged = 0 if self.put is None else tasks * tuning.task_bags * table.dim
         traced = tasks if self.options.trace else 0
-        state = self._states.get(i)
-        if (
-            state is None
-            or state.staging.numel() < staged
-            or state.done.numel() < slices
-            or len(self.traces.get(i, ())) < traced
-        ):
-            if traced:
-                self.traces[i] = torch.zeros(traced, len(TRACE_COLUMNS), dtype=torch.int64, device=self.device)
+        state = before = self._states.get(i)
+        if state is None or state.staging.numel() < staged or state.done.numel() < slices:
             state = SliceState(
                 staging=torch.empty(staged, dtype=self.options.wire_dtype, device=self.device),
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),
                 ticket=torch.zeros(3, dtype=torch.int32, device=self.device),
-                trace=self.traces.get(i),
             )
+        if traced and (state.trace is None or len(state.trace) != traced):
+            trace = torch.zeros(traced, len(TRACE_COLUMNS), dtype=torch.int64, device=self.device)
+            state, self.traces[i] = replace(state, trace=trace), trace
+        if state is not before:
             self._states[i] = state
             self._puts.clear()
         return state

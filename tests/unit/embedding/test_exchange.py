@@ -17,6 +17,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import Tuning
 from dlrm_overlap.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
@@ -425,6 +426,23 @@ def _move(stage: Stage, *moved: str) -> None:
             before.detach().fill_(torch.nan if before.is_floating_point() else 0)
             for place in ("host", "dev"):
                 setattr(lookup, f"{name}_{place}", there)
+
+
+@interpreted
+def test_a_trace_has_the_tasks_of_the_last_cut_alone(world_of_one: dist.ProcessGroup) -> None:
+    """And nothing else is made anew where steps of the same samples are cut in turns."""
+    stage = Stage([([4], [])], rank=0)
+    options = ExchangeOptions(backend="fused", put="stores", slice_bags=4, trace=True, wait_timeout_s=20.0)
+    forward: Any = interpreted_forward(stage, world_of_one, options, samples=5)
+    step = Step(stage.inputs(0, (5,))[0], BatchSizes.of((5,)))
+    bags, (table,) = forward.lookup.bags(stage.shards, step, forward.reached), forward.lookup.tables()
+    first = forward.state(0, bags, table, Tuning(4, 1, 1))
+    for task_bags, tasks in ((1, 5), (4, 2), (4, 2)):
+        state = forward.state(0, bags, table, Tuning(task_bags, 1, 1))
+        assert len(state.trace) == len(forward.traces[0]) == tasks
+        assert state.staging is first.staging
+        assert state.ticket is first.ticket
+    forward.close()
 
 
 @interpreted
