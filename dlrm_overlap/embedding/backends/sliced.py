@@ -84,6 +84,8 @@ class SlicedForward(ZeroCopyForward):
         self._programs: dict[tuple[int, Tuning], int] = {}
         self._puts: dict[tuple[Any, ...], PreparedPut] = {}
         """by all that they were made of, but `_states`; of these as they are"""
+        self._captured: dict[tuple[Any, ...], PreparedPut] = {}
+        """those of captured steps, whose graphs go on reading what they hold when `_puts` has forgotten them"""
         self.traces: dict[int, torch.Tensor] = {}
         """under `options.trace`: what each kernel records, see `TRACE_COLUMNS`"""
 
@@ -109,6 +111,8 @@ class SlicedForward(ZeroCopyForward):
                 put = self._prepare(i, table, windows, flags, step)
                 make_room(self._puts)
                 self._puts[key] = put
+            if self.order.active:
+                self._captured[key] = put
             self.launch(i, put, step, values, offsets)
 
     def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> PreparedPut:
@@ -197,5 +201,5 @@ class SlicedForward(ZeroCopyForward):
 
     def close(self) -> None:
         """Forget the windows, what has a view of them, and what else is as large."""
-        self._states, self.traces, self._puts = {}, {}, {}
+        self._states, self.traces, self._puts, self._captured = {}, {}, {}, {}
         super().close()

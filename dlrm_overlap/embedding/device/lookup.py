@@ -60,6 +60,8 @@ class DeviceLookup:
         self._destinations: dict[tuple[int, int, torch.dtype, BatchSizes], Windows] = {}
         self._launches: dict[tuple[Any, ...], Launch] = {}
         """by all that they were made of; of the tables as they are"""
+        self._captured: dict[tuple[Any, ...], Any] = {}
+        """what captured steps read: their graphs go on doing so when it has been forgotten elsewhere"""
 
     def tables(self) -> list[FeatureTable]:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
@@ -93,6 +95,8 @@ class DeviceLookup:
             first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
             found = torch.tensor(first, dtype=torch.int32, device=self._device)
             self._first_samples[key] = found
+        if self._context.order.active:
+            self._captured[key] = found
         return found
 
     def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
@@ -144,6 +148,8 @@ class DeviceLookup:
                 launch = storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
                 make_room(self._launches)
                 self._launches[key] = launch
+            if self._context.order.active:
+                self._captured[key] = launch
             launch(values, offsets)
 
     def check(self) -> None:

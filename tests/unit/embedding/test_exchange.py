@@ -429,6 +429,26 @@ def _move(stage: Stage, *moved: str) -> None:
 
 
 @interpreted
+@every_window
+def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
+    world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrm_overlap.embedding.protocol.step._MOST_SIZES", 2)
+    stage = Stage([([4], [])], rank=0)
+    options = ExchangeOptions(backend=backend, slice_bags=2, wait_timeout_s=20.0)
+    forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
+    with without_streams():
+        forward.order.begin()
+        _assert_pooled(stage, forward, 0, 4, torch.int64, factor=1)
+        forward.order.end()
+        read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((4,)), forward.reached))
+        for number, samples in enumerate((1, 2, 3, 1, 2, 3), 1):
+            _assert_pooled(stage, forward, number, samples, torch.int64, factor=1)
+    assert read() is not None, "a graph would read memory that has been given away"
+    forward.close()
+
+
+@interpreted
 def test_a_trace_has_the_tasks_of_the_last_cut_alone(world_of_one: dist.ProcessGroup) -> None:
     """And nothing else is made anew where steps of the same samples are cut in turns."""
     stage = Stage([([4], [])], rank=0)
