@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Way
-from dlrm_overlap.comm.every_rank import known_everywhere, on_every_rank, require_alike
+from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.comm.record import settle
@@ -116,7 +116,6 @@ class PeerCollectives:
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
         made = f"PeerCollectives(capacity_bytes={capacity_bytes})"
-        known_everywhere(made, False, group, device)
         require_alike(made, group, "PeerCollectives: ")
         if capacity_bytes < 0:
             raise InputError(
@@ -166,10 +165,8 @@ class PeerCollectives:
                     f"{self._capacity}; make it with a capacity_bytes of {end} or more"
                 )
 
-        call = f"empty({tuple(size)}, {dtype})"
-        known_everywhere(call, False, self._group, self.device)
         on_every_rank(check, self._group)
-        require_alike(call, self._group, "PeerCollectives: ")
+        require_alike(f"empty({tuple(size)}, {dtype})", self._group, "PeerCollectives: ")
         self._used = end
         return self._memory[begin:end].view(dtype).view(size)
 
@@ -229,7 +226,7 @@ class PeerCollectives:
         row_bytes = input.numel() * input.dtype.itemsize // self._world_size
         call, into_shares = (self._call("all_reduce", each, input, row_bytes, "dma") for each in (output, shares))
         for each in (call, into_shares):
-            if not self._is_known(each):
+            if each not in self._known:
                 self._agree(each)
                 self._known.add(each)
         if abs(call.offset - into_shares.offset) < self._world_size * row_bytes:
@@ -279,7 +276,7 @@ class PeerCollectives:
         self._check_free(name)
         row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
         call = self._call(name, output, input, row_bytes, way, beside)
-        new = not self._is_known(call)
+        new = call not in self._known
         if new:
             self._agree(call)
         transfer = Transfer(
@@ -318,11 +315,8 @@ class PeerCollectives:
             return "apart"
         return "in place" if first == self._base + row_offset else "across"
 
-    def _is_known(self, call: Call) -> bool:
-        return known_everywhere(call, call in self._known, self._group, self.device)
-
     def _agree(self, call: Call) -> None:
-        """Check a call that some rank makes for the first time, on all ranks; a collective on the host.
+        """Check the first call of its kind on all ranks; a collective on the host.
 
         Raises:
             InputError: on every rank, naming the fault.
