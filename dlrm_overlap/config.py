@@ -204,9 +204,8 @@ class EmbeddingConfig:
 
     backend: BackendName = "torchrec"
     """torchrec: FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas: pooled
-    rows stored straight into the peers' memory. fused: slices put by one persistent kernel as they are done;
-    takes the host less than pgas, which pays where steps are not captured and the GPU needs less than some 40 us for
-    the stage"""
+    rows stored straight into the peers' memory. fused: the same by one persistent kernel, which is less for the host
+    to issue than pgas: it pays where steps are not captured and the GPU needs less than some 40 us for the stage"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
     put: Literal["auto", "in_place", "stores", "dma"] = "auto"
