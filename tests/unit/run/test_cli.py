@@ -128,6 +128,12 @@ def test_a_rank_above_0_gives_its_number(
     assert capsys.readouterr().err == f"dlrm-overlap: {who}trian: not a command; did you mean train?\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_stream_may_be_closed(closed: str) -> None:
+    command = f'exec "$0" -m dlrm_overlap --version {closed}'
+    assert subprocess.run(["sh", "-c", command, sys.executable], timeout=60, check=False).returncode == 0
+
+
 def test_options_override_the_file(tmp_path: Path) -> None:
     text = "train: {steps: 5, lr: 0.5}\ndata: {tables: {rows: [5, 6], multi_hot: [1, 0..3]}}\n"
     (tmp_path / "config.yaml").write_text(text)
