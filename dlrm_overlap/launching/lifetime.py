@@ -55,6 +55,13 @@ def let_asks_come() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
 
 
+def heed_asks() -> None:
+    """Let SIGTERM and SIGUSR1 end this process from now on, those that have waited too: it has nothing left to save."""
+    for number in _ASKS:
+        signal.signal(number, signal.SIG_DFL)
+    let_asks_come()
+
+
 def tell(text: str) -> None:
     """Write lines to standard error, whose reader may be gone: a terminal that was closed, or a `tee` that has ended.
 
