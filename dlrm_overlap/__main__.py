@@ -10,6 +10,7 @@ def run() -> None:
     try:
         from dlrm_overlap.launching import lifetime
 
+        lifetime.open_streams()
         lifetime.hold_asks()
         lifetime.interrupt_imports()
         from dlrm_overlap import cli

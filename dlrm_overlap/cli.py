@@ -22,7 +22,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
-from dlrm_overlap.launching.lifetime import SAVED, let_asks_come
+from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -45,7 +45,7 @@ def train(argv: list[str]) -> int:
             summary = trainer.fit()
         except AskedToEndError as error:
             if ranks.world.rank == 0:
-                print(f"dlrm-overlap: {error}", file=sys.stderr)
+                tell(f"dlrm-overlap: {error}")
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
@@ -355,8 +355,9 @@ def run() -> None:
             print(code, file=sys.stderr)
             code = 1
     except BaseException:
-        traceback.print_exc()
         code = 1
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader is gone
             stream.flush()

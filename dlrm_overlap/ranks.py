@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveInt
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching import launcher, process_group
-from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher
+from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.preflight import check_memory, check_processes, check_resume, check_start, total_steps
 from dlrm_overlap.launching.spawn import spawn
@@ -167,8 +167,9 @@ def _one_rank_reports() -> Iterator[None]:
         yield
     except Exception as error:
         rank = launcher.announced_rank()
-        if rank is not None:
-            time.sleep(_HOLD_BACK_S * ((rank > 0) + (not isinstance(error, InputError))))
+        if rank is not None and (held_back := (rank > 0) + (not isinstance(error, InputError))):
+            heed_asks()  # torchrun and mpirun end a rank by SIGTERM
+            time.sleep(_HOLD_BACK_S * held_back)
         raise
 
 

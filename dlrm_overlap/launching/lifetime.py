@@ -1,5 +1,6 @@
 """How long a process lives: it ends with its parent, saves first where it is asked to end, and at once on Ctrl-C."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -54,6 +55,36 @@ def let_asks_come() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
 
 
+def heed_asks() -> None:
+    """Let SIGTERM and SIGUSR1 end this process from now on, those that have waited too: it has nothing left to save."""
+    for number in _ASKS:
+        signal.signal(number, signal.SIG_DFL)
+    let_asks_come()
+
+
+def tell(text: str) -> None:
+    """Write lines to standard error, whose reader may be gone: a terminal that was closed, or a `tee` that has ended.
+
+    It is safe in a signal handler, unlike `print`, which raises where it interrupts another `print`.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def open_streams() -> None:
+    """Open /dev/null in place of each standard stream that is closed, as `2>&-` closes it.
+
+    Else a file that is opened later would take its descriptor, and get what libraries write to standard error.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def interrupt_imports() -> None:
     """Let SIGINT end this process in one line while it imports a module; else it raises KeyboardInterrupt, as ever.
 
@@ -63,7 +94,7 @@ def interrupt_imports() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                os.write(2, b"dlrm-overlap: interrupted\n")
+                tell("dlrm-overlap: interrupted")
                 os._exit(128 + number)
             frame = frame.f_back
         raise KeyboardInterrupt
@@ -104,7 +135,7 @@ class EndRequest:
         def end_unless_met() -> None:
             while not met.wait(_GRACE_S / 50):
                 if self.asked and not met.wait(_GRACE_S):
-                    os.write(2, b"dlrm-overlap: asked to end before all ranks had met; the same command begins anew\n")
+                    tell("dlrm-overlap: asked to end before all ranks had met; the same command begins anew")
                     os._exit(SAVED)
 
         threading.Thread(target=end_unless_met, name="end unless met", daemon=True).start()

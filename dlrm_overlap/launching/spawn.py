@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
-from dlrm_overlap.launching.lifetime import LAUNCHER_PID, SAVED, hold_asks, let_asks_come
+from dlrm_overlap.launching.lifetime import LAUNCHER_PID, SAVED, hold_asks, let_asks_come, tell
 
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # passed on to the ranks, which may save before they end
 _ENDS = (signal.SIGINT, signal.SIGQUIT)
@@ -62,7 +62,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
         let_asks_come()
         if caught:
             name = signal.Signals(caught[0]).name
-            print(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew", file=sys.stderr)
+            tell(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew")
             return SAVED if caught[0] in _ASKS else 128 + caught[0]
         hold_asks()
         for rank in range(nproc):
@@ -118,7 +118,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         if len(caught) > passed_on:
             passed_on = len(caught)
             number = signal.SIGTERM if caught[0] == signal.SIGHUP else caught[0]
-            print(f"dlrm-overlap: {signal.Signals(caught[0]).name}: asking the ranks to end", file=sys.stderr)
+            tell(f"dlrm-overlap: {signal.Signals(caught[0]).name}: asking the ranks to end")
             for worker in workers:
                 worker.send_signal(number)  # to the rank alone: it still needs its loader processes
         time.sleep(_POLL_S)
@@ -130,7 +130,7 @@ def _report(rank: int, pid: int, code: int, logs: Path) -> None:
     if code == _USER_ERROR:
         for line in wrote:
             if line.startswith("dlrm-overlap: "):
-                print(line, file=sys.stderr)
+                tell(line)
         return
     if rank == 0 and code > 0 and not any(b"Traceback" in path.read_bytes() for path in logs.iterdir()):
         shutil.rmtree(logs, ignore_errors=True)  # rank 0 has said all there is, such as backends that disagree
@@ -143,7 +143,7 @@ def _report(rank: int, pid: int, code: int, logs: Path) -> None:
     lines = [f"dlrm-overlap: rank {rank} (pid {pid}) {how}"] if rank or code < 0 else []
     lines += [f"  rank {rank}: {line}" for line in wrote]
     lines.append(f"dlrm-overlap: what the ranks above 0 wrote is in {logs}")
-    print("\n".join(lines), file=sys.stderr)
+    tell("\n".join(lines))
 
 
 def _tail(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -191,8 +192,7 @@ class RunLog:
     def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             self._tracer.end()  # not after an error, since it waits for the GPU
-        if self._progress:
-            self._progress.stop()
+        self.pause()
         if self._metrics:
             self._metrics.close()
         if self._board:
@@ -201,7 +201,8 @@ class RunLog:
     def pause(self) -> None:
         """Take the progress bar away, while another run has its turn."""
         if self._progress:
-            self._progress.stop()
+            with contextlib.suppress(OSError):  # its terminal was closed, which is no reason to end by a traceback
+                self._progress.stop()
 
     def resume(self) -> None:
         """Show the progress bar again."""

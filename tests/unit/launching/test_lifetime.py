@@ -1,5 +1,6 @@
-"""What a process does that is asked to end before it can save."""
+"""What a process does that is asked to end before it can save, and where it says so."""
 
+import os
 import subprocess
 import sys
 
@@ -29,3 +30,22 @@ def test_other_ranks_are_not_waited_for_once_it_is_asked_to_end(meets_s: str, co
     result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
     told = "dlrm-overlap: asked to end before all ranks had met; the same command begins anew\n" if code else ""
     assert (result.returncode, result.stdout, result.stderr) == (code, out, told)
+
+
+def test_it_ends_though_nobody_reads_what_it_says() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    argv = [sys.executable, "-c", MEETS, "5"]
+    ended = subprocess.run(argv, stderr=write_end, stdout=subprocess.PIPE, timeout=15, check=False, cwd=ROOT)
+    os.close(write_end)
+    assert (ended.returncode, ended.stdout) == (SAVED, b"")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_takes_the_place_of_a_stream_that_is_closed(closed: str) -> None:
+    program = (
+        "import os, sys; from dlrm_overlap.launching.lifetime import open_streams; open_streams(); "
+        "assert os.open('/', os.O_RDONLY) > 2; print('told', flush=True), print('told', file=sys.stderr)"
+    )
+    command = f'exec "$0" -c "{program}" {closed}'
+    assert subprocess.run(["sh", "-c", command, sys.executable], timeout=15, check=False, cwd=ROOT).returncode == 0

@@ -215,6 +215,17 @@ class TestSpawn:
         assert parent.wait(20) == code
         assert_gone(started)
 
+    def test_ranks_are_asked_though_nobody_reads_what_the_launcher_says(self, worker: Path, tmp_path: Path) -> None:
+        """As where a terminal is closed: its `tee` ends first."""
+        pids, (read_end, write_end) = tmp_path / "pids", os.pipe()
+        parent = launcher_of(worker, signal.SIGHUP, "all:saves", f"all:pids:{pids}", "all:hang", stderr=write_end)
+        os.close(write_end)
+        started = wait_for_pids(pids, 2)
+        os.close(read_end)
+        parent.send_signal(signal.SIGHUP)
+        assert parent.wait(20) == SAVED
+        assert_gone(started)
+
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
     def test_ranks_that_are_asked_while_they_start_save_all_the_same(
         self, worker: Path, tmp_path: Path, number: signal.Signals
@@ -264,7 +275,9 @@ class TestSpawn:
         assert_gone(started)
 
 
-def launcher_of(worker: Path, number: signal.Signals, *options: str, before: str = "") -> subprocess.Popen[bytes]:
+def launcher_of(
+    worker: Path, number: signal.Signals, *options: str, before: str = "", stderr: int | None = None
+) -> subprocess.Popen[bytes]:
     """Return a process that runs `before` and then `spawn`, which heeds signal `number`."""
     heed = "" if number == signal.SIGKILL else f"signal.signal({int(number)}, signal.SIG_DFL); "
     program = (  # a background job of a script ignores some signals, and all it starts does
@@ -274,4 +287,4 @@ def launcher_of(worker: Path, number: signal.Signals, *options: str, before: str
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     # Python's own path: the fixture has replaced sys.executable
-    return subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ)
+    return subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ, stderr=stderr)

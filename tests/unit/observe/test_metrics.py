@@ -1,15 +1,18 @@
 import json
 import math
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, write_atomically
-from dlrm_overlap.observe.run_log import read_step_ms, read_summary, write_step_ms
+from dlrm_overlap.observe.run_log import RunLog, read_step_ms, read_summary, write_step_ms
 from tests.conftest import NO_FILES, file_limit
 
 
@@ -158,3 +161,16 @@ def test_slowed_steps_are_left_out_where_others_are_left() -> None:
     assert set(untraced) - set(steady_ms(step_ms, first - 1, traced)) == {step_ms[i] for i in (-6, -5, -4, -3)}
     assert steady_ms(step_ms[:3], first - 1, range(first, first + 1)) == step_ms[2:3]
     assert steady_ms(step_ms[:2], first - 1, range(first, first + 1)) == step_ms[:2]
+
+
+def test_a_progress_bar_on_a_terminal_that_was_closed_ends_no_run() -> None:
+    user, program = os.openpty()
+    terminal = os.fdopen(program, "w")
+    run_log = RunLog.__new__(RunLog)
+    run_log._progress = Progress(console=Console(file=terminal, force_terminal=True), auto_refresh=False)
+    run_log._progress.add_task("training", total=2)
+    run_log.resume()
+    os.close(user)
+    run_log.pause()
+    with pytest.raises(OSError, match="Input/output"):  # of what the bar has left to write
+        terminal.close()

@@ -128,6 +128,34 @@ def test_a_rank_above_0_gives_its_number(
     assert capsys.readouterr().err == f"dlrm-overlap: {who}trian: not a command; did you mean train?\n"
 
 
+@pytest.mark.parametrize(
+    ("rank", "code", "told"),
+    [("0", 2, "dlrm-overlap: --config: nowhere.yaml: No such file"), ("1", -signal.SIGTERM, "")],
+)
+def test_a_rank_that_holds_its_report_back_can_be_ended(rank: str, code: int, told: str) -> None:
+    """As torchrun ends the ranks above 0, whose rank 0 has reported: by SIGTERM, which a training keeps waiting."""
+    script = """
+import signal, sys
+from dlrm_overlap import cli
+from dlrm_overlap.launching.lifetime import hold_asks
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_DFL)
+hold_asks()
+signal.raise_signal(signal.SIGTERM)
+sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
+"""
+    environ = os.environ | {"RANK": rank}
+    argv = [sys.executable, "-c", script]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_stream_may_be_closed(closed: str) -> None:
+    command = f'exec "$0" -m dlrm_overlap --version {closed}'
+    assert subprocess.run(["sh", "-c", command, sys.executable], timeout=60, check=False).returncode == 0
+
+
 def test_options_override_the_file(tmp_path: Path) -> None:
     text = "train: {steps: 5, lr: 0.5}\ndata: {tables: {rows: [5, 6], multi_hot: [1, 0..3]}}\n"
     (tmp_path / "config.yaml").write_text(text)
