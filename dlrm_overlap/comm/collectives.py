@@ -115,8 +115,7 @@ class PeerCollectives:
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
-        made = f"PeerCollectives(capacity_bytes={capacity_bytes})"
-        require_alike(made, group, "PeerCollectives: ")
+        require_alike(f"PeerCollectives(capacity_bytes={capacity_bytes})", group, "PeerCollectives: ")
         if capacity_bytes < 0:
             raise InputError(
                 f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum"

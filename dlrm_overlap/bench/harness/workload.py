@@ -140,16 +140,16 @@ def make_workload(
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
     ours = exchange_options(config.embedding, "pgas", precision)
+    # Named, since of auto TorchRec's own backend would make fp32.
     wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(precision)
-    torchrec: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer}
-    torchrec["wire_dtype"] = wire_dtype  # of auto, TorchRec's own backend would make fp32
     about_tables: dict[str, Any] = {"stochastic_rounding": False}
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
-        torchrec["wire_dtype"] = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
+        wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
     if not check_ids:
         about_tables["bounds_check_mode"] = BoundsCheckMode.NONE
-    sharder: Any = build_sharder(replace(config.embedding, **torchrec), fused_params=about_tables)
+    keys: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer, "wire_dtype": wire_dtype}
+    sharder: Any = build_sharder(replace(config.embedding, **keys), fused_params=about_tables)
     places = {
         table.name: table_wise(rank=t * world_size // tables, compute_kernel="fused")
         for t, table in enumerate(collection.embedding_bag_configs())
