@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.gate import begin_together
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.launching.launcher import World
@@ -25,7 +26,7 @@ TABLES, ROWS, DIM, LONGEST = 13, 100_000, 128, 16  # of a rank
 BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 WAITS_US = (None, 20.0, 0.0)
 _ROUNDS, _STEPS, _WARM_UP = 7, 20, 3
-_ISSUED_CYCLES = 30_000_000  # 15 ms, in which the host issues all steps of a round
+_ISSUED_MS = 15.0  # in which the host issues all steps of a round
 _WAIT_S = 20.0
 
 
@@ -49,8 +50,7 @@ class _Measured:
         del pooled
         times = []
         for _ in range(_WARM_UP + _ROUNDS):
-            self._place.meet()
-            torch.cuda._sleep(_ISSUED_CYCLES)
+            begin_together(self._place.group, self._place.device, _ISSUED_MS)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(_STEPS):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.gate import begin_together
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.recorded import begin_together
+from dlrm_overlap.bench.harness.recorded import LEAD_MS
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import Forward
@@ -34,7 +35,7 @@ def trace_programs(workload: Workload, options: ExchangeOptions, steps: int) -> 
     halves = workload.open_halves(replace(options, trace=True))
     for ids in counted("steps", list(itertools.islice(itertools.cycle(workload.batches), steps + 1))):
         step = Step(list(ids.inputs), BatchSizes.of(workload.batch_sizes))
-        begin_together(workload)
+        begin_together(workload.group, workload.device, LEAD_MS)
         halves.forward.start(step)
         halves.forward.finish(step)
     torch.cuda.synchronize(workload.device)

@@ -5,21 +5,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.gate import begin_together
+from dlrm_overlap.bench.harness.step_trace import MARK, mark_time
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.observe.trace_summary import Work, gpu_work, read_events
 
-_LEAD_CYCLES = 10_000_000  # some milliseconds, in which the host issues the step on every rank
-_MARK = "spin_kernel"  # what `begin_together` launches
+LEAD_MS = 10.0  # in which the host issues a step, the chunked ones too
 _STEPS = 3  # under the profiler; the last one counts
-
-
-def begin_together(workload: Workload) -> None:
-    """Let what all ranks issue next begin together, behind a kernel that lasts until their hosts have issued it."""
-    dist.barrier(workload.group)
-    torch.cuda._sleep(_LEAD_CYCLES)
 
 
 @torch.no_grad()
@@ -36,7 +30,8 @@ def record_step(contender: Contender, workload: Workload, warmup: int) -> list[W
         contender.step(next(following))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(_STEPS):
-            begin_together(workload)
+            begin_together(workload.group, workload.device, LEAD_MS)
+            mark_time()
             contender.step(next(following))
         torch.cuda.synchronize(workload.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -46,6 +41,9 @@ def record_step(contender: Contender, workload: Workload, warmup: int) -> list[W
 
 
 def last_step(work: list[Work]) -> list[Work]:
-    """Return, by its begin, what comes behind the last mark in `work`, or all of it where there is none."""
-    begin = max((each.span.end for each in work if _MARK in each.name), default=float("-inf"))
+    """Return, by its begin, what comes behind the last mark in `work`, or all of it where there is none.
+
+    The gate's collective, which runs in front of the mark, is not part of it.
+    """
+    begin = max((each.span.end for each in work if MARK.search(each.name)), default=float("-inf"))
     return sorted((each for each in work if each.span.begin >= begin), key=lambda each: each.span)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.bench.harness.gate import begin_together
 from dlrm_overlap.bench.harness.timing import gather, greatest
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.embedding.backends.base import Forward
@@ -18,7 +19,7 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP_STEPS = 3
-_LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host issues a step
+_LEAD_MS = 1.0  # in which the host issues a step, or the events would time the host
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
     for ids in itertools.islice(itertools.cycle(workload.batches), _WARMUP_STEPS + steps):
         step = Step(list(ids.inputs), BatchSizes.of(workload.batch_sizes))
         timer = StepTimer(device)
-        dist.barrier(group)
-        if device.type == "cuda":
-            torch.cuda._sleep(_LEAD_CYCLES)  # until the step is issued, or the events would time the host
+        begin_together(group, device, _LEAD_MS)
         timer.mark()
         forward.start(step)
         timer.mark()

@@ -11,7 +11,8 @@ import torch
 
 from dlrm_overlap.observe.trace_summary import Shares, Span, Work, gpu_work, length, read_events, share, spans_by_kind
 
-_MARK = re.compile(r"\bspin_kernel\b")
+MARK = re.compile(r"\bspin_kernel\b")
+"""matches the names of kernels that `mark_time` launches"""
 
 
 def mark_time() -> None:
@@ -72,7 +73,7 @@ def read_steps(path: Path) -> TracedSteps:
         InputError: if the file cannot be read.
     """
     work = sorted(gpu_work(read_events(path)), key=lambda each: each.span)
-    marks = [each.span.begin for each in work if _MARK.search(each.name)]
+    marks = [each.span.begin for each in work if MARK.search(each.name)]
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
     steps = [Span(begin, end) for begin, end in pairwise(marks)]
-    return TracedSteps(steps, [each for each in work if not _MARK.search(each.name)])
+    return TracedSteps(steps, [each for each in work if not MARK.search(each.name)])

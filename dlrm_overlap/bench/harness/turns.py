@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.bench.harness.gate import begin_together
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.observe.metrics import quantile
 
 _WARMUP = 2
-_CYCLES_PER_MS = 2_000_000  # of the fastest clocks there are; slower ones make gates longer
 _LONGEST_GATE_MS = 10.0
 _MARGIN = 1.3
 _COLLECTIVE_MS = 0.15  # for the host to issue one
@@ -30,19 +30,17 @@ class Timed(NamedTuple):
 class Turns:
     """Times pieces of work in turns.
 
-    On a GPU each piece waits behind a gate: a kernel that does nothing for longer than the host takes to issue the
-    piece, then a collective, by which the ranks begin together. So the time is the GPU's alone, as in a step that is
-    captured or whose host is ahead. On a CPU it is the host's, from a barrier on.
+    On a GPU each piece waits behind a gate (`begin_together`) for longer than the host takes to issue the piece. So
+    the time is the GPU's alone, as in a step that is captured or whose host is ahead. On a CPU it is the host's, from a
+    barrier on.
 
-    The collective comes last, since that kernel counts cycles, and GPUs' clocks differ. With the collective in front of
-    it, one of two H200s waited 12 us for the other within a piece behind 3 ms, and 30 to 40 us within the first piece
-    of a round. So each round begins with another piece, too.
+    Each round begins with another piece: before ranks met behind the gate, one of two H200s waited 30 to 40 us for the
+    other within the first piece of a round, and 12 us within the others.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks of `group` make the same calls."""
         self._group, self._device, self._cuda = group, device, device.type == "cuda"
-        self._token = torch.zeros(1, device=device)
 
     @torch.no_grad()
     def time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timed]:
@@ -65,7 +63,7 @@ class Turns:
         host_ms = [0.0] * len(pieces)
         for _ in range(_WARMUP):
             for i, piece in enumerate(pieces):
-                dist.all_reduce(self._token, group=self._group)
+                begin_together(self._group, self._device, lead_ms=0.0)
                 self._synchronise()
                 began = time.perf_counter()
                 piece()
@@ -79,9 +77,7 @@ class Turns:
 
     def _once(self, piece: Callable[[], object], gate_ms: float) -> Callable[[], float]:
         """Run a piece; return a function that waits for it and returns its ms."""
-        if self._cuda:
-            torch.cuda._sleep(int(gate_ms * _CYCLES_PER_MS))
-        dist.all_reduce(self._token, group=self._group)
+        begin_together(self._group, self._device, gate_ms)
         if not self._cuda:
             began = time.perf_counter()
             piece()

@@ -24,7 +24,9 @@ def test_tasks_for_peers_send_while_they_pool() -> None:
 def test_kernels_of_the_last_step_send_evenly() -> None:
     work = [
         Work("nccl old", 7, Span(0, 50)),
-        Work("spin_kernel(long)", 3, Span(50, 100)),
+        Work("spin_kernel(long)", 3, Span(50, 90)),
+        Work("nccl gate", 7, Span(90, 98)),
+        Work("spin_kernel(long)", 3, Span(98, 100)),
         Work("lookup", 3, Span(102, 110)),
         Work("nccl b", 7, Span(114, 118)),
         Work("nccl a", 7, Span(110, 114)),
