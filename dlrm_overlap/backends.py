@@ -37,7 +37,7 @@ class Backend(NamedTuple):
     """it stores into the peers' memory, within a host or NVLink domain; there `GraphTrainPipeline` captures its steps.
     Between hosts it sends messages"""
     has_slices: bool = False
-    """it sends slices from a persistent kernel: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
+    """its kernel is persistent: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
     forward_by_put: Mapping[str, Implementation] = MappingProxyType({})
     """values of `embedding.put` that take another forward"""
     forward_across: Implementation | None = None
@@ -65,7 +65,7 @@ BACKENDS = {
         forward_across=Implementation(cpu="host_across:HostZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
-        "slices put by one persistent kernel as they are done",
+        "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
         Implementation(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
         ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,

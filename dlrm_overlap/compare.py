@@ -15,8 +15,8 @@ import torch
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.finite import NotFiniteError
+from dlrm_overlap.observe.result_files import has_results
 from dlrm_overlap.observe.run_folder import hold_run_folder
-from dlrm_overlap.observe.run_log import has_results
 from dlrm_overlap.storage.branches import newest_checkpoint
 from dlrm_overlap.trainer import Trainer
 

@@ -39,8 +39,9 @@ from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.finite import require_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
+from dlrm_overlap.observe.result_files import read_summary
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
-from dlrm_overlap.observe.run_log import RunLog, check_folder, read_summary
+from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.saving import Saves
 from dlrm_overlap.storage.load import load_weights
 

@@ -1,16 +1,25 @@
-"""The files of a run's results: whole lines of `metrics.jsonl`, files that are written whole or not at all."""
+"""The files of a run's results: whole lines of `metrics.jsonl`, files that are written whole or not at all.
+
+Those of a finished run are read again: its summary, and the times of its steps. What is damaged counts as not there,
+with a warning.
+"""
 
 import json
 import logging
 import math
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import read_file, replacing
 
 log = logging.getLogger("dlrm_overlap")
+
+STEP_TIMES = "step_ms.npy"
 
 
 class MetricsFile:
@@ -94,3 +103,57 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise InputError(
             f"log.dir: {path} cannot be written ({error.strerror}); make room, or give another folder"
         ) from error
+
+
+def has_results(folder: Path) -> bool:
+    """Return whether a run has written results to `folder`."""
+    metrics = folder / "metrics.jsonl"
+    return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
+
+    The file holds null where a number was NaN or infinite; here it is NaN. One that is damaged counts as none, with a
+    warning: a run that goes on writes it again.
+    """
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(read_file(path))
+        if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
+            raise ValueError
+    except (OSError, ValueError, RecursionError):
+        log.warning("%s is not what was written, and left out", path)
+        return None
+    return {key: math.nan if value is None else value for key, value in content.items()}
+
+
+def read_step_ms(folder: Path) -> list[float]:
+    """Return the times of the steady steps of the finished run in `folder`, in ms; none where there is no such run.
+
+    A file that is damaged counts as none, with a warning.
+    """
+    path = folder / STEP_TIMES
+    if not path.exists():
+        return []
+    try:
+        times = np.load(BytesIO(read_file(path)))
+        if not (isinstance(times, np.ndarray) and times.ndim == 1 and times.dtype == np.float32):
+            raise ValueError
+    except Exception:  # NumPy tells damage by many types, SyntaxError, TokenError and BadZipFile among them
+        log.warning("%s is not what was written, and left out", path)
+        return []
+    return times.tolist()
+
+
+def write_step_ms(folder: Path, times: list[float]) -> None:
+    """Write the times of a run's steady steps, in ms, for `read_step_ms`.
+
+    Raises:
+        InputError: if they cannot be written.
+    """
+    array = BytesIO()
+    np.save(array, np.array(times, dtype=np.float32))
+    write_atomically(folder / STEP_TIMES, array.getvalue())

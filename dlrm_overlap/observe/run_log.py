@@ -9,11 +9,9 @@ import math
 import shutil
 import sys
 import warnings
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
@@ -25,12 +23,18 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.checkpoint import make_folder
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
-from dlrm_overlap.files import read_file
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
-from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
+from dlrm_overlap.observe.result_files import (
+    STEP_TIMES,
+    MetricsFile,
+    has_results,
+    nan_as_none,
+    write_atomically,
+    write_step_ms,
+)
 from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import read_steps
@@ -39,7 +43,6 @@ from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
 
 log = logging.getLogger("dlrm_overlap")
 
-_STEP_TIMES = "step_ms.npy"
 _FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "train_loss")  # as HParams shows them
 
 
@@ -59,60 +62,6 @@ def start_logging(rank: int, console: Console) -> None:
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.propagate = False
-
-
-def has_results(folder: Path) -> bool:
-    """Return whether a run has written results to `folder`."""
-    metrics = folder / "metrics.jsonl"
-    return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
-
-    The file holds null where a number was NaN or infinite; here it is NaN. One that is damaged counts as none, with a
-    warning: a run that goes on writes it again.
-    """
-    path = folder / "summary.json"
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(read_file(path))
-        if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
-            raise ValueError
-    except (OSError, ValueError, RecursionError):
-        log.warning("%s is not what was written, and left out", path)
-        return None
-    return {key: math.nan if value is None else value for key, value in content.items()}
-
-
-def read_step_ms(folder: Path) -> list[float]:
-    """Return the times of the steady steps of the finished run in `folder`, in ms; none where there is no such run.
-
-    A file that is damaged counts as none, with a warning.
-    """
-    path = folder / _STEP_TIMES
-    if not path.exists():
-        return []
-    try:
-        times = np.load(BytesIO(read_file(path)))
-        if not (isinstance(times, np.ndarray) and times.ndim == 1 and times.dtype == np.float32):
-            raise ValueError
-    except (OSError, ValueError, EOFError):
-        log.warning("%s is not what was written, and left out", path)
-        return []
-    return times.tolist()
-
-
-def write_step_ms(folder: Path, times: list[float]) -> None:
-    """Write the times of a run's steady steps, in ms, for `read_step_ms`.
-
-    Raises:
-        InputError: if they cannot be written.
-    """
-    array = BytesIO()
-    np.save(array, np.array(times, dtype=np.float32))
-    write_atomically(folder / _STEP_TIMES, array.getvalue())
 
 
 def check_folder(config: Config) -> None:
@@ -163,7 +112,7 @@ class RunLog:
         make_folder(folder)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
-            (folder / _STEP_TIMES).unlink(missing_ok=True)
+            (folder / STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)

@@ -15,7 +15,7 @@ from typing import Any
 
 from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.launching import launcher
-from dlrm_overlap.observe.run_log import read_step_ms
+from dlrm_overlap.observe.result_files import read_step_ms
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 from dlrm_overlap.storage.snapshot import Snapshot
 

@@ -29,7 +29,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
-from dlrm_overlap.observe.run_log import read_step_ms
+from dlrm_overlap.observe.result_files import read_step_ms
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 from dlrm_overlap.storage.save import gather
 from dlrm_overlap.trainer import Trainer

@@ -27,7 +27,7 @@ from dlrm_overlap.bench.report.measured import (
 from dlrm_overlap.bench.report.plots import PLOTS, Plot
 from dlrm_overlap.bench.report.step_plots import step_title
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.run_log import write_atomically
+from dlrm_overlap.observe.result_files import write_atomically
 from dlrm_overlap.observe.text_table import markdown_table
 
 PAGE, MARKDOWN, JSON = "index.html", "report.md", "rows.json"

@@ -2,8 +2,10 @@ import json
 import math
 import os
 import re
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -11,8 +13,14 @@ from rich.progress import Progress
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, quantile, steady_ms
-from dlrm_overlap.observe.result_files import MetricsFile, write_atomically
-from dlrm_overlap.observe.run_log import RunLog, read_step_ms, read_summary, write_step_ms
+from dlrm_overlap.observe.result_files import (
+    MetricsFile,
+    read_step_ms,
+    read_summary,
+    write_atomically,
+    write_step_ms,
+)
+from dlrm_overlap.observe.run_log import RunLog
 from tests.conftest import NO_FILES, file_limit
 
 
@@ -132,8 +140,13 @@ def test_times_are_whole_or_left_out_with_a_warning(tmp_path: Path, caplog: pyte
     assert read_step_ms(tmp_path) == [1.0, 2.0] * 100
     assert list(tmp_path.iterdir()) == [path]
     assert not caplog.messages
-    for cut in (0, 5, 200):
-        path.write_bytes(whole[:cut])
+    archive, pickled = BytesIO(), BytesIO()
+    np.savez(archive, np.zeros(3, dtype=np.float32))
+    np.save(pickled, np.array([{}], dtype=object))
+    unclosed, no_type = whole.replace(b"), }", b"),  "), whole.replace(b"<f4", b",f4")
+    damaged = [whole[:cut] for cut in (0, 5, 200)] + [unclosed, no_type, pickled.getvalue()]
+    for content in (*damaged, archive.getvalue(), archive.getvalue()[:-30]):
+        path.write_bytes(content)
         assert read_step_ms(tmp_path) == []
         assert caplog.messages.pop().endswith("step_ms.npy is not what was written, and left out")
         caplog.clear()
