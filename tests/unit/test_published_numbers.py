@@ -145,10 +145,16 @@ def stage_on_two() -> Iterable[tuple[str, str]]:
         STAGE,
         f"save `pgas` {saved[3]:.0%} with one id a bag, where the links are the limit, {saved[2]:.0%} on the third",
     )
-    assert {f"{each:.0%}" for each in saved[:2]} == {"1%"}
-    baseline = [1 - narrow["baseline"] / wide["baseline"] for wide, narrow in zip(fp32, bf16, strict=True)]
-    yield STAGE, f"They save the baseline {_span([100 * each for each in baseline], '.0f', '%')}"
-    yield STAGE, f"takes {bf16[3]['fused'] / bf16[3]['pgas']:.2f} times as long as `pgas`: its ticket decided, and is"
+    assert all(abs(each) < 0.015 for each in saved[:2]), "nothing where reading rows is all"
+    baseline = [1 - narrow["baseline"] / wide["baseline"] for wide, narrow in zip(fp32[:4], bf16, strict=False)]
+    yield STAGE, f"They save the baseline {_span([100 * each for each in baseline], '.0f', '%')} on the first four"
+    assert 0.99 <= bf16[3]["fused"] / bf16[3]["pgas"] <= 1.01, "as long as pgas"
+    chunks = [min(ms for name, ms in run.items() if "chunked" in name) for run in bf16]
+    pays = [run["baseline"] / least - 1 for run, least in zip(bf16, chunks, strict=True)]
+    assert [gain > 0 for gain in pays] == [True, False, True, False, False]
+    yield STAGE, f"on the first and the third shape, by {pays[0]:.0%} and {pays[2]:.0%}."
+    for run, gain in zip(_runs("stage_two_gpus_bf16", "baseline"), pays, strict=True):
+        assert (float(run["nccl_chunked_2"]["host_ms"]) > _ms(run["baseline"])) == (gain < 0)
     in_place = [run["fused"] / run["pgas"] for run in fp32]
     assert all(1.0 <= round(each, 2) <= 1.03 for each in in_place[:4])
     yield STAGE, f"which is the host's, it takes {in_place[4]:.2f}"
@@ -236,8 +242,12 @@ def ablations() -> Iterable[tuple[str, str]]:
     yield FIGURES, f"as fit, 32 a multiprocessor: {own_shape['']:.3f} ms, {own_shape['16']:.3f} with 16"
     yield FIGURES, f"on another, four GPUs, {fused['']:.2f} ms, {fused['16']:.2f} with 16"
     slices, own_shape = (_swept(name, "slice_bags") for name in ("slice", "slice_many_tables"))
+    on_two = _swept("slice_two_gpus", "slice_bags")
     assert slices["32"] / min(slices.values()) < 1.01, "gains end at 32"
-    yield FIGURES, f"slices of 4 take {slices['4'] / slices['32'] - 1:.0%} longer than of 32, gains end at 32"
+    assert on_two["8"] / min(on_two.values()) < 1.01, "gains end at 8"
+    more, more_on_two = (f"{each['4'] / each['32'] - 1:.0%}" for each in (slices, on_two))
+    yield FIGURES, f"slices of 4 take {more} longer than of 32, gains end at 32"
+    yield FIGURES, f"later on two GPUs {more_on_two} and at 8"
     shorter, longer = (abs(own_shape[bags] / own_shape["32"] - 1) for bags in ("4", "128"))
     assert own_shape["4"] < own_shape["32"] < own_shape["128"]
     there = f"{shorter:.0%} shorter, and those of 128 {longer:.0%} longer"

@@ -164,6 +164,7 @@ TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
     (STAGE, "| contender | stage, us |", _volume),
     (STAGE, "| | linear |", _schedules),
     (STAGE, "| bags a slice |", lambda: _fused("slice")),
+    (STAGE, "| bags a slice, two GPUs |", lambda: _fused("slice_two_gpus")),
     (STAGE, "| programs |", lambda: _fused("occupancy")),
     (STAGE, "| programs, 256 tables |", lambda: _fused("occupancy_many_tables")),
     (STAGE, "| bags a slice, 256 tables |", lambda: _fused("slice_many_tables")),
