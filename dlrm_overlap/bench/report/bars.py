@@ -17,7 +17,8 @@ from dlrm_overlap.bench.report.style import EDGE, LIMIT, Look, looks
 _SPAN = 0.84  # of the place of a group of bars
 _LEAST_BARS = 4  # of a group, whose place fewer bars do not fill
 _NARROW = 32  # bars of a plot from which on their numbers stand upright
-_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # keeps a number readable on the line of the limit
+_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # keeps a number readable beside a higher bar
+_LYING, _UPRIGHT = 0.08, 0.16  # of the highest bar, about: what a number takes above its own
 
 
 def bars(
@@ -32,44 +33,58 @@ def bars(
 ) -> None:
     """Draw each group's times side by side, in ms or over that of the contender `over`, with ms above the bars.
 
-    A bar of dots is of a contender whose results were not the reference's. `limit` is the column of the line across.
-    What is higher than `cut` ends there, with an arrow behind its ms.
+    A bar of dots is of a contender whose results were not the reference's. `limit` is the column of the line across;
+    a number that it would cross stands on it. What is higher than `cut` ends there, with an arrow behind its ms.
     """
     names = contenders(groups)
     shown = looks(names)
     width = _SPAN / max(len(names), _LEAST_BARS)
-    text = {
-        "ha": "center",
-        "fontsize": 5.5 if len(groups) > 6 else 6.5,
-        "rotation": 90 if len(groups) * len(names) >= _NARROW else 0,
-        "textcoords": "offset points",
-        "bbox": _BOX,
-        "zorder": 4,
-    }
+    bases = [need(group[over], "median_ms") if over else 1.0 for group in groups]
+    heights = [
+        {name: need(row, "median_ms") / base for name, row in group.items()}
+        for group, base in zip(groups, bases, strict=True)
+    ]
+    text, room = _numbers(len(groups), len(names), min(cut, max(max(each.values()) for each in heights)))
     seen = set()
-    for place, group in enumerate(groups):
-        base = need(group[over], "median_ms") if over else 1.0
+    for place, (group, base) in enumerate(zip(groups, bases, strict=True)):
+        bound = number(next(iter(group.values())), limit) if limit else None
+        across = bound / base if bound is not None else 0.0
         for name, row in group.items():
-            time = need(row, "median_ms")
             x = place + (names.index(name) - (len(names) - 1) / 2) * width if len(group) > 1 else place
-            look, height = shown[name], min(time / base, cut)
+            look, height, ms = shown[name], heights[place][name], digits(need(row, "median_ms"))
             label = name if name not in seen else "_"
             seen.add(name)
             alpha = {} if trusted(row) else {"linestyle": ":", "alpha": 0.5}
-            axes.bar(x, height, width * 0.94, color=look.colour, hatch=look.hatch, label=label, **EDGE, **alpha)
-            if time / base > cut:
-                axes.annotate(f"{digits(time)} \u2191", (x, height), xytext=(0, -1), va="top", **text)
+            axes.bar(
+                x, min(height, cut), width * 0.94, color=look.colour, hatch=look.hatch, label=label, **EDGE, **alpha
+            )
+            if height > cut:
+                axes.annotate(f"{ms} \u2191", (x, cut), xytext=(0, -1), va="top", **text)
             else:
-                axes.annotate(digits(time), (x, height), xytext=(0, 1.5), va="bottom", **text)
-        first = next(iter(group.values()))
-        if limit and (bound := number(first, limit)) is not None:
+                foot = across if height < across < height + room else height
+                axes.annotate(ms, (x, foot), xytext=(0, 1.5), va="bottom", **text)
+        if bound is not None:
             label = bound_name if "limit" not in seen else "_"
             seen.add("limit")
-            axes.hlines(bound / base, place - _SPAN / 2, place + _SPAN / 2, label=label, zorder=3, **LIMIT)
+            axes.hlines(across, place - _SPAN / 2, place + _SPAN / 2, label=label, zorder=3, **LIMIT)
     if not all(trusted(row) for group in groups for row in group.values()):
         axes.bar(0, 0, color="white", **EDGE, linestyle=":", label="dotted: results differ")
     axes.set_xticks(range(len(groups)), labels, fontsize=7)
     axes.set_xlim(-0.6, len(groups) - 0.4)
+
+
+def _numbers(groups: int, names: int, highest: float) -> tuple[dict[str, Any], float]:
+    """Return how numbers above bars are written, and how high they are, about, in the unit of the bars."""
+    upright = groups * names >= _NARROW
+    text = {
+        "ha": "center",
+        "fontsize": 5.5 if groups > 6 else 6.5,
+        "rotation": 90 if upright else 0,
+        "textcoords": "offset points",
+        "bbox": _BOX,
+        "zorder": 4,
+    }
+    return text, (_UPRIGHT if upright else _LYING) * highest
 
 
 def line(axes: Any, name: str, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:

@@ -56,3 +56,12 @@ def test_a_bar_that_is_cut_tells_its_time_with_an_arrow() -> None:
     bars(axes, [group], ["a shape"], over="baseline", cut=1.6)
     assert [bar.get_height() for bar in axes.patches] == [1.0, 0.5, 1.6]
     assert [text.get_text() for text in axes.texts] == ["2.00", "1.00", "9.00 \u2191"]
+
+
+def test_no_number_is_crossed_by_the_line_of_the_limit() -> None:
+    (axes,) = Picture("limit", 2.0).panels()
+    times = {"baseline": 2.0, "nccl": 0.99, "pgas": 0.95, "fused": 0.5}
+    group = {name: {"median_ms": str(time), "limit_ms": "1"} for name, time in times.items()}
+    bars(axes, [group], ["a shape"], limit="limit_ms")
+    feet = [text.xy[1] for text in axes.texts]
+    assert feet == [2.0, 1.0, 1.0, 0.5], "the two whose numbers would be crossed stand on it"
