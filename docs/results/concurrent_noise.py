@@ -64,7 +64,10 @@ def _measure(row: Row, between: float, generator: random.Random) -> float:
 
 def main() -> None:
     """Print a line for each spread between cases."""
-    cases = by_case(list(csv.DictReader(Path(sys.argv[1]).read_text().splitlines())))
+    rows = list(csv.DictReader(Path(sys.argv[1]).read_text().splitlines()))
+    if other := {int(row["repetitions"]) for row in rows} - _DEVIATIONS.keys():
+        sys.exit(f"{sys.argv[1]}: {min(other)} repetitions; measure with --repetitions 15, whose spread is known here")
+    cases = by_case(rows)
     print(f"the same work alone, over cases: {spread_between_cases(cases):.2%}")
     for between in _BETWEEN:
         generator = random.Random(0)
