@@ -69,7 +69,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
             for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, _DTYPE, group, device)
                 if request.tune:
-                    tuned |= tune(products, [case.problem])
+                    tuned |= tune(products, case.problems)
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)
