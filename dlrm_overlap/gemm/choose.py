@@ -3,20 +3,29 @@
 The file of measured choices is written by `tuner.tune`, and read here once for a group and device; a training step
 never measures anything. It is JSON, one entry a problem:
 
-    {"all_gather M 32768 N 1024 K 4096 torch.bfloat16": {"way": "copies", "parts": 4, "us": {"copies/4": 575, ..}}}
+    {"all_gather M 32768 N 1024 K 4096 torch.bfloat16 kept": {"way": "copies", "parts": 4, "us": {"copies/4": 575, ..}}}
+
+An all-gather whose rows are kept, as training does, is another problem than one whose rows are not: by `copies` it
+takes as long, by `pushes` longer.
 """
 
 import json
+import logging
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+import dlrm_overlap
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.plan import WHOLE, Part, gathered_parts, halve, head, scattered_parts, turns
 from dlrm_overlap.gemm.ways import Problem
+from dlrm_overlap.launching import stack
+
+log = logging.getLogger("dlrm_overlap")
 
 # Four H200s over NVLink, bfloat16. Products: 128 x 256 tiles, 32768 x 1024 x 4096 in 354 us. Links: what copy engines
 # carry, 16 and 64 MB to each peer, sent in 151 and 534 us, read in 158 and 561, in four copies each in 35 and 46 more.
@@ -26,8 +35,8 @@ _SENT_BYTES_PER_US, _SENT_US, _READ_BYTES_PER_US, _READ_US = 394e3, 4.0, 375e3, 
 _NCCL_BYTES_PER_US, _NCCL_US = 300e3, 20.0
 _CALL_US, _PUBLISH_US, _PART_US = 5.0, 15.0, 3.0
 _PASSES = 3  # rows that are published are read, stored in the window, and kept
-# Of copying out what was sent, so much is seen: 623 us with K 4096 of 32768 rows in two parts, 195 of 8192.
-_KEPT_US, _KEPT_SHARE = 10.0, 0.35
+_FLAG_US = 10.0  # behind the last rows that are sent: their flag, and the kernel that awaits it
+_KEPT_SHARE = 0.35  # of copying out what was sent that is seen: 623 us with K 4096 of 32768 rows in two parts
 
 
 class Choice(NamedTuple):
@@ -43,27 +52,43 @@ class Choice(NamedTuple):
 
 def key(problem: Problem) -> str:
     """Return what the file calls a problem: bias and activation cost every way the same."""
-    return f"{problem.operator} M {problem.rows} N {problem.columns} K {problem.inner} {problem.dtype}"
+    kept = " kept" if problem.keep else ""
+    return f"{problem.operator} M {problem.rows} N {problem.columns} K {problem.inner} {problem.dtype}{kept}"
 
 
 def tuned_file(device: torch.device, world_size: int) -> Path:
-    """Return where the choices of machines like this one are kept, by the GPU's name and the number of ranks."""
-    name = re.sub(r"\W+", "-", torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
-    return Path.home() / ".cache" / "dlrm_overlap" / f"gemm-{name}-{world_size}.json"
+    """Return where the choices of machines like this one are kept, by GPU, number of ranks and what the times are of.
+
+    With another version of torch, NCCL, Triton or this package `auto` takes another file, or predicts where there is
+    none.
+    """
+    versions = {"dlrm_overlap": dlrm_overlap.__version__, "torch": torch.__version__}
+    versions |= {"nccl": stack.nccl_version(), "triton": stack.version_of("triton")}
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    parts = [gpu, f"{world_size} ranks", *(f"{package} {version}" for package, version in versions.items() if version)]
+    name = re.sub(r"[^\w.+]+", "-", " ".join(["gemm", *parts]))
+    try:
+        home = Path.home()
+    except RuntimeError:  # a container's user that has none
+        home = Path(tempfile.gettempdir())
+    return home / ".cache" / "dlrm_overlap" / f"{name}.json"
 
 
 def read_tuned(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a file of choices; none if there is no such file.
+    """Return the entries of a file of choices; none if there is no such file, or it is another user's alone.
 
     Raises:
-        InputError: if it cannot be read.
+        InputError: if what is there are no such entries.
     """
     try:
         entries = json.loads(path.read_text())
         for entry in entries.values():
             if (type(entry["way"]), type(entry["parts"])) != (str, int):
                 raise TypeError(f"way {entry['way']!r}, parts {entry['parts']!r}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except PermissionError as error:  # a container whose HOME is root's
+        log.warning("%s; ways of products are predicted", error)
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path}: {error!r}, but it must hold choices of ways; remove it, and tune again") from None
@@ -108,7 +133,7 @@ def predicted_us(problem: Problem, world_size: int, choice: Choice) -> float:
 
     Example: 4 ranks, an all-gather of 32768 rows of 4096 bfloat16, N 1024. Serial: the product takes 354 us, NCCL 20 us
     and 201 MB at 300 GB/s: 1045 us. Sent whole, the last peer's rows are there after 528 us, and their product takes
-    89: 625 us with 8 us between and behind, and 55 more to keep the rows (by `pushes/1`).
+    89: 635 us with 18 us between and behind, and 45 more if the rows are kept (by `pushes/1`).
     """
     columns, inner, itemsize = problem.columns, problem.inner, problem.dtype.itemsize
     gathers, rows = problem.operator == "all_gather", problem.rows // world_size
@@ -144,9 +169,10 @@ def _gathered_us(problem: Problem, world_size: int, choice: Choice, row_bytes: i
             arrived = max(arrived, published)
         arrived += len(part.ranks) * copy_us + count * row_bytes / rate
         done = max(done, arrived) + _PART_US + product_us(count, problem.columns, problem.inner)
-    if not read:  # and kept, as in training
-        done += _KEPT_US + _KEPT_SHARE * 2 * problem.rows * row_bytes / _MEMORY_BYTES_PER_US
-    return done + _CALL_US
+    if read:
+        return done + _CALL_US
+    kept = _KEPT_SHARE * 2 * problem.rows * row_bytes / _MEMORY_BYTES_PER_US if problem.keep else 0.0
+    return done + _FLAG_US + kept + _CALL_US
 
 
 def _scattered_us(problem: Problem, world_size: int, parts: int, row_bytes: int) -> float:

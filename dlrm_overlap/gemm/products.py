@@ -54,7 +54,7 @@ class ParallelProducts:
         self, x_shard: torch.Tensor, layer: Layer, way: str, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `operators.all_gather_matmul` does and, if `keep`, the gathered rows [M, K]."""
-        choice = self._choose("all_gather", x_shard, layer, way)
+        choice = self._choose("all_gather", x_shard, layer, way, keep)
         return self.way(choice.way).all_gather_matmul(*_as_kernels_read(x_shard, layer), choice.parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, way: str) -> Finish:
@@ -62,10 +62,10 @@ class ParallelProducts:
         choice = self._choose("reduce_scatter", x, layer, way)
         return self.way(choice.way).begin_reduce_scatter(*_as_kernels_read(x, layer), choice.parts)
 
-    def _choose(self, operator: str, x: torch.Tensor, layer: Layer, way: str) -> Choice:
+    def _choose(self, operator: str, x: torch.Tensor, layer: Layer, way: str, keep: bool = False) -> Choice:
         fault, shards = _fault(x, layer, self.device), self.group.size() if operator == "all_gather" else 1
         rows, columns, inner = (0, 0, 0) if fault else (x.shape[0] * shards, *layer.weight.shape)
-        problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation)
+        problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation, keep)
         choice = self._known.get((problem, way)) if not fault else None
         everywhere = known_everywhere((problem, way), choice is not None, self.group, self.device)
         return choice if choice and everywhere else self._agree(problem, way, fault)

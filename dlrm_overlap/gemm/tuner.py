@@ -1,16 +1,15 @@
 """Finds the fastest way for a problem by measuring all candidates, and keeps it in a file of this machine.
 
     products = parallel_products(None, device)
-    tune(products, [Problem("all_gather", 32768, 1024, 4096, torch.bfloat16, False, "none")])
+    tune(products, [Problem("all_gather", 32768, 1024, 4096, torch.bfloat16, False, "none", keep=True)])
 
-Each candidate is captured in a CUDA graph, as a training step is. Candidates are replayed in turns, each behind a
-kernel that lasts until the host has issued the call, and behind a collective, by which the ranks begin together: so
-neither the host nor a rank that comes later is counted. A candidate's time is the median of the greatest of the ranks'
-times.
+Each candidate is captured in a CUDA graph, as a training step is, and candidates are replayed in turns, see
+`comm.turns`: neither the host nor a rank that comes later is counted. A candidate's time is the greatest of the ranks'
+medians.
 """
 
 import json
-import statistics
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,17 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import on_every_rank
+from dlrm_overlap.comm.turns import Turns
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import replacing
+from dlrm_overlap.files import hold_folder, replacing
 from dlrm_overlap.gemm.choose import Choice, key, read_tuned
 from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.gemm.ways import Problem
 
+log = logging.getLogger("dlrm_overlap")
+
 _ROUNDS, _LEAST_GAIN = 12, 1.01
-_LEAD_CYCLES = 400_000  # 0.2 ms: what a host needs to issue a collective and a graph
 
 
 def tune(
@@ -35,12 +36,15 @@ def tune(
 ) -> dict[str, dict[str, float]]:
     """Measure every way of each problem, keep the fastest in the file, and let `auto` take it from now on.
 
-    All ranks call this alike, when nothing else runs on their GPUs, not within a capture.
+    All ranks call this alike, when nothing else runs on their GPUs, not within a capture. What has been found is in the
+    file before the next problem is measured, so who is killed loses one. A way for whose memory there is no room is
+    left out, and the log says so.
 
     Args:
         products: of a group and a device.
         problems: what to measure.
-        path: the file; `products.tuned_file` if None. Entries of other problems stay.
+        path: the file; `products.tuned_file` if None. Entries of other problems stay, also those that another process
+            writes meanwhile.
         rounds: turns of all candidates.
 
     Returns:
@@ -53,8 +57,9 @@ def tune(
     found: dict[str, dict[str, float]] = {}
     for problem in problems:
         times = measure(products, problem, rounds)
-        found[key(problem)] = dict(sorted(times.items(), key=lambda item: item[1]))
-    on_every_rank(lambda: _keep(path, found) if products.group.rank() == 0 else None, products.group)
+        name = key(problem)
+        found[name] = dict(sorted(times.items(), key=lambda item: item[1]))
+        _keep_on_rank_0(products.group, path, name, found[name])
     products.use_tuned(path)
     return found
 
@@ -71,20 +76,29 @@ def entry(times: dict[str, float]) -> dict[str, Any]:
     return {"way": way, "parts": int(parts), "us": {name: round(us, 1) for name, us in times.items()}}
 
 
-def _keep(path: Path, found: dict[str, dict[str, float]]) -> None:
-    entries = read_tuned(path) | {name: entry(times) for name, times in found.items()}
+def _keep_on_rank_0(group: dist.ProcessGroup, path: Path, name: str, times: dict[str, float]) -> None:
+    on_every_rank(lambda: _keep(path, name, times) if group.rank() == 0 else None, group)
+
+
+def _keep(path: Path, name: str, times: dict[str, float]) -> None:
+    """Write the entry of a problem to the file, whole or not at all, while no other process does."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as stream:
-            stream.write((json.dumps(entries, indent=1) + "\n").encode())
+        with hold_folder(path.parent, "the file of choices"):
+            entries = read_tuned(path) | {name: entry(times)}
+            with replacing(path) as stream:
+                stream.write((json.dumps(entries, indent=1) + "\n").encode())
     except OSError as error:
         raise InputError(f"{path}: {error}; tune with another path") from None
 
 
 def measure(products: ParallelProducts, problem: Problem, rounds: int = _ROUNDS) -> dict[str, float]:
-    """Return candidate -> us of one call; the greatest of the ranks, the median of `rounds` turns.
+    """Return candidate -> us of one call; the median of `rounds` turns, the greatest of the ranks.
 
     The operands are random numbers, since a GPU multiplies zeros faster.
+
+    Raises:
+        InputError: on every rank, if not even serial can run the problem.
     """
     stream = torch.cuda.Stream(products.device)  # the default one cannot be captured
     stream.wait_stream(torch.cuda.current_stream(products.device))
@@ -105,23 +119,16 @@ def _measured(products: ParallelProducts, problem: Problem, rounds: int) -> dict
     x = drawn(problem.rows // ranks if gathers else problem.rows, problem.inner)
     weight = drawn(problem.columns, problem.inner)
     calls: dict[str, Callable[[], None]] = {}
+    memory = torch.cuda.graph_pool_handle()  # nobody reads what a call returns, so all calls share it
     for choice in products.candidates(problem):
-        calls[str(choice)] = _captured(_call(products, problem, choice, x, weight), device)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    met = torch.zeros(1, device=device)
-    for _ in range(rounds):
-        for name, replay in calls.items():
-            begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(_LEAD_CYCLES)
-            dist.all_reduce(met, group=products.group)
-            begun.record()
-            replay()
-            done.record()
-            done.synchronize()
-            samples[name].append(begun.elapsed_time(done) * 1e3)
-    table = torch.tensor([samples[name] for name in calls], dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=products.group)
-    return {name: statistics.median(row) for name, row in zip(calls, table.tolist(), strict=True)}
+        try:
+            calls[str(choice)] = _captured(_call(products, problem, choice, x, weight), device, memory)
+        except InputError as error:  # on every rank alike
+            if choice.way == "serial":
+                raise
+            log.warning("%s: %s is not measured, since %s", problem, choice, error)
+    timed = Turns(products.group, device).time(list(calls.values()), rounds)
+    return {name: each.median_ms * 1e3 for name, each in zip(calls, timed, strict=True)}
 
 
 def _call(
@@ -129,15 +136,16 @@ def _call(
 ) -> Callable[[], None]:
     way = str(choice)
     if problem.operator == "all_gather":
-        return lambda: (products.all_gather_matmul(x, Layer(weight), way, keep=True), None)[1]
+        return lambda: (products.all_gather_matmul(x, Layer(weight), way, problem.keep), None)[1]
     return lambda: (products.begin_reduce_scatter(x, Layer(weight), way)(), None)[1]
 
 
-def _captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def _captured(call: Callable[[], None], device: torch.device, memory: Any) -> Callable[[], None]:
     for _ in range(2):
         call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"):
+    stream = torch.cuda.current_stream(device)
+    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
         call()
     return graph.replay

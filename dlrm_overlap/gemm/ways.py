@@ -32,6 +32,8 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     bias: bool
     activation: str
+    keep: bool = False
+    """whether the gathered rows are to be returned, too; never of a reduce-scatter"""
 
     @property
     def call(self) -> str:
@@ -40,8 +42,9 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         """Return the problem as one of its ranks would write it."""
-        bias = ", bias" if self.bias else ""
-        return f"{self.call}(M {self.rows}, N {self.columns}, K {self.inner}, {self.dtype}{bias}, {self.activation})"
+        sizes, bias = f"M {self.rows}, N {self.columns}, K {self.inner}", ", bias" if self.bias else ""
+        kept = ", rows kept" if self.keep else ""
+        return f"{self.call}({sizes}, {self.dtype}{bias}, {self.activation}{kept})"
 
 
 class Products(ABC):

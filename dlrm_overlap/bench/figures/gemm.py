@@ -33,9 +33,9 @@ from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import gather, greatest
-from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.comm.collectives import PeerCollectives
+from dlrm_overlap.comm.turns import Timed, Turns
 from dlrm_overlap.gemm.products import parallel_products
 from dlrm_overlap.gemm.tuner import entry, tune
 from dlrm_overlap.ranks import Ranks
@@ -69,7 +69,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
             for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, _DTYPE, group, device)
                 if request.tune:
-                    tuned |= tune(products, [case.problem])
+                    tuned |= tune(products, case.problems)
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)

@@ -61,10 +61,11 @@ class Case:
         """that leave each rank for its peers"""
 
     @property
-    def problem(self) -> Problem:
-        """What the operator is asked."""
+    def problems(self) -> list[Problem]:
+        """What the operator is asked by the contenders and, of an all-gather, by training, which keeps the rows."""
         inner, columns = self.x.shape[1], self.weight.shape[0]
-        return Problem(self.operator, self.shape.m, columns, inner, self.x.dtype, bias=False, activation="none")
+        asked = Problem(self.operator, self.shape.m, columns, inner, self.x.dtype, bias=False, activation="none")
+        return [asked, asked._replace(keep=True)] if self.operator == "all_gather" else [asked]
 
     def contender(self, name: str, products: ParallelProducts) -> Call | None:
         """Return the call of the contender `name`, or None where it cannot run; all ranks call this alike.

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,9 +16,9 @@ from dlrm_overlap.bench.figures import concurrent
 from dlrm_overlap.bench.harness.communications import Collective
 from dlrm_overlap.bench.harness.implementations import Implementations, make_groups
 from dlrm_overlap.bench.harness.payload import Payload
-from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
+from dlrm_overlap.comm.turns import Turns, round_of
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import Ranks
 from tests.conftest import read_rows
@@ -69,7 +70,7 @@ def test_a_wrong_result_is_found(kind: str, world_of_one: dist.ProcessGroup) -> 
     assert not payload.is_right(result)
 
 
-def test_pieces_are_timed_in_turns_each_the_first_of_a_round(world_of_one: dist.ProcessGroup) -> None:
+def test_pieces_are_timed_in_turns_each_behind_each_other_one(world_of_one: dist.ProcessGroup) -> None:
     order: list[str] = []
 
     def sleeping() -> None:
@@ -77,9 +78,18 @@ def test_pieces_are_timed_in_turns_each_the_first_of_a_round(world_of_one: dist.
         time.sleep(0.02)
 
     timed = Turns(world_of_one, CPU).time([lambda: order.append("a"), sleeping, lambda: order.append("c")], 4)
-    assert "".join(order) == "abcabc" + "abc" + "bca" + "cab" + "abc"  # twice to warm up
+    assert "".join(order) == "abcabc" + "abc" + "bca" + "cab" + "acb"  # twice to warm up
     assert all(0 <= each.p10_ms <= each.median_ms <= each.p90_ms for each in timed)
     assert timed[1].p10_ms >= 20 > max(timed[0].p10_ms, timed[2].p10_ms), "each time is its own piece's"
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_in_a_round_each_piece_comes_behind_another_one(count: int) -> None:
+    rounds = [round_of(count, turn) for turn in range(2 * count)]
+    assert all(sorted(each) == list(range(count)) for each in rounds)
+    assert sorted(each[0] for each in rounds[:count]) == list(range(count))
+    behind = Counter(pair for each in rounds for pair in itertools.pairwise(each))
+    assert behind == dict.fromkeys(itertools.permutations(range(count), 2), 2)
 
 
 def test_a_summary_averages_by_class_and_takes_the_best() -> None:

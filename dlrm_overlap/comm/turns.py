@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.gate import begin_together
-from dlrm_overlap.bench.harness.timing import greatest
-from dlrm_overlap.observe.metrics import quantile
+from dlrm_overlap.comm.gate import begin_together
 
 _WARMUP = 2
 _LONGEST_GATE_MS = 10.0
 _MARGIN = 1.3
 _COLLECTIVE_MS = 0.15  # for the host to issue one
+_QUANTILES = (0.5, 0.1, 0.9)  # of `Timed`, in its order
 
 
 class Timed(NamedTuple):
@@ -35,7 +34,8 @@ class Turns:
     barrier on.
 
     Each round begins with another piece: before ranks met behind the gate, one of two H200s waited 30 to 40 us for the
-    other within the first piece of a round, and 12 us within the others.
+    other within the first piece of a round, and 12 us within the others. And no piece always follows the same one,
+    which leaves caches and memory as it does: see `round_of`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -49,14 +49,12 @@ class Turns:
         gate_ms = min(_LONGEST_GATE_MS, _MARGIN * max(host_ms) + _COLLECTIVE_MS)
         taken_ms: list[list[float]] = [[] for _ in pieces]
         for turn in range(repetitions):
-            order = [(turn + i) % len(pieces) for i in range(len(pieces))]
-            times = [(i, self._once(pieces[i], gate_ms)) for i in order]
+            times = [(i, self._once(pieces[i], gate_ms)) for i in round_of(len(pieces), turn)]
             for i, read in times:
                 taken_ms[i].append(read())
-        medians, p10, p90 = (
-            greatest([quantile(times, q) for times in taken_ms], self._device, self._group) for q in (0.5, 0.1, 0.9)
-        )
-        return [Timed(*each) for each in zip(medians, p10, p90, host_ms, strict=True)]
+        table = torch.tensor(taken_ms, dtype=torch.float64)
+        quantiles = table.quantile(torch.tensor(_QUANTILES, dtype=table.dtype), dim=1)
+        return [Timed(*each) for each in zip(*self._greatest(quantiles).tolist(), host_ms, strict=True)]
 
     def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
         """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
@@ -69,7 +67,13 @@ class Turns:
                 piece()
                 host_ms[i] = (time.perf_counter() - began) * 1e3
         self._synchronise()
-        return greatest(host_ms, self._device, self._group)
+        return self._greatest(torch.tensor(host_ms, dtype=torch.float64)).tolist()
+
+    def _greatest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the maximum of each of `values` over the ranks."""
+        most = values.to(self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return most
 
     def _synchronise(self) -> None:
         if self._cuda:
@@ -93,3 +97,16 @@ class Turns:
             return begin.elapsed_time(end)
 
         return read
+
+
+def round_of(count: int, turn: int) -> list[int]:
+    """Return the order of `count` pieces in round `turn`: in `count` rounds each is the first once.
+
+    Where `count` is even each follows each other one once in so many rounds, else twice in twice as many. Source:
+    E. J. Williams, Experimental designs balanced for the estimation of residual effects of treatments, 1949.
+
+    Example: 4 pieces: 0 1 3 2, 1 2 0 3, 2 3 1 0, 3 0 2 1.
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
+    forward = turn // count % 2 == 0
+    return [(turn + step if forward else turn - step) % count for step in zigzag]
