@@ -71,7 +71,7 @@ class Turns:
 
     def _greatest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the maximum of each of `values` over the ranks."""
-        most = values.to(self._device)
+        most = values.contiguous().to(self._device)  # NCCL takes no other
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         return most
 

@@ -74,7 +74,7 @@ class DividedLayer(nn.Module):
         """parameter -> which part of the whole it is, of those that are not all of it"""
 
     def part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
-        """Return this rank's part of a parameter along `dim`, or a copy of all of it.
+        """Return this rank's part of a parameter along `dim`, or a copy of all of it; it takes a gradient as that does.
 
         Args:
             name: of this module's parameter that it becomes.
@@ -82,11 +82,11 @@ class DividedLayer(nn.Module):
             dim: None if each rank has all of it.
         """
         if dim is None:
-            return nn.Parameter(whole.detach().clone())
+            return nn.Parameter(whole.detach().clone(), whole.requires_grad)
         size = whole.shape[dim] // self.ranks.world_size
         first = self.ranks.rank * size
         self.shards[name] = Shard(tuple(whole.shape), tuple(first if i == dim else 0 for i in range(whole.dim())))
-        return nn.Parameter(whole.detach().narrow(dim, first, size).clone())
+        return nn.Parameter(whole.detach().narrow(dim, first, size).clone(), whole.requires_grad)
 
     def gathered(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
@@ -97,15 +97,15 @@ class DividedLayer(nn.Module):
         return all_gather_matmul(input, weight, bias, activation, products=products, way=ranks.way, order=ranks.order)
 
     def scattered(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: Activation
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
     ) -> torch.Tensor:
         """Map this rank's inputs [B, N / W] of all ranks' samples to all neurons [b, M] of its own samples.
 
         The gradient of what is returned has to be divided by the number of ranks, by `_scale_gradient`.
         """
         ranks, products = self.ranks, self.ranks.products_on(input.device)
-        # Its gradient is over this rank's samples alone, so it is reduced as that of any whole parameter.
-        bias = _scale_gradient(bias, ranks.world_size)
+        if bias is not None:  # its gradient is over this rank's samples alone, and reduced as any whole parameter's
+            bias = _scale_gradient(bias, ranks.world_size)
         return matmul_reduce_scatter(
             input, weight, bias, activation, products=products, way=ranks.way, order=ranks.order
         )
@@ -117,9 +117,11 @@ class DividedPerceptron(DividedLayer):
     def __init__(self, whole: Perceptron, ranks: LayerRanks, is_first: bool) -> None:
         super().__init__(ranks)
         self._is_first, linear = is_first, whole._linear
-        self._linear = nn.Linear(linear.in_features, linear.out_features, device="meta")
+        has_bias = linear.bias is not None
+        self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
         self._linear.weight = self.part("_linear.weight", linear.weight, 0 if is_first else 1)
-        self._linear.bias = self.part("_linear.bias", linear.bias, 0 if is_first else None)
+        if has_bias:
+            self._linear.bias = self.part("_linear.bias", linear.bias, 0 if is_first else None)
         # The product's epilogue does what it can; the rest comes behind it.
         self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
@@ -174,7 +176,8 @@ def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
     """Divide layers 0 and 1, 2 and 3, .. of `mlp` over the ranks, in place; all ranks do so alike.
 
     A pair whose inner width the number of ranks does not divide stays whole, and so does a last layer without a pair:
-    they train as before, and a checkpoint of either loads into the other.
+    they train as before, and a checkpoint of either loads into the other. So does a pair whose activations have
+    parameters, which are of whole layers; other activations must treat each neuron by itself.
 
     Returns:
         The numbers of the layers of each pair that is divided.
@@ -182,7 +185,10 @@ def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
     layers: list[Any] = list(mlp._mlp)  # type: ignore[arg-type]
     pairs = []
     for first in range(0, len(layers) - 1, 2):
-        if layers[first]._out_size % ranks.world_size == 0:
+        pair = layers[first : first + 2]
+        activations = [each._activation_fn for each in pair if isinstance(each._activation_fn, nn.Module)]
+        learnt = any(True for each in activations for _ in each.parameters())
+        if layers[first]._out_size % ranks.world_size == 0 and not learnt:
             for number in (first, first + 1):
                 layers[number] = DividedPerceptron(layers[number], ranks, is_first=number == first)
             pairs.append((first, first + 1))

@@ -22,7 +22,9 @@ as they are and compiles what is around them; with `fullgraph=True` it refuses.
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +142,28 @@ def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     return tuple(cast)
 
 
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def _differentiable_once(
+    backward: Callable[[Any, torch.Tensor], Gradients],
+) -> Callable[[Any, torch.Tensor], Gradients]:
+    """Let who differentiates what `backward` returns be told that it cannot be done.
+
+    `once_differentiable` does so where the gradient that it is given can be differentiated. That of a plain sum cannot,
+    but the weights behind it can: they would be taken for constants.
+    """
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        if torch.is_grad_enabled() and not gradient.requires_grad:
+            gradient = gradient.detach().requires_grad_()
+        return once(ctx, gradient)
+
+    return run
+
+
 def _through(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return the gradient in front of the activation, whose output is `out` where it is a relu, else None."""
     return gradient if out is None else torch.ops.aten.threshold_backward(gradient, out, 0)
@@ -163,10 +187,10 @@ class _AllGatherMatmul(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @_differentiable_once
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
-        dz = _through(gradients[0].contiguous(), out)
+        dz = _through(gradient.contiguous(), out)
         finish, dx, dw, db = None, None, None, None
         run: _Run = ctx.run
         with run.order:
@@ -198,10 +222,10 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @_differentiable_once
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
-        dz = _through(gradients[0].contiguous(), out)
+        dz = _through(gradient.contiguous(), out)
         dx, dw, db = None, None, None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             keep, run = ctx.needs_input_grad[1], ctx.run

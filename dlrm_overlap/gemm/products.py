@@ -70,6 +70,7 @@ class ParallelProducts:
         everywhere = known_everywhere((problem, way), choice is not None, self.group, self.device)
         return choice if choice and everywhere else self._agree(problem, way, fault)
 
+    @torch.inference_mode(False)  # what is made here serves training, too
     def _agree(self, problem: Problem, way: str, fault: str) -> Choice:
         """Check a problem on all ranks, choose its way and let that prepare; a collective on the host.
 

@@ -73,6 +73,17 @@ def check_kept() -> None:
     assert kept == [True, False, False, False]
 
 
+def check_twice() -> None:
+    """Who differentiates a gradient again is told so, also where only the weights behind it would have a part in it."""
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    rows = torch.ones(2 * dist.get_world_size(), 3, requires_grad=True)
+    for operator, input in ((all_gather_matmul, x), (matmul_reduce_scatter, rows)):
+        out = operator(input, weight)
+        (gradient,) = torch.autograd.grad(out.sum(), input, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+
+
 def check_compiled() -> None:
     """A function that is compiled leaves the operators as they are, with what surrounds them compiled."""
     x, weight = torch.ones(2, 3), torch.full((4, 3), 2.0, requires_grad=True)
@@ -149,6 +160,8 @@ def check_copies() -> None:
         for way in (Copies, Pushes):
             products._ways[way.name] = way(world(), device, 60.0)
             products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
+        with torch.inference_mode():  # what it makes has to serve training, too
+            all_gather_matmul(torch.ones(19, 3).half(), torch.ones(7, 3).half(), products=products, way="copies/1")
         for case in HALVES:
             for way in (
                 ("copies/0", "copies/1", "copies/4", "pushes/2") if case is HALVES[0] else ("pushes/1", "copies/2")
@@ -193,6 +206,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "serial": check_serial,
     "autocast": check_autocast,
     "kept": check_kept,
+    "twice": check_twice,
     "compiled": check_compiled,
     "mistakes": check_mistakes,
 }

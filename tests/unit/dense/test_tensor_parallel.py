@@ -70,6 +70,7 @@ def _part_of(whole: nn.Module, rank: int) -> nn.Module:
 
 PAIRS = {
     "relu": (lambda: MLP(5, [6, 5]), "_mlp.1._linear.bias"),
+    "no bias": (lambda: MLP(5, [6, 5], bias=False), ""),
     "gelu": (lambda: MLP(5, [6, 5], activation=nn.functional.gelu), "_mlp.1._linear.bias"),
     "cross layer": (_cross_net, "bias.0"),
 }
@@ -83,10 +84,12 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
     samples, weights = torch.randn(RANKS * SAMPLES, 5), torch.randn(RANKS * SAMPLES, 5)
     (whole(samples) * weights).sum().div(SAMPLES * RANKS).backward()  # the mean over ranks of the mean over samples
 
-    def scatter(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epilogue: str, **_: Any) -> torch.Tensor:
+    def scatter(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, **_: Any
+    ) -> torch.Tensor:
         partial.append(x @ weight.t())
         others = sum(partial[:-1], torch.zeros(())).detach() if len(partial) == RANKS else torch.zeros(())
-        output = partial[-1] + others + bias
+        output = partial[-1] + others + (0 if bias is None else bias)
         return torch.relu(output) if epilogue == "relu" else output
 
     def gather(
@@ -107,16 +110,33 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
         assert_near(output, whole(samples), TOLERANCE, "output")
         (output * weights).sum().div(SAMPLES).backward()
         shards = shards_of(part)
-        assert set(shards) == set(expected) - {bias_name}
+        assert set(shards) == set(expected) - {bias_name}, "all others are divided"
         for name, shard in shards.items():
             gradient = part.get_parameter(name).grad
             assert gradient is not None
             box = tuple(slice(b, b + n) for b, n in zip(shard.offsets, gradient.shape, strict=True))
             assert_near(gradient, expected[name][box], TOLERANCE, name)
         # What data parallelism reduces: the mean over the ranks of this, whose samples are all ranks' here.
-        bias = part.get_parameter(bias_name).grad
-        assert bias is not None
-        assert_near(bias / RANKS, expected[bias_name], TOLERANCE, "bias")
+        if bias_name:
+            bias = part.get_parameter(bias_name).grad
+            assert bias is not None
+            assert_near(bias / RANKS, expected[bias_name], TOLERANCE, "bias")
+
+
+def test_what_takes_no_gradient_takes_none_divided() -> None:
+    whole = _mlp()
+    frozen = {"_mlp.0._linear.weight", "_mlp.1._linear.bias", "_mlp.2._linear.weight"}
+    for name in frozen:
+        whole.get_parameter(name).requires_grad_(False)
+    mlp, _ = _divided(whole, 1)
+    assert {name for name, each in mlp.named_parameters() if not each.requires_grad} == frozen
+
+
+def test_layers_whose_activation_has_parameters_stay_whole() -> None:
+    """As they are of all neurons: a rank has some, and would normalise by these."""
+    whole = MLP(5, [6, 3, 6, 3], activation="swish_layernorm")
+    mlp, pairs = _divided(whole, 0)
+    assert (pairs, mlp.state_dict().keys()) == ([], whole.state_dict().keys())
 
 
 def test_a_copy_has_the_same_ranks() -> None:

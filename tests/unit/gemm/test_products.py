@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dlrm_overlap.gemm.choose import Choice
 from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.gemm.ways import Serial
 from tests.agreement import assert_same
 
 
@@ -61,3 +62,17 @@ def test_auto_that_takes_serial_does_what_serial_does(
     assert auto == serial
     assert any("c10d" in name for name, _ in auto), "the collective has been noted"
     assert_same(out, expected, operator)
+
+
+def test_what_is_made_in_inference_mode_serves_training(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a way would otherwise be of tensors that nothing may write to behind it."""
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(Serial, "prepare", lambda *_: made.append(torch.zeros(1)))
+    products, rows = ParallelProducts(world_of_one, torch.device("cpu")), torch.ones(2, 3)
+    with torch.inference_mode():
+        out, _ = products.all_gather_matmul(rows, Layer(torch.ones(4, 3)), "auto", keep=False)
+    made[0].add_(1)
+    assert not made[0].is_inference()
+    assert out.is_inference()

@@ -233,6 +233,21 @@ def _check_tuned(place: Place) -> None:
     products.close()
 
 
+def _check_inference_first(place: Place) -> None:
+    """What an evaluation in inference mode makes serves training behind it."""
+    case, ranks = Case(1024, 264, 520, _HALF, activation="none"), place.world_size
+    x = torch.ones(case.rows * ranks, case.inner, device=place.device, dtype=case.dtype)
+    weight = x.new_ones(case.columns, case.inner)
+    products = parallel_products(place.group, place.device)
+    for way in ("copies/2", "pushes/2", "tiles/2", "triggered/2"):
+        with torch.inference_mode():
+            all_gather_matmul(x[: case.rows], weight, products=products, way=way)
+            matmul_reduce_scatter(x, weight, products=products, way=way)
+        check_operators(case, (place.rank, ranks), place.device, products=products, way=way)
+    place.meet()
+    products.close()
+
+
 def _check_auto_is_serial(place: Place) -> None:
     """Where rows are few `auto` takes serial, and the GPU then runs the same kernels and copies, eager or captured."""
     products = parallel_products(place.group, place.device)
@@ -293,6 +308,7 @@ CHECKS = {f"gemm_{way.replace('/', '_')}": Check(partial(_check_equal, way=way),
     "gemm_nothing": Check(_check_nothing, gpu_only=True),
     "gemm_compiled": Check(_check_compiled, gpu_only=True),
     "gemm_owners": Check(_check_owners, gpu_only=True),
+    "gemm_inference_first": Check(_check_inference_first, gpu_only=True),
     "gemm_auto_is_serial": Check(_check_auto_is_serial, gpu_only=True),
     "gemm_tuned": Check(_check_tuned, gpu_only=True),
 }
