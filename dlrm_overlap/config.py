@@ -455,6 +455,17 @@ class Config:
             value, default = getattr(getattr(self, section), name), getattr(type(getattr(self, section)), name)
             if value != default and not has_effect:
                 raise InputError(f"{key}: {value} has no effect {reason}, or leave it out")
+        for key, path in (
+            ("log.dir", self.log.dir),
+            ("data.path", self.data.path),
+            ("data.eval_path", self.data.eval_path),
+            ("checkpoint.resume", self.checkpoint.resume),
+        ):
+            if path and path.startswith("~"):
+                raise InputError(
+                    f"{key}: {path} begins with ~, which a shell alone takes for the home folder, and not behind = or "
+                    f"in a file; write the path in full"
+                )
 
     def _dependent_keys(self) -> Iterator[tuple[str, bool, str]]:
         """Yield each key that needs another, whether it has an effect here, and, if not, why and how to give it one.
