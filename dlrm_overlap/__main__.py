@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+from dlrm_overlap.launching.missing import tell_missing
+
 
 def run() -> None:
     """Load the command line and run it; see `cli.run`."""
@@ -21,6 +23,10 @@ def run() -> None:
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
+    except ModuleNotFoundError as error:
+        if not tell_missing(error):
+            raise
+        os._exit(2)
     cli.run()
 
 
