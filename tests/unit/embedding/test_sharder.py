@@ -1,11 +1,18 @@
-"""The drop-in's arguments: a value that breaks a rule is refused when the sharder is made."""
+"""What the drop-in refuses: arguments that break a rule, when it is made, and batches that lack a table's feature."""
 
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from tests.distributed.models import CPU, SUM, table_configs
 
 
 @pytest.mark.parametrize(
@@ -24,3 +31,15 @@ def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> Non
     with pytest.raises(InputError) as error:
         OverlapEmbeddingBagCollectionSharder(**arguments)
     assert told in str(error.value)
+
+
+def test_a_batch_without_a_feature(world_of_one: dist.ProcessGroup) -> None:
+    tables = {"one": (5, 4, ["f"], SUM), "two": (5, 4, ["g", "h"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    ways = dict.fromkeys(tables, table_wise(0, compute_kernel="fused"))
+    plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
+    sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
+    ids = KeyedJaggedTensor(["h", "x"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(InputError, match="ids: features f, g of the tables are not in the batch, which has h, x; give"):
+        sharded(ids)
