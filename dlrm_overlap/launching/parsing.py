@@ -218,7 +218,17 @@ class Parser(ArgumentParser):
         try:
             return self.instantiate(self.parse_args(list(argv)))
         except ArgumentError as error:
+            if missing := re.search(r"arguments are required: (.*)", str(error)):
+                names = [self._as_told(name) for name in missing[1].split(", ")]
+                raise InputError(f"missing on the command line: {', '.join(names)}; see --help") from None
             raise InputError(_parse_error(str(error), self._options())) from None
+
+    def _as_told(self, name: str) -> str:
+        """Return how --help names the positional argument `name`."""
+        action = next((action for action in self._actions if action.dest == name), None)
+        if action is None:
+            return name
+        return str(action.metavar or "|".join(map(str, action.choices or [name])))
 
     def take_defaults(self, values: Mapping[str, Any]) -> None:
         """Let `values`, nested as in a file, take the place of the defaults.

@@ -59,6 +59,11 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench stagee", ["did you mean stage?"]),
         ("bench", ["bench: no benchmark is named; known: input"]),
         ("train", ["data.tables.count: null", "--config configs/quickstart.yaml"]),
+        ("prepare", ["missing on the command line: criteo, IN, OUT; see --help"]),
+        ("prepare criteo in", ["missing on the command line: OUT; see --help"]),
+        ("checkpoint", ["missing on the command line: show|verify|export, PATH; see --help"]),
+        ("trace", ["missing on the command line: TRACE; see --help"]),
+        ("bench report", ["missing on the command line: DIR; see --help"]),
         ("doctor --fast", ["--fast is not an option"]),
         # values
         (f"{TRAIN} --train.batch_size -3", ["train.batch_size: -3 is not a whole number above 0"]),
