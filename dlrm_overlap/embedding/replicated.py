@@ -92,6 +92,8 @@ def why_not_looked_up(sharding: Any) -> str | None:
             return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
         if group.has_feature_processor:
             return "feature processors"
+        if names_a_feature_twice(group):
+            return "a table names a feature twice"
         if group.data_type != DataType.FP32:
             return f"rows of type {group.data_type.value}"
         if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
@@ -99,6 +101,11 @@ def why_not_looked_up(sharding: Any) -> str | None:
         if any(table.local_cols % 4 or table.local_cols > MOST_COLUMNS for table in group.embedding_tables):
             return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
     return None
+
+
+def names_a_feature_twice(group: Any) -> bool:
+    """Return whether a table of one lookup does, so that two columns of its output would have one name."""
+    return any(len(set(table.feature_names)) < len(table.feature_names) for table in group.embedding_tables)
 
 
 def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:

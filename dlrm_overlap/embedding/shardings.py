@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.replicated import MOST_COLUMNS
+from dlrm_overlap.embedding.replicated import MOST_COLUMNS, names_a_feature_twice
 from dlrm_overlap.embedding.tables import unsupported
 
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
@@ -54,7 +54,8 @@ def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:
         return "only table-wise and column-wise shards are exchanged"
     if sharding.qcomm_codecs_registry:
         return "quantised communication: use wire_dtype instead"
-    if len(set(names := sharding.embedding_names())) < len(names):
+    # Not by the sharding's names, among which those of a table that is cut by columns stand once.
+    if any(names_a_feature_twice(group) for group in groups_of(sharding)):
         return "a table names a feature twice"
     reasons = (_why_not_pooled(group, wire_dtype) for group in groups_of(sharding))
     return next((reason for reason in reasons if reason is not None), None)

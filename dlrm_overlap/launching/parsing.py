@@ -9,7 +9,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
@@ -200,6 +201,20 @@ def _parse_error(message: str, options: Sequence[str]) -> str:
     return f"{key}: {_one_line(rule)}; see --help"
 
 
+def _check_nulls(values: Any, section: type, prefix: str) -> None:
+    """Check that no key of the dataclass `section` is null that cannot be, which jsonargparse lets pass in a file.
+
+    Raises:
+        InputError: naming the key behind `prefix`.
+    """
+    for each in dataclasses.fields(section):
+        value, key = values[each.name], prefix + each.name
+        if isinstance(each.type, type) and dataclasses.is_dataclass(each.type):
+            _check_nulls(value, each.type, f"{key}.")
+        elif value is None and NoneType not in get_args(each.type):
+            raise InputError(f"{key}: null, or left empty, is no value of it; give one, or leave the key out")
+
+
 class Parser(ArgumentParser):
     """An argument parser that reports a mistake in one line."""
 
@@ -209,14 +224,17 @@ class Parser(ArgumentParser):
         self.told: dict[str, tuple[str, str]] = {}
         """option -> what --help shows instead: (a name for its value, its meaning)"""
 
-    def read(self, argv: Sequence[str]) -> Any:
-        """Return the values of `argv`, each section as its dataclass.
+    def read(self, argv: Sequence[str], config: type | None = None) -> Any:
+        """Return the values of `argv`, each section as its dataclass; `config` is the dataclass of all sections.
 
         Raises:
             InputError: if an option is unknown or its value wrong.
         """
         try:
-            return self.instantiate(self.parse_args(list(argv)))
+            values = self.parse_args(list(argv))
+            if config is not None:
+                _check_nulls(values, config, "")
+            return self.instantiate(values)
         except ArgumentError as error:
             if missing := re.search(r"arguments are required: (.*)", str(error)):
                 names = [self._as_told(name) for name in missing[1].split(", ")]
@@ -300,5 +318,5 @@ def parse_sections(
             if not path or path.startswith("--"):
                 raise InputError("--config: no file is named; give an existing YAML file, see configs/")
             check_config_file(Path(path), config)
-    values = parser.read(argv)
+    values = parser.read(argv, config)
     return config(**{f.name: values[f.name] for f in dataclasses.fields(config)}), values

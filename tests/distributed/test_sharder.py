@@ -31,6 +31,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
@@ -321,6 +322,32 @@ def test_outputs_in_half_precision_are_those_in_float32_rounded(
     assert_near(rounded[3], rounded[1], 4 * torch.finfo(dtype).eps, "rows")
 
 
+@pytest.mark.parametrize("backend", EXCHANGED)
+@pytest.mark.parametrize("decay", [0.0, 0.1])  # with a decay, FBGEMM's own operator updates the rows
+def test_autocast_of_another_half_type_than_the_wire(
+    world_of_one: dist.ProcessGroup, backend: str, decay: float
+) -> None:
+    """Autocast refuses to join tensors of the half type that is not its own; what is exchanged is not its concern."""
+    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2, 7]), lengths=torch.tensor([2, 0, 1]))
+    found: list[list[torch.Tensor]] = []
+    for enabled in (False, True):
+        params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0, "weight_decay_mode": WeightDecayMode.L2}
+        sharded = _shard_alone(
+            OverlapEmbeddingBagCollectionSharder(params, backend=backend, wire_dtype="fp16"), FUSED, world_of_one
+        )
+        initialise_tables(sharded, seed=0)
+        for lookup in sharded._lookups:
+            lookup._emb_modules[0].emb_module.update_hyper_parameters({"weight_decay": decay})
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            pooled = sharded(ids).values()
+            pooled.square().sum().backward()
+        rows = sharded.state_dict()["embedding_bags.other.weight"].local_shards()[0].tensor
+        found.append([pooled.detach(), rows.clone()])
+        sharded.exchange.close()
+    for name, beside, alone in zip(("pooled embeddings", "rows"), found[1], found[0], strict=True):
+        assert_same(beside, alone, name)
+
+
 def test_outputs_of_several_types_stay_with_torchrec(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,6 +379,18 @@ def test_what_one_exchange_cannot_tell_apart_stays_with_torchrec(
         assert sharder.shard(module, plan, environment, CPU).exchange is None
     told = ("bounds check modes FATAL and WARNING", "a table names a feature twice")
     assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
+
+
+@pytest.mark.parametrize("way", [table_wise(0, compute_kernel="fused"), column_wise([0, 0], compute_kernel="fused")])
+def test_a_table_that_names_a_feature_twice_stays_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, way: ParameterShardingGenerator
+) -> None:
+    """Its two columns have one name, which TorchRec gives once where it joins the shards of a table."""
+    module = EmbeddingBagCollection(table_configs({"a": (5, 8, ["x", "x"], SUM)}), device=torch.device("meta"))
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    plan = dict(construct_module_sharding_plan(module, {"a": way}, sharder, 1, 1, "cpu"))
+    assert sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU).exchange is None
+    assert caplog.messages[0].endswith("tables stay with TorchRec: a table names a feature twice")
 
 
 def test_lookups_called_apart_stay_with_torchrec(

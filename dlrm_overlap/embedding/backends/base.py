@@ -215,6 +215,7 @@ class WindowBackward(Backward):
         for lookup in self._lookups:
             if (rule := step.rules[lookup.number]).only_fbgemm and not rule.frozen:
                 ids, samples = bags_of(lookup, step.inputs), step.batch.total
-                gradients = [self.gradient_of(shard, window, samples) for shard in lookup.shards]
-                gradient = torch.cat(gradients, dim=1).float().mul_(self.update_scale)
+                # Float32 before they are joined: autocast refuses to join the half type that is not its own.
+                gradients = [self.gradient_of(shard, window, samples).float() for shard in lookup.shards]
+                gradient = torch.cat(gradients, dim=1).mul_(self.update_scale)
                 FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids.values(), ids.offsets(), rule)

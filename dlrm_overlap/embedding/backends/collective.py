@@ -65,7 +65,9 @@ class CollectiveForward(Forward):
             step.received.record_stream(self._stream)
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
         received = step.received.split([mine * dim for dim in dims])
-        pooled = torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1)
+        pooled = step.received.new_empty(mine, self.layout.total_dim)
+        # `out` keeps autocast away, which refuses to join what is of the half type that is not its own.
+        torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         step.work = step.received = None
         return pooled if self._order is None else pooled.index_select(1, self._order)
 

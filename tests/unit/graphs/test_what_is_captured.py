@@ -41,9 +41,10 @@ from dlrm_overlap.graphs.parts import (
 )
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.pipeline import takes_graph
-from tests.distributed.models import CPU, SUM, table_configs
+from tests.distributed.models import CPU, SUM, Tables, table_configs
 
-ONE, TWO = {"one": (5, 4, ["f"], SUM)}, {"two": (5, 4, ["g"], SUM)}
+ONE: Tables = {"one": (5, 4, ["f"], SUM)}
+TWO: Tables = {"two": (5, 4, ["g"], SUM)}
 FUSED = table_wise(0, compute_kernel="fused")
 
 
@@ -53,9 +54,10 @@ def _shard(
     *ways: ParameterShardingGenerator,
     weighted: bool = False,
     rows: DataType = DataType.FP32,
+    second: Tables = TWO,
 ) -> nn.Module:
     """Return a module of a table for each of `ways`."""
-    tables = ONE | (TWO if len(ways) == 2 else {})
+    tables = {**ONE, **(second if len(ways) == 2 else {})}
     module = EmbeddingBagCollection(table_configs(tables, rows), is_weighted=weighted, device=torch.device("meta"))
     by_table = dict(zip(tables, ways, strict=True))
     plan = construct_module_sharding_plan(module, by_table, sharder, 1, 1, "cpu")
@@ -106,6 +108,13 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
 def test_data_parallel_tables_are_captured(world_of_one: dist.ProcessGroup, rows: DataType, reason: str | None) -> None:
     module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED, data_parallel(), rows=rows)
     assert why_not_captured(module) == reason
+
+
+def test_a_data_parallel_table_that_names_a_feature_twice_is_not_captured(world_of_one: dist.ProcessGroup) -> None:
+    twice: Tables = {"two": (5, 4, ["g", "g"], SUM)}
+    module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED, data_parallel(), second=twice)
+    told = "its data-parallel tables stay with TorchRec: a table names a feature twice"
+    assert why_not_captured(module) == told
 
 
 @pytest.mark.parametrize("mode", [None, BoundsCheckMode.FATAL, BoundsCheckMode.NONE])

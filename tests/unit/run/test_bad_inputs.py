@@ -222,6 +222,8 @@ def test_a_comparison_on_a_device_that_cannot_do_it(capsys: pytest.CaptureFixtur
         ("- 3\n", ["the file must be a section of keys, not [3]"]),
         ("train: [\n", ["is not YAML"]),
         ("train: {steps: 5, lr: x}\n", ["train.lr: x is not a finite number above 0"]),
+        ("train:\n  eval_every:\n", ["train.eval_every: null, or left empty, is no value of it", "leave the key out"]),
+        ("data: {tables: {zipf_alpha: null}}\n", ["data.tables.zipf_alpha: null, or left empty"]),
         ("data:\n  tables: {rows: 5, count: 2}\n", ["train.steps: null", "set train.steps"]),
         ("train: {steps: 5}\n", ["data.tables.count: null"]),
         ("train: {steps: 5}\ndata: {kind: criteo_npy}\n", ["data.path: null"]),
