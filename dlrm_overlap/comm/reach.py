@@ -99,8 +99,10 @@ class Reach:
         return max(len(self.taken_by(host.start)) for host in self.hosts)
 
     def summary(self) -> str:
-        """Return the hosts and what made them several, in a line."""
-        return f"{len(self.hosts)} hosts ({', '.join(map(_named, self.hosts))}; {self.why})"
+        """Return the hosts and what made them several, in a line; of more than four the first three and the last."""
+        names = [_named(host) for host in self.hosts]
+        shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
+        return f"{len(names)} hosts ({', '.join(shown)}; {self.why})"
 
 
 def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str = "auto") -> Reach:

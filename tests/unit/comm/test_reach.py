@@ -49,6 +49,9 @@ def test_each_message_is_taken_by_the_rank_at_the_senders_place() -> None:
     assert [list(Reach(rank, hosts).sources) for rank in range(6)] == [[3, 5], [4], [], [0, 2, 5], [1], [0, 1, 2, 3, 4]]
     assert list(Reach(4, hosts).others) == [hosts[2], hosts[0]], "the next host first"
     assert Reach(4, hosts, "2 machines").summary() == "3 hosts (ranks 0 to 2, ranks 3 to 4, rank 5; 2 machines)"
+    many = tuple(range(first, first + 2) for first in range(0, 256, 2))
+    told = Reach(0, many, "128 machines").summary()
+    assert told == "128 hosts (ranks 0 to 1, ranks 2 to 3, ranks 4 to 5, .., ranks 254 to 255; 128 machines)"
 
 
 @pytest.mark.parametrize("lengths", [(2, 2), (2, 2, 2), (3, 1), (1, 3, 2), (1, 1, 1, 1), (5,)])
