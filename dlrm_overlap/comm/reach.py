@@ -61,9 +61,13 @@ class Reach:
         """The ranks of this rank's host."""
         return self.host_of(self.rank)
 
+    @cached_property
+    def _host_of(self) -> Sequence[range]:
+        return [host for host in self.hosts for _ in host]
+
     def host_of(self, rank: int) -> range:
         """Return the ranks of the host of `rank`."""
-        return next(host for host in self.hosts if rank in host)
+        return self._host_of[rank]
 
     @cached_property
     def others(self) -> Sequence[range]:
@@ -79,17 +83,26 @@ class Reach:
         """
         return host[(source - self.host_of(source).start) % len(host)]
 
+    def taken_by(self, rank: int) -> Sequence[int]:
+        """Return the ranks of other hosts whose messages `rank` takes, in order: those that `relay` sends to it."""
+        here = self.host_of(rank)
+        return [source for host in self.hosts if host != here for source in host[rank - here.start :: len(here)]]
+
     @cached_property
     def sources(self) -> Sequence[int]:
         """The ranks of other hosts whose messages this rank takes, in order."""
-        return [
-            source for host in self.hosts if host != self.here for source in host
-            if self.relay(source, self.here) == self.rank
-        ]  # fmt: skip
+        return self.taken_by(self.rank)
+
+    @cached_property
+    def most_taken(self) -> int:
+        """How many ranks' messages one rank takes at most; none takes more than the first of its host."""
+        return max(len(self.taken_by(host.start)) for host in self.hosts)
 
     def summary(self) -> str:
-        """Return the hosts and what made them several, in a line."""
-        return f"{len(self.hosts)} hosts ({', '.join(map(_named, self.hosts))}; {self.why})"
+        """Return the hosts and what made them several, in a line; of more than four the first three and the last."""
+        names = [_named(host) for host in self.hosts]
+        shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
+        return f"{len(names)} hosts ({', '.join(shown)}; {self.why})"
 
 
 def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str = "auto") -> Reach:

@@ -1,8 +1,12 @@
 """A start that needs all ranks, of a library that waits for them without a bound: what keeps one rank is told to all.
 
-Each rank makes the start in a thread, and writes to the ranks' store how it went. A rank that fails writes that; the
-others' threads then wait for it within the library, for ever. Rank 0 reads what all have written, and writes the
-verdict, which all take: so they go on alike, with the library or without it, whatever the moment.
+Each rank makes the start in a thread, which adds to a count in the ranks' store when it is through, and writes there
+what has failed. The other ranks' threads then wait for it within the library, for ever. Rank 0 looks at the count and
+at the failure, and writes the verdict, which all take: so they go on alike, with the library or without it, whatever
+the moment.
+
+The store answers one rank after the other, so all ranks together look at the verdict `_LOOKS_PER_S` times a second at
+most. They look, instead of letting the store answer when there is one, since their thread needs the store meanwhile.
 """
 
 import threading
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _POLL_S = 0.02
+_LOOKS_PER_S = 1000
 _SLACK_S = 5.0  # for the verdict to come, once it was due
 _ANSWER = timedelta(seconds=_SLACK_S)  # of a store that has what is asked for
 
@@ -45,7 +50,11 @@ def start_together(
             told = start()
         except Exception as error:
             told = f"{name} does not start ({' '.join(str(error).split()):.200})"
-        store.set(f"rank_{rank}", told or "started")
+        if told:
+            store.set("failed", f"{told} (rank {rank})")
+            return
+        store.set(f"rank_{rank}", "started")
+        store.add("started", 1)
 
     threading.Thread(target=run, name=f"start of {name}", daemon=True).start()
     deadline = time.monotonic() + timeout_s
@@ -55,7 +64,7 @@ def start_together(
             store.set("verdict", verdict or "started")
             return verdict
         while not store.check(["verdict"]) and time.monotonic() < deadline + _SLACK_S:
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, world_size / _LOOKS_PER_S))
         store.wait(["verdict"], _ANSWER)
         verdict = store.get("verdict").decode()
     except RuntimeError:  # of torch's kinds; the store's server went with rank 0, or has nothing
@@ -66,15 +75,13 @@ def start_together(
 
 
 def _judge(store: "Store", name: str, world_size: int, deadline: float, timeout_s: float) -> str:
-    """Return what the first rank that fails has written; empty if all have started, or which have not in time."""
-    silent = list(range(world_size))
-    while silent:
-        for rank in [rank for rank in silent if store.check([f"rank_{rank}"])]:
-            silent.remove(rank)
-            if (told := store.get(f"rank_{rank}").decode()) != "started":
-                return f"{told} (rank {rank})"
-        if silent and time.monotonic() > deadline:
-            ranks = f"rank {silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else "")
-            return f"{name} has not started within {timeout_s:g} s on {ranks}"
+    """Return what a rank that fails has written; empty if all have started, or which have not in time."""
+    while store.add("started", 0) < world_size:
+        if store.check(["failed"]):
+            return store.get("failed").decode()
+        if time.monotonic() > deadline:
+            silent = [rank for rank in range(world_size) if not store.check([f"rank_{rank}"])]
+            more = f" and {len(silent) - 1} more" if silent[1:] else ""
+            return f"{name} has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
         time.sleep(_POLL_S)
     return ""

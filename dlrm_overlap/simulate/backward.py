@@ -1,7 +1,8 @@
 """The embedding stage's backward as activities: gradients travel to the owners of their rows, which are updated.
 
 **push.** Gradients travel in parts of a rank's tables, the first half as long as the others; the rows of a part are
-updated while the next one travels. The ids have been sorted beside the forward.
+updated while the next one travels. The ids have been sorted beside the forward. Updates and products of the dense part
+each fill the multiprocessors, so beside each other they take turns.
 
 **collective.** Gradients are packed, sent by a collective, the ids sorted, and all rows updated by FBGEMM.
 """
@@ -95,16 +96,19 @@ def add_backward(
     """
     gpu, ranks, several = config.gpu, range(cluster.world_size), cluster.world_size > 1
 
-    def memory(name: str, seconds: float, begins: Sequence[Sequence[int]], scaled: bool = False) -> list[int]:
+    def memory(
+        name: str, seconds: float, begins: Sequence[Sequence[int]], scaled: bool = False, alone: bool = False
+    ) -> list[int]:
         numbers = []
         for r in ranks:
             taken = seconds * (config.work.fullest if scaled and r == 0 else 1.0)
+            # What goes on alone leaves the products no multiprocessor, and they leave it none.
+            demands = {cluster.memory(r): taken} | ({cluster.products(r): taken} if alone else {})
             numbers.append(
                 engine.add(
-                    name, {cluster.memory(r): taken}, max(taken, 1e-12), begins[r], rank=r, lane="memory",
-                    delay_s=gpu.kernel_us / 1e6,
+                    name, demands, max(taken, 1e-12), begins[r], rank=r, lane="memory", delay_s=gpu.kernel_us / 1e6
                 )
-            )  # fmt: skip
+            )
         return numbers
 
     if collective_backward(config):
@@ -122,7 +126,7 @@ def add_backward(
             numbers = stage.send_all(engine, cluster, config, work.pair_bytes * share, sent, "push", collective=False)
             sent = [[number] for number in numbers]
         begins = [[*sent[r], *rows[r]] for r in ranks]
-        rows = [[number] for number in memory("rows", rows_s(config, work) * share, begins, scaled=True)]
+        rows = [[number] for number in memory("rows", rows_s(config, work) * share, begins, scaled=True, alone=True)]
     return Backward(_joined(engine, sent), [number for (number,) in rows])
 
 

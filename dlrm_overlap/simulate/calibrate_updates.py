@@ -54,7 +54,7 @@ def _fit_push(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
     sgd, adagrad = (
         round_rate(float(np.mean([nbytes / seconds for nbytes, seconds in taken[name]])) / 1e9) for name in _OPTIMIZERS
     )
-    return replace(gpu.update, sgd_gb_per_s=sgd, adagrad_gb_per_s=adagrad, repeated_gb_per_s=_FREE)
+    return replace(gpu.update, sgd_gb_per_s=sgd, adagrad_gb_per_s=adagrad, repeated_gb_per_s=_FREE, us=0.0)
 
 
 def _fit_baseline(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
@@ -114,21 +114,28 @@ def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
 
 
 def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConfig:
-    """Return the same for an update that shares the memory: simulated updates take as long as the traced ones, in sum.
+    """Return the same, and a time on top, for an update that shares the GPU with what is simulated beside it.
 
-    What shares it with them, dense sums and the dense optimizer, is simulated; the rate is what the update has alone.
+    Simulated updates take as long as the traced ones, by least squares of relative errors. What shares the memory and
+    the multiprocessors with them is simulated, too; the rate and the time are what the update has alone.
 
     Args:
-        traced: as above, of steps whose backward is push.
+        traced: as above, of steps of several sizes whose backward is push.
         gpu: all other rates; those of its update are where the search begins.
     """
-    update, wanted_ms = gpu.update, sum(each.ms for each in traced)
-    for _ in range(8):
-        found = sum(_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced)
-        rate = update.adagrad_gb_per_s * found / wanted_ms
-        update = replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate)
+    update, nbytes = gpu.update, [_update_of(each.config).hbm for each in traced]
+    for _ in range(12):
+        alone = [each / update.adagrad_gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
+        shared = [_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced]
+        longer = [ms / own for ms, own in zip(shared, alone, strict=True)]
+        equations = [[k * b, k] for k, b in zip(longer, nbytes, strict=True)]
+        per_byte, on_top = np.linalg.lstsq(np.array(equations), np.array([each.ms for each in traced]), rcond=None)[0]
+        rate = 1 / per_byte / 1e6
+        update = replace(
+            update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate, us=max(on_top, 0.0) * 1e3
+        )
     rate = round_rate(update.adagrad_gb_per_s)
-    return replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate)
+    return replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate, us=round_rate(update.us))
 
 
 def _rows_ms(config: SimulateConfig) -> float:

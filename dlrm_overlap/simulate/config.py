@@ -100,7 +100,9 @@ class GpuConfig:
     """the lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
     """the lookup of the backend fused"""
-    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2879.0, 2879.0, 2879.0, sort_ns=0.05676))
+    update: UpdateConfig = field(
+        default_factory=lambda: UpdateConfig(4382.0, 4382.0, 4382.0, us=41.72, sort_ns=0.05676)
+    )
     """the update of rows of the backward push"""
     baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(1849.0, 1849.0, 1849.0))
     """FBGEMM's, of the backward collective"""

@@ -250,7 +250,7 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of captured steps on two GPUs, whole and with a part left out.
 
     Args:
-        rows: a row a rank, of the variants of `python -m tests.gpu.step_parts`; the slowest rank's time counts.
+        rows: of the variants of `python -m tests.gpu.step_parts`, or a row a rank of them, whose slowest counts.
         gpu: what does the work; these rows have not been looked at for it.
     """
     gpus = {
@@ -261,10 +261,12 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
     found: list[Prediction] = []
     for key in dict.fromkeys((row["multi_hot"], row["global_batch"], row["variant"]) for row in rows):
         ranks = [row for row in rows if (row["multi_hot"], row["global_batch"], row["variant"]) == key]
-        ids = [int(each) for each in ast.literal_eval(key[0])]
-        name = f"{key[2]}, {int(key[1]) // len(ranks)} samples, {max(ids)} of {sum(ids)} ids in one table"
+        ids, first = [int(each) for each in ast.literal_eval(key[0])], ranks[0]
+        samples = int(key[1]) // int(first["world_size"])
+        name = f"{key[2]}, {samples} samples, {max(ids)} of {sum(ids)} ids in one table"
+        name += f", {first['sm_mhz']} MHz" if first.get("sm_mhz") else ""
         measured_ms = max(float(row["median_ms"]) for row in ranks)
-        simulated = simulate(step_config(ranks[0], gpus[key[2]], HostConfig()))
+        simulated = simulate(step_config({**first, "contender": "pgas_graph"}, gpus[key[2]], HostConfig()))
         found.append(Prediction(name, measured_ms, simulated.ms))
     return found
 

@@ -2,8 +2,8 @@
 
 Run it as `python docs/results/simulator_check.py [--write]`. The first part is the section `gpu` of
 `configs/simulate/h200.yaml`. Then come the tables of `docs/simulator.md`: of the rows on four GPUs, of steps on two
-with a table that is cut, of steps without some of their parts, and of the rows of `bench gemm`. `--write` puts them
-there.
+with a table that is cut, of steps without some of their parts (twice: of another machine with the GPU's clock), and of
+the rows of `bench gemm`. `--write` puts them there.
 """
 
 import dataclasses
@@ -36,11 +36,12 @@ def main(write: bool) -> None:
         make_table(predict_all(FOLDER, gpu)),
         make_table(predict_cut(read_rows(FOLDER / "calibration" / "cut.csv"), gpu)),
         make_table(predict_parts(read_rows(FOLDER / "calibration" / "parts.csv"), gpu)),
+        make_table(predict_parts(read_rows(FOLDER / "calibration" / "clock.csv"), gpu)),
         make_table(predict_products(read_rows(FOLDER / "gemm.csv"), gpu)),
     ]
     if write:
         texts = iter(tables)
-        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: next(texts), PAGE.read_text(), count=4))
+        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: next(texts), PAGE.read_text(), count=5))
 
 
 def make_table(predictions: Sequence[Prediction]) -> str:

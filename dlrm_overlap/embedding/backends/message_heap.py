@@ -18,7 +18,6 @@ skipped, the signal of part 0 goes alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -57,7 +56,10 @@ class MessageHeap:
         """
         self.reach, self._windows, self._options = windows.arena.reach, windows, context.options
         self._dtype, self._item = dtype, dtype.itemsize
-        self._slots = max(1, *(len(replace(self.reach, rank=r).sources) for host in self.reach.hosts for r in host))
+        self._slots = max(1, self.reach.most_taken)
+        takers = [self.reach.relay(self.reach.rank, host) for host in self.reach.others]
+        self._slot_at = {peer: self.reach.taken_by(peer).index(self.reach.rank) for peer in takers}
+        """which of a peer's slots is this rank's"""
         self._staged = 1 if staged_once else len(self.reach.hosts) - 1
         largest = max(rows * pitch * self._item for rows, pitch in shapes)
         self._slot_bytes = -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -94,7 +96,7 @@ class MessageHeap:
 
     def outgoing(self, number: int, message: Message, parity: int) -> Outgoing:
         """Return where that message is staged, where it arrives and who takes it, as kernels are told."""
-        slot = replace(self.reach, rank=message.peer).sources.index(self.reach.rank)
+        slot = self._slot_at[message.peer]
         sent, signals = self._sent_at(number, parity), self._signals_at(slot, parity)
         return Outgoing(self._begin + sent, self._received_at(slot, parity) - sent, signals, message.peer)
 

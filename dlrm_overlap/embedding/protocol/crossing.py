@@ -17,7 +17,6 @@ one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -139,8 +138,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
     """Return the regions in which windows of other hosts' ranks arrive, alike on all ranks: one for either window."""
     if reach.whole:
         return {}
-    most = max(len(replace(reach, rank=rank).sources) for host in reach.hosts for rank in host)
-    window = Region((max(1, most), *spec.window.shape), spec.window.dtype)
+    window = Region((max(1, reach.most_taken), *spec.window.shape), spec.window.dtype)
     return {_arrivals(name): window for name in (f"{spec.name}0", f"{spec.name}1")}
 
 
@@ -150,7 +148,7 @@ def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
     if rank in reach.here:
         return arena.view(name, rank)
     relay = reach.relay(rank, reach.here)
-    return arena.view(_arrivals(name), relay)[replace(reach, rank=relay).sources.index(rank)]
+    return arena.view(_arrivals(name), relay)[reach.taken_by(relay).index(rank)]
 
 
 def arriving_windows(arena: Arena, name: str) -> torch.Tensor:

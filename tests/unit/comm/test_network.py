@@ -97,6 +97,31 @@ def test_a_verdict_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
         start_together(_starts, "NVSHMEM", store, 1, 2, 0.1)
 
 
+class _Counting(dist.HashStore):  # pyright: ignore[reportPrivateImportUsage]
+    """A store that counts what it is asked."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return super().check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += 1
+        return super().add(key, amount)
+
+
+def test_many_ranks_that_start_do_not_swamp_the_store() -> None:
+    """Rank 0 asks nothing of each rank while it waits, and the others ask the more seldom the more they are."""
+    store = _Counting()
+    assert start_together(_waits, "NVSHMEM", store, 0, 1024, 0.3).endswith("within 0.3 s on rank 0 and 1023 more")
+    assert store.asked < 1024 + 100, "each rank once, when time is up"
+    store = _Counting()
+    threading.Timer(0.5, store.set, ("verdict", "started")).start()
+    assert start_together(_starts, "NVSHMEM", store, 5, 1024, 5.0) == ""
+    assert store.asked <= 4
+
+
 def test_all_ranks_take_the_same_kept_block_in_whatever_order_they_kept_them() -> None:
     """A rank's blocks lie in its heap in the order of all ranks' heaps, wherever the heap begins."""
     taken = []

@@ -1,6 +1,8 @@
 """Which ranks make a host, and who passes on what."""
 
+import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -47,6 +49,30 @@ def test_each_message_is_taken_by_the_rank_at_the_senders_place() -> None:
     assert [list(Reach(rank, hosts).sources) for rank in range(6)] == [[3, 5], [4], [], [0, 2, 5], [1], [0, 1, 2, 3, 4]]
     assert list(Reach(4, hosts).others) == [hosts[2], hosts[0]], "the next host first"
     assert Reach(4, hosts, "2 machines").summary() == "3 hosts (ranks 0 to 2, ranks 3 to 4, rank 5; 2 machines)"
+    many = tuple(range(first, first + 2) for first in range(0, 256, 2))
+    told = Reach(0, many, "128 machines").summary()
+    assert told == "128 hosts (ranks 0 to 1, ranks 2 to 3, ranks 4 to 5, .., ranks 254 to 255; 128 machines)"
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 2, 2), (3, 1), (1, 3, 2), (1, 1, 1, 1), (5,)])
+def test_a_rank_takes_what_is_relayed_to_it(lengths: Sequence[int]) -> None:
+    starts = [0, *accumulate(lengths)]
+    reach = Reach(0, tuple(range(*ends) for ends in pairwise(starts)))
+    ranks = range(starts[-1])
+    taken: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for source in ranks:
+        for host in reach.hosts:
+            if source not in host:
+                taken[reach.relay(source, host)].append(source)
+    assert {rank: list(reach.taken_by(rank)) for rank in ranks} == taken
+    assert reach.most_taken == max(map(len, taken.values()))
+
+
+def test_a_thousand_ranks_are_looked_through_in_no_time() -> None:
+    reach, begin = Reach(5, tuple(range(first, first + 8) for first in range(0, 1024, 8))), time.monotonic()
+    assert reach.most_taken == 127
+    assert all(5 in reach.taken_by(reach.relay(5, host)) for host in reach.others)
+    assert time.monotonic() - begin < 1.0
 
 
 def test_hosts_are_emulated_if_they_divide_the_ranks(world_of_one: dist.ProcessGroup) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.backward import gradient_parts, rows_s, sort_of
+from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
@@ -15,6 +15,7 @@ from dlrm_overlap.simulate.config import (
     UpdateConfig,
     WorkConfig,
 )
+from dlrm_overlap.simulate.stage import build_cluster
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
 
@@ -38,6 +39,19 @@ def test_rows_are_updated_while_the_next_part_travels() -> None:
     assert found.ms == pytest.approx(0.2 * push_ms + rows_ms, rel=1e-6)  # the first part has nothing beside it
     fast = replace(RATES, sgd_gb_per_s=1e6, repeated_gb_per_s=1e6, us=0.0)
     assert simulate(replace(CONFIG, gpu=replace(GPU, update=fast))).ms == pytest.approx(push_ms, rel=0.02)
+
+
+def test_updates_and_products_take_turns() -> None:
+    config = replace(CONFIG, network=NetworkConfig(gpus_per_host=1))
+    cluster, work = build_cluster(config), build_workload(config.model, config.work, 1)
+    engine = cluster.engine()
+    product = engine.add("product", {cluster.products(0): 1e-3}, 1e-3, rank=0, lane="products")
+    updated = add_backward(engine, cluster, config, work, [[]], [[]]).updated
+    timeline = engine.run()
+    both_s = 1e-3 + rows_s(config, work)
+    assert timeline.seconds == pytest.approx(both_s), "as long as one after the other"
+    assert timeline.end_s[product] == pytest.approx(2e-3), "beside each other, in equal parts"
+    assert timeline.end_s[updated[0]] == pytest.approx(both_s)
 
 
 def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:

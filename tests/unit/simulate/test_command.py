@@ -142,6 +142,30 @@ def test_the_page_shows_the_tables_of_steps_and_stages() -> None:
         assert "\n".join(lines) in page, name
 
 
+def test_the_page_shows_what_a_cache_would_explain() -> None:
+    made = runpy.run_path("docs/results/cached_lookups.py")
+    told, lines = made["tables"]()
+    page = Path("docs/simulator.md").read_text()
+    assert told in page.replace("\n", " ")
+    assert "\n".join(lines) in page
+
+
+@pytest.mark.parametrize(("rows", "alpha", "cached"), [(1000, 0.0, 100), (1000, 0.0, 1000), (5000, 1.05, 500)])
+def test_a_cache_misses_as_often_as_one_that_keeps_the_last_used_rows(rows: int, alpha: float, cached: int) -> None:
+    weights = np.arange(1.0, rows + 1) ** -alpha
+    ids = np.random.default_rng(0).choice(rows, 30_000, p=weights / weights.sum())
+    kept: dict[int, None] = {}
+    missed = 0
+    for each in ids.tolist():
+        missed += each not in kept
+        kept.pop(each, None)
+        kept[each] = None
+        if len(kept) > cached:
+            del kept[next(iter(kept))]
+    misses = runpy.run_path("docs/results/cached_lookups.py")["misses"]
+    assert misses(rows, alpha, float(len(ids)), float(cached)) == pytest.approx(missed, rel=0.02)
+
+
 def test_keys_that_change_together(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     vary = ["--vary", "product.name/product.m=a/1024,b/2048"]

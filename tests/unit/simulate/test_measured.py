@@ -54,12 +54,14 @@ def test_rows_on_four_gpus_are_predicted(gpu: GpuConfig) -> None:
         assert line in page, "docs/simulator.md says how far each row is off"
 
 
-@pytest.mark.parametrize("kind", ["products", "cut", "parts"])
+@pytest.mark.parametrize("kind", ["products", "cut", "parts", "clock"])
 def test_rows_that_are_not_fitted_are_predicted(kind: str, gpu: GpuConfig) -> None:
     if kind == "products":
         predictions, count = predict_products(read_rows(RESULTS / "gemm.csv"), gpu), 14
     elif kind == "parts":
         predictions, count = predict_parts(read_rows(RESULTS / "calibration/parts.csv"), gpu), 12
+    elif kind == "clock":
+        predictions, count = predict_parts(read_rows(RESULTS / "calibration/clock.csv"), gpu), 9
     else:
         predictions, count = predict_cut(read_rows(RESULTS / "calibration/cut.csv"), gpu), 3
     assert len(predictions) == count
