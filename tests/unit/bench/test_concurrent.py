@@ -17,7 +17,7 @@ from dlrm_overlap.bench.harness.implementations import Implementations, make_gro
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
-from dlrm_overlap.bench.request import ConcurrentRequest
+from dlrm_overlap.bench.request import SIZE_SETS, ConcurrentRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import Ranks
 from tests.conftest import read_rows
@@ -48,6 +48,25 @@ def test_every_computation_meets_every_communication_at_every_ratio() -> None:
     payloads = [case[1:3] for case in cases]
     assert [case.megabytes for case in cases] == sorted(case.megabytes for case in cases)
     assert len(set(payloads)) == 1 + sum(a != b for a, b in itertools.pairwise(payloads))  # in one go
+
+
+def test_sets_of_sizes_have_every_size_once() -> None:
+    names = ["gemm_8192", "gemm_4096", "lookup"]
+    each = [set(concurrent.make_cases(names, "cuda", [number])) for number in SIZE_SETS]
+    together = concurrent.make_cases(names, "cuda", SIZE_SETS)
+    assert set(together) == set.union(*each)
+    assert len(together) == len(set(together))
+    for case in together:
+        found = [case in cases for cases in each]
+        assert sum(found) == (3 if case.computation == "gemm_8192" else 1), case
+    megabytes = {case.megabytes for case in together if case[:2] + case[3:] == ("lookup", "all_gather", 0.4)}
+    assert megabytes == {64, 256, 512}
+
+
+@pytest.mark.parametrize("sets", [(), (3,), (0, -1)])
+def test_sets_of_sizes_that_there_are_not_are_refused(sets: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="must be some of 0, 1, 2; name at least one"):
+        ConcurrentRequest("concurrent", Path("unused"), sizes=sets)
 
 
 def test_every_implementation_that_a_strategy_names_has_a_column() -> None:
