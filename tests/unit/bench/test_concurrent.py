@@ -1,6 +1,7 @@
 """A computation beside a communication: the numbers of a case, the cases, the checks, and a rehearsal on one rank."""
 
 import itertools
+import runpy
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,24 @@ def test_an_unknown_strategy_cannot_be_left_out() -> None:
 
 def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
     assert Strategy("partition", "collective_12", share=12, partitioned=True).label == "partition_12"
+
+
+def test_the_fastest_of_a_run_is_judged_by_the_other(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def case(megabytes: str, **times: float) -> list[dict[str, str]]:
+        name = {"computation": "gemm", "calls": "1", "communication": "all_reduce", "megabytes": megabytes}
+        return [{**name, "strategy": strategy, "together_ms": str(ms)} for strategy, ms in times.items()]
+
+    noise = runpy.run_path("docs/results/concurrent_noise.py")
+    first = [case("2", a=1.0, b=2.0, c=0.5), case("4", a=1.0, b=2.0)]
+    second = [case("8", a=1.0), case("2", a=3.0, b=2.0, d=1.0)]
+    assert noise["losses_of_the_other_run"](first, second) == [0.5]  # a, since c is in one of them alone
+    files = [f"docs/results/concurrent_{name}.csv" for name in ("repeated", "sizes")]
+    monkeypatch.setattr("sys.argv", ["concurrent_noise.py", *files])
+    noise["main"]()
+    page = " ".join(Path("docs/results/concurrent.md").read_text().split())
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2
+    assert all(line in page for line in told)
 
 
 def test_the_page_shows_what_was_measured() -> None:
