@@ -1,4 +1,4 @@
-"""What a collective is called with, as far as it has to be alike on all ranks, and what can be wrong with it."""
+"""What a collective is called with, on all ranks and on one of them alone, and what can be wrong with it."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -10,8 +10,24 @@ AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
 """what an all-reduce adds up, in float32"""
 
 
+class Place(NamedTuple):
+    """How the tensors of a call lie on this rank, which may be otherwise on another."""
+
+    alignment: int
+    """bytes, a power of two up to 16, that divide the addresses and the sizes of all rows"""
+    placed: str
+    """how the input lies to the output: apart | in place (it is the row that this rank sends to itself) | across"""
+    contiguous: bool
+    """whether both tensors are"""
+    here: bool
+    """whether both are on this rank's device"""
+
+
 class Call(NamedTuple):
-    """A call of `PeerCollectives`: the first one of its kind is compared between the ranks, others are known by it."""
+    """A call of `PeerCollectives`, as far as it has to be alike on all ranks; by it the next one of its kind is known.
+
+    The first of its kind is compared between the ranks.
+    """
 
     name: str
     """all_to_all | all_gather | all_reduce"""
@@ -27,26 +43,19 @@ class Call(NamedTuple):
     """a `Way`"""
     beside: str
     """a `Beside`"""
-    alignment: int
-    """bytes, a power of two up to 16, that divide the addresses and the sizes of all rows"""
-    placed: str
-    """how the input lies to the output: apart | in place (it is the row that this rank sends to itself) | across"""
-    contiguous: bool
-    """whether both tensors are"""
-    here: bool
-    """whether both are on this rank's device"""
 
     def __str__(self) -> str:
         """Return the call as one of its ranks would write it."""
         return (
             f"{self.name}(output {self.output} {self.output_dtype} at byte {self.offset}, input {self.input} "
-            f"{self.input_dtype} {self.placed} at a multiple of {self.alignment} bytes, {self.way}, {self.beside})"
+            f"{self.input_dtype}, {self.way}, {self.beside})"
         )
 
-    def fault(self, world_size: int, used_bytes: int) -> str:
+    def fault(self, place: Place, world_size: int, used_bytes: int) -> str:
         """Return what is wrong with the call, or an empty text.
 
         Args:
+            place: of its tensors.
             world_size: ranks.
             used_bytes: of the memory of outputs, from its begin on.
         """
@@ -54,9 +63,9 @@ class Call(NamedTuple):
             return f"way {self.way}: not a way; take one of {', '.join(get_args(Way))}"
         if self.beside not in get_args(Beside):
             return f"beside {self.beside}: not known; take one of {', '.join(get_args(Beside))}"
-        if not self.here:
+        if not place.here:
             return "a tensor is not on the device of the collectives; move it there"
-        if not self.contiguous:
+        if not place.contiguous:
             return "a tensor is not contiguous; pass input.contiguous(), and an output that is"
         if self.output_dtype != self.input_dtype:
             return f"output {self.output_dtype}, input {self.input_dtype}: must be alike; cast the input"
@@ -69,6 +78,6 @@ class Call(NamedTuple):
         size = torch.Size(self.output).numel() * self.output_dtype.itemsize
         if not 0 <= self.offset <= self.offset + size <= used_bytes:
             return "the output is not in memory that the peers write to; take it from `empty`"
-        if self.placed == "across" or (self.placed == "in place" and self.name != "all_gather"):
+        if place.placed == "across" or (place.placed == "in place" and self.name != "all_gather"):
             return "input and output overlap; give the input memory of its own"
         return ""

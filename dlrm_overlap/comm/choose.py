@@ -19,11 +19,11 @@ strategy, kind of computation (where a product is bound by memory, that is a kin
 Example: c = 2 ms, m = 1 ms, a = 1.1, b = 1.5. The communication ends after 1.5 ms, when the computation has done
 1.5 / 1.1 = 1.36 ms of its work; 0.64 ms are left: 2.14 ms in all, against 3 ms one after the other.
 
-**The choice** trusts such a prediction as much as the measured cases that are alike. Four numbers cannot say how a
-product's tiles fall into waves, so the table also keeps what each strategy lost in each case against the fastest. The
-weight of a case is exp(-d): d grows with the squares of the differences in log(c / m), log(m) and log(calls), and where
-the kinds differ. The prediction is one case more, of a small weight: it decides where none of the others is alike. The
-strategy is taken of which the mean loss is least. A loss counts up to 20%: how bad a bad strategy is does not matter.
+**The choice** goes by the measured cases that are alike. Four numbers cannot say how a product's tiles fall into waves,
+so the table also keeps what each strategy lost in each case against the fastest. The weight of a case is exp(-d): d
+grows with the squares of the differences in log(c / m), log(m) and log(calls), and where the kinds differ. The
+prediction is one case more, of a weight so small that it decides where none of the others is alike. The strategy is
+taken of which the mean loss is least. A loss counts up to 20%: how bad a bad strategy is does not matter.
 A case that has been measured itself is looked up.
 """
 
@@ -45,9 +45,10 @@ _OWN_TABLE = Path(__file__).with_name("slowdowns.json")
 # Cases that differ in the logarithm by so much, or in a kind, have 1 / e of the weight, or 1 / e to the number.
 _ALIKE_RATIO, _ALIKE_SIZE, _ALIKE_CALLS = 0.8, 1.6, 0.7
 _OTHER_COMPUTATION, _OTHER_COMMUNICATION = 4.0, 9.0
-_PREDICTED = 0.1  # weight of the prediction
+_PREDICTED = 0.001  # weight of the prediction: less than of a case that tells anything
 _SAME = 0.999  # likeness of a case to itself, whose numbers the table rounds
-_MOST_LOST = 0.2
+MOST_LOST = 0.2
+"""how bad a strategy is that loses more does not matter"""
 
 
 class Computation(NamedTuple):
@@ -218,7 +219,7 @@ def _relative(times: dict[str, float], labels: Sequence[str]) -> dict[str, float
     """Return by how much each of `labels` that `times` has is longer than the least of them, up to a bound."""
     own = {label: times[label] for label in labels if label in times}
     least = min(own.values(), default=1.0)
-    return {label: min(time / least - 1.0, _MOST_LOST) for label, time in own.items()}
+    return {label: min(time / least - 1.0, MOST_LOST) for label, time in own.items()}
 
 
 def predict_ms(

@@ -28,7 +28,6 @@ that take turns would save the hand-shake.
 collectives of others, all that awaits a peer is to be in one order on all ranks, see `comm.order`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from math import gcd
 
@@ -36,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import open_arena
-from dlrm_overlap.comm.calls import Beside, Call, Way
+from dlrm_overlap.comm.calls import Beside, Call, Place, Way
 from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
@@ -44,6 +43,7 @@ from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
+_LONGEST_WAIT_S = 1e9  # kernels count nanoseconds in 64 bits
 
 COPIED_FROM_BYTES = {
     ("nothing", False): 32 << 20,
@@ -69,8 +69,8 @@ def choose(row_bytes: int, beside: str, captured: bool) -> str:
 class Work:
     """A collective under way."""
 
-    def __init__(self, collectives: "PeerCollectives", wait: Callable[[], None]) -> None:
-        self._collectives, self._wait = collectives, wait
+    def __init__(self, collectives: "PeerCollectives") -> None:
+        self._collectives = collectives
 
     def wait(self) -> None:
         """Make the current stream wait until all rows of the output are here and the input has been read.
@@ -110,16 +110,13 @@ class PeerCollectives:
             wait_timeout_s: bound of a wait for a peer.
 
         Raises:
-            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if there is no room, or
-                if the ranks do not reach each other's memory.
+            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if the bound is none, if
+                there is no room, or if the ranks do not reach each other's memory.
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
         require_alike(f"PeerCollectives(capacity_bytes={capacity_bytes})", group, "PeerCollectives: ")
-        if capacity_bytes < 0:
-            raise InputError(
-                f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum"
-            )
+        on_every_rank(partial(_check_made_with, capacity_bytes, wait_timeout_s), group)
         try:
             check_whole(group, device)
         except InputError as error:
@@ -131,8 +128,13 @@ class PeerCollectives:
         self._memory = self._arena.local("memory")
         self._base, self._used, self.device = self._memory.data_ptr(), 0, self._memory.device
         self._flow = self._open_flow(wait_timeout_s)
-        self._known: set[Call] = set()
+        self._agreed: set[Call] = set()
+        """on all ranks, each of which has made them once"""
+        self._known: set[tuple[Call, Place]] = set()
+        """of this rank: what is prepared, and needs no check"""
         self._under_way: Work | None = None
+        self._wait = _nothing
+        """for the call under way, whose tensors it keeps alive"""
         self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
@@ -185,8 +187,9 @@ class PeerCollectives:
             beside: nothing | compute: whether kernels that fill the GPU run at the same time.
 
         Raises:
-            InputError: on every rank, if these are not such tensors, or not alike on all ranks; if the call before has
-                not been waited for; in a capture, if it is the first call of its kind.
+            InputError: if these are not such tensors, or not alike on all ranks: on every rank where the call is the
+                first of its kind, else on the rank whose tensors they are; if the call before has not been waited for;
+                in a capture, if it is the first call of its kind.
         """
         return self._begin("all_to_all", output, input, way, beside)
 
@@ -223,11 +226,12 @@ class PeerCollectives:
         """
         self._check_free("all_reduce")
         row_bytes = input.numel() * input.dtype.itemsize // self._world_size
-        call, into_shares = (self._call("all_reduce", each, input, row_bytes, "dma") for each in (output, shares))
-        for each in (call, into_shares):
+        calls = [self._call("all_reduce", each, input, row_bytes, "dma") for each in (output, shares)]
+        for each in calls:
             if each not in self._known:
-                self._agree(each)
+                self._admit(*each)
                 self._known.add(each)
+        (call, _), (into_shares, _) = calls
         if abs(call.offset - into_shares.offset) < self._world_size * row_bytes:
             raise InputError("PeerCollectives.all_reduce: output and shares overlap; take each from `empty`")
         rows, mean = self._bytes(input), self._bytes(output[self._rank])
@@ -238,7 +242,7 @@ class PeerCollectives:
             into_shares.offset,
             input.dtype,
         )
-        self._under_way = Work(self, partial(self._flow.wait_average, averaging))
+        self._under_way, self._wait = Work(self), partial(self._flow.wait_average, averaging)
         self._flow.begin_average(averaging)
         return self._under_way
 
@@ -261,35 +265,37 @@ class PeerCollectives:
         row_bytes: int,
         way: str,
         beside: str = "nothing",
-    ) -> Call:
-        """Return what is compared between the ranks."""
+    ) -> tuple[Call, Place]:
+        """Return what is to be alike on all ranks, and how the tensors lie on this one."""
         offset = output.data_ptr() - self._base if output.numel() else 0  # a tensor of nothing has no address
-        placed = self._placed(output, input, offset + self._rank * row_bytes)
-        return Call(
-            name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside,
-            gcd(16, offset, input.data_ptr(), row_bytes), placed,
-            output.is_contiguous() and input.is_contiguous(), output.device == input.device == self.device,
-        )  # fmt: skip
+        call = Call(name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside)
+        place = Place(
+            gcd(16, offset, input.data_ptr(), row_bytes),
+            self._placed(output, input, offset + self._rank * row_bytes),
+            output.is_contiguous() and input.is_contiguous(),
+            output.device == input.device == self.device,
+        )
+        return call, place
 
     def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
         self._check_free(name)
         row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
-        call = self._call(name, output, input, row_bytes, way, beside)
-        new = call not in self._known
+        call, place = self._call(name, output, input, row_bytes, way, beside)
+        new = (call, place) not in self._known
         if new:
-            self._agree(call)
+            self._admit(call, place)
         transfer = Transfer(
             source=self._bytes(input),
             stride=row_bytes if name == "all_to_all" else 0,
             row_bytes=row_bytes,
             offset=call.offset + self._rank * row_bytes,
-            in_place=call.placed == "in place",
+            in_place=place.placed == "in place",
             way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
         )
         if new:
             self._flow.prepare(transfer)
-            self._known.add(call)
-        self._under_way = Work(self, partial(self._flow.wait, transfer))
+            self._known.add((call, place))
+        self._under_way, self._wait = Work(self), partial(self._flow.wait, transfer)
         self._flow.begin(transfer)
         return self._under_way
 
@@ -303,8 +309,8 @@ class PeerCollectives:
 
     def _finish(self, work: Work) -> None:
         if work is self._under_way:
-            work._wait()
-            self._under_way = None
+            self._wait()
+            self._under_way, self._wait = None, _nothing
 
     def _placed(self, output: torch.Tensor, input: torch.Tensor, row_offset: int) -> str:
         """Return how `input` lies to `output`: apart, in place (the row that this rank sends to itself) or across."""
@@ -314,24 +320,32 @@ class PeerCollectives:
             return "apart"
         return "in place" if first == self._base + row_offset else "across"
 
-    def _agree(self, call: Call) -> None:
-        """Check the first call of its kind on all ranks; a collective on the host.
+    def _admit(self, call: Call, place: Place) -> None:
+        """Check a call that this rank has not made so before: on all ranks, if it is new to them.
+
+        One that all have made asks none of them: where the tensors lie is this rank's affair, and the others, whose own
+        may lie as before, would not answer.
 
         Raises:
-            InputError: on every rank, naming the fault.
+            InputError: naming the fault; on every rank, if the call is new.
         """
         if self._captured:
             raise InputError(
-                f"PeerCollectives: {call} is the first of its kind and within a capture, where the ranks cannot ask "
-                f"whether theirs are alike; make one such call before the capture"
+                f"PeerCollectives: {call}, rows at multiples of {place.alignment} bytes, is the first of its kind and "
+                f"within a capture, where nothing can be prepared, nor the ranks asked whether theirs are alike; make "
+                f"one such call before the capture"
             )
 
         def check() -> None:
-            if fault := call.fault(self._world_size, self._used):
+            if fault := call.fault(place, self._world_size, self._used):
                 raise InputError(f"PeerCollectives.{call.name}: {fault}")
 
+        if call in self._agreed:
+            check()
+            return
         on_every_rank(check, self._group)
         require_alike(call, self._group, "PeerCollectives: ")
+        self._agreed.add(call)
 
     def check(self) -> None:
         """Raise what a wait on the GPU has recorded; waits for nothing. On CPUs the calls raise it themselves.
@@ -339,15 +353,42 @@ class PeerCollectives:
         Raises:
             ExchangeTimeoutError: if a peer has not come in time, naming both ranks.
         """
-        self._flow.check()
+        if not self._closed:
+            self._flow.check()
 
     def close(self) -> None:
-        """Give the memory back, outputs included, once all that was issued is done. All ranks call this.
+        """Give the memory back once all that was issued is done. All ranks call this; again, it does nothing.
+
+        An output that somebody still has keeps the memory of all of them.
 
         Raises:
             ExchangeTimeoutError: if a wait on the GPU had expired.
         """
+        if self._closed:
+            return
         settle(self._group, self.device, self.check)
-        self._under_way, self._closed = None, True
+        self._under_way, self._wait, self._closed = None, _nothing, True
         self._memory = torch.empty(0, device="cpu")
+        del self._flow  # which has views of all ranks' memory
         self._arena.close()
+
+
+def _nothing() -> None:
+    """Wait for no call."""
+
+
+def _check_made_with(capacity_bytes: int, wait_timeout_s: float) -> None:
+    """Check what `PeerCollectives` are made with.
+
+    Raises:
+        InputError: if it is not what it must be.
+    """
+    if not isinstance(capacity_bytes, int):
+        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be a whole number; round it up")
+    if capacity_bytes < 0:
+        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum")
+    if not 0 < wait_timeout_s <= _LONGEST_WAIT_S:
+        raise InputError(
+            f"PeerCollectives: wait_timeout_s {wait_timeout_s:g}: must be above 0, and {_LONGEST_WAIT_S:g} at most; "
+            f"give the seconds that a slow peer may take"
+        )

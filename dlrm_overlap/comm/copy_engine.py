@@ -47,7 +47,8 @@ class Copy2D(NamedTuple):
                     f"CopyEngine.copy_2d: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
                     f"rows apart; transpose it back, or copy it first"
                 )
-        pitches = [max(columns, each.stride(0)) * itemsize for each in (destination, source)]
+        # One row has no next one, whatever its stride: a pitch above 2 GiB is refused.
+        pitches = [(each.stride(0) if rows > 1 else columns) * itemsize for each in (destination, source)]
         return Copy2D(destination.data_ptr(), pitches[0], source.data_ptr(), pitches[1], columns * itemsize, rows)
 
 
@@ -114,7 +115,9 @@ class CopyEngine:
         if source.device.type == "cpu":  # where kernels are interpreted, nothing runs beside
             destination.copy_(source)
             return
-        runtime, size = _runtime(), source.numel() * source.itemsize
+        if not (size := source.numel() * source.itemsize):  # of which no graph can hold a copy
+            return
+        runtime = _runtime()
         kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, self.stream.cuda_stream
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 

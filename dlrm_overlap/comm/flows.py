@@ -83,6 +83,17 @@ class Averaging(NamedTuple):
         return found
 
 
+def mean_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean [n] float32 of `rows` [W, n], added up in float32 in their order, as `average_rows` does.
+
+    torch's own sum has four totals from five rows on, so its last bits are others.
+    """
+    total = torch.zeros(rows.shape[1:], dtype=torch.float32, device=rows.device)
+    for row in rows:
+        total += row.float()
+    return total.mul_(1 / len(rows))
+
+
 def share_flag(piece: int) -> str:
     """Return the name of the flags of a piece."""
     return f"share {piece}"
@@ -191,8 +202,7 @@ class HostFlow(Flow):
         self._await("arrived")
         rows = self._rows_of(averaging)
         rows[self._rank].copy_(averaging.scatter.row(self._rank).view(averaging.dtype))
-        mean = rows.float().sum(0).mul_(1 / self._world_size)  # in the type and by the factor of the kernel
-        averaging.gather.source.view(averaging.dtype).copy_(mean)
+        averaging.gather.source.view(averaging.dtype).copy_(mean_in_order(rows))
         self._send(averaging.gather, "gathered")
 
     def wait_average(self, averaging: Averaging) -> None:

@@ -1,7 +1,9 @@
 """In how many cases of `bench concurrent` would a choice be called right that knows what each strategy truly takes?
 
     python docs/results/concurrent_noise.py docs/results/concurrent_captured.csv
+    python docs/results/concurrent_noise.py docs/results/concurrent_repeated.csv docs/results/concurrent_sizes.csv
 
+Of two files it tells, for the cases that both have, how the fastest strategy of the one does in the other. Of one:
 The measured medians are taken for the truth, and measured again in thought: as medians of so many repetitions, each off
 by a normal deviate as wide as the repetitions of its row were, and all of a strategy by one more, of `BETWEEN`. That is
 how far the medians of the same work alone lie apart in different cases, which the first line tells. Right is what takes
@@ -30,7 +32,7 @@ def by_case(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each case."""
     cases: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        cases[row["computation"], row["calls"], row["communication"], row["megabytes"]].append(row)
+        cases[_name(row)].append(row)
     return list(cases.values())
 
 
@@ -62,12 +64,43 @@ def _measure(row: Row, between: float, generator: random.Random) -> float:
     return time * found * generator.gauss(1.0, between)
 
 
+def losses_of_the_other_run(chosen: Sequence[Sequence[Row]], judged: Sequence[Sequence[Row]]) -> list[float]:
+    """Return what the fastest strategy of `chosen` loses in `judged`, in each case and of the strategies of both."""
+    found = []
+    times = [{row["strategy"]: float(row["together_ms"]) for row in rows} for rows in judged]
+    by_name = {_name(rows[0]): each for rows, each in zip(judged, times, strict=True)}
+    for rows in chosen:
+        there = by_name.get(_name(rows[0]), {})
+        if both := [row for row in rows if row["strategy"] in there]:
+            fastest = min(both, key=lambda row: float(row["together_ms"]))["strategy"]
+            found.append(there[fastest] / min(there[row["strategy"]] for row in both) - 1)
+    return found
+
+
+def _name(row: Row) -> tuple[str, ...]:
+    return row["computation"], row["calls"], row["communication"], row["megabytes"]
+
+
+def _compare(first: Sequence[Sequence[Row]], second: Sequence[Sequence[Row]]) -> None:
+    """Print a line for each direction."""
+    for chosen, judged in ((first, second), (second, first)):
+        losses = losses_of_the_other_run(chosen, judged)
+        right = sum(lost <= _RIGHT for lost in losses)
+        print(
+            f"the fastest of a run is right in {right} of {len(losses)} cases of the other, {mean(losses):.1%} lost on "
+            f"average, {max(losses):.1%} at most"
+        )
+
+
 def main() -> None:
-    """Print a line for each spread between cases."""
-    rows = list(csv.DictReader(Path(sys.argv[1]).read_text().splitlines()))
-    if other := {int(row["repetitions"]) for row in rows} - _DEVIATIONS.keys():
+    """Print a line for each spread between cases, or for each of two runs."""
+    runs = [list(csv.DictReader(Path(each).read_text().splitlines())) for each in sys.argv[1:]]
+    cases, *others = (by_case(rows) for rows in runs)
+    if others:
+        _compare(cases, others[0])
+        return
+    if other := {int(row["repetitions"]) for row in runs[0]} - _DEVIATIONS.keys():
         sys.exit(f"{sys.argv[1]}: {min(other)} repetitions; measure with --repetitions 15, whose spread is known here")
-    cases = by_case(rows)
     print(f"the same work alone, over cases: {spread_between_cases(cases):.2%}")
     for between in _BETWEEN:
         generator = random.Random(0)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +172,10 @@ def check_mistakes() -> None:
     unlike = _told(lambda: PeerCollectives(world(), CPU, CAPACITY + 256 * wrong))
     assert f"rank {CULPRIT} PeerCollectives(capacity_bytes={CAPACITY + 256})" in unlike, unlike
     assert "capacity_bytes -1: must be 0 or more" in _told(lambda: PeerCollectives(world(), CPU, -1))
+    assert "capacity_bytes 1000000.0: must be a whole number" in _told(lambda: PeerCollectives(world(), CPU, 1e6))  # type: ignore[arg-type]
+    for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
+        told_of = _told(lambda timeout_s=timeout_s: PeerCollectives(world(), CPU, 0, timeout_s if wrong else 60.0))
+        assert f"wait_timeout_s {timeout_s:g}: must be" in told_of, told_of
     work = collectives.all_to_all(output, sent)
     assert "has not been waited for" in _told(lambda: collectives.all_to_all(output, sent))
     work.wait()
@@ -179,6 +184,71 @@ def check_mistakes() -> None:
     collectives.close()
     assert "after close" in _told(lambda: collectives.all_to_all(output, sent))
     assert "after close" in _told(lambda: collectives.empty((ranks,), torch.int8))
+
+
+def check_inputs_that_lie_unlike() -> None:
+    """Where its input lies is each rank's own affair, in a first call and in later ones, which ask nobody."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    collectives = open_on_host()
+    output = collectives.empty((ranks, 5), torch.int8)
+    for step in range(4):
+        shift = (rank + step) % 2  # bytes by which the input begins behind a multiple of 16
+        whole = sent_by(rank, step, (ranks, 5), torch.int8)
+        stored = torch.empty(whole.numel() + shift, dtype=torch.int8)[shift:].view(whole.shape).copy_(whole)
+        collectives.all_to_all(output, stored).wait()
+        expected = torch.stack([sent_by(peer, step, (ranks, 5), torch.int8)[rank] for peer in range(ranks)])
+        assert_same(output, expected, f"step {step}: all to all")
+        dist.barrier()
+        mine = stored[rank]
+        if shift:  # on every other rank it lies in its place
+            output[rank].copy_(mine)
+            mine = output[rank]
+        collectives.all_gather(output, mine).wait()
+        expected = torch.stack([sent_by(peer, step, (ranks, 5), torch.int8)[peer] for peer in range(ranks)])
+        assert_same(output, expected, f"step {step}: all gather")
+    dist.barrier()
+    collectives.close()
+
+
+def check_a_mistake_in_a_known_call() -> None:
+    """A rank whose tensor is wrong in a call that all know is told at once: none of the others would answer it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    collectives = open_on_host()
+    output, sent = collectives.empty((ranks, ranks), torch.float32), torch.zeros(ranks, ranks)
+    collectives.all_to_all(output, sent).wait()
+    dist.barrier()
+    if rank == CULPRIT:
+        began = time.monotonic()
+        assert "not contiguous" in _told(lambda: collectives.all_to_all(output, sent.t()))
+        assert "overlap" in _told(lambda: collectives.all_to_all(output, output))
+        assert time.monotonic() - began < 5
+    dist.barrier()
+    collectives.all_to_all(output, sent).wait()  # it may be made right
+    dist.barrier()
+    collectives.close()
+
+
+def _mapped() -> int:
+    """Return how many arenas this process maps."""
+    return sum("(deleted)" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def check_close() -> None:
+    """`close` gives the memory back though the object lives, and an ended call; closed again it does nothing."""
+    before, ranks = _mapped(), dist.get_world_size()
+    collectives = open_on_host()
+    output = collectives.empty((ranks, 4), torch.float32)
+    work = collectives.all_to_all(output, torch.zeros(ranks, 4))
+    work.wait()
+    assert _mapped() > before
+    dist.barrier()
+    del output
+    collectives.close()
+    assert _mapped() == before
+    if dist.get_rank() == CULPRIT:
+        collectives.close()  # of one rank alone: it waits for none
+    work.wait()
+    collectives.check()
 
 
 def check_reach() -> None:
@@ -229,6 +299,9 @@ QUICK: dict[str, Callable[[], None]] = {
     "rows on the host": partial(check_rows, open_on_host),
     "means on the host": partial(check_means, open_on_host),
     "mistakes": check_mistakes,
+    "inputs that lie unlike": check_inputs_that_lie_unlike,
+    "a mistake in a known call": check_a_mistake_in_a_known_call,
+    "close": check_close,
     "no access": check_reach,
     "dead peer on the host": partial(check_dead_peer, open_on_host, 0.3),
 }

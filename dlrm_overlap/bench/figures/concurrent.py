@@ -72,14 +72,21 @@ class Case(NamedTuple):
     """of their times that is aimed at"""
 
 
-def make_cases(computations: Sequence[str], device_type: str) -> list[Case]:
-    """Return the cases, those of one communication one after the other, and small communications first."""
-    found = []
-    for i, name in enumerate(computations):
-        for j, kind in enumerate(KINDS):
-            for ratio, sizes in _SIZES[device_type].items():
-                megabytes = _LONGEST.get(name, sizes[(i + j) % len(sizes)])
-                found.append(Case(name, kind, megabytes, ratio))
+def make_cases(computations: Sequence[str], device_type: str, sets: Sequence[int] = (0,)) -> list[Case]:
+    """Return the cases, those of one communication one after the other, and small communications first.
+
+    Args:
+        computations: their names.
+        device_type: cpu or cuda.
+        sets: numbers of `SIZE_SETS`. A set gives each ratio of a computation to a kind of communication one size.
+    """
+    found: dict[Case, None] = {}
+    for number in sets:
+        for i, name in enumerate(computations):
+            for j, kind in enumerate(KINDS):
+                for ratio, sizes in _SIZES[device_type].items():
+                    megabytes = _LONGEST.get(name, sizes[(i + j + number) % len(sizes)])
+                    found[Case(name, kind, megabytes, ratio)] = None
     return sorted(found, key=lambda case: (case.megabytes, case.kind))
 
 
@@ -149,7 +156,7 @@ class _Measured:
             with self.stream():
                 self._computations = keep_capturable(self._computations, group, device)
         self._groups = make_groups(group, device, SHARES)
-        self._cases = make_cases(list(self._computations), device.type)
+        self._cases = make_cases(list(self._computations), device.type, request.sizes)
         most = max(case.megabytes for case in self._cases)
         self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
         self._turns = Turns(group, device)

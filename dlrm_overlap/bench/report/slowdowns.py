@@ -1,12 +1,11 @@
 """The table that `comm.choose` chooses by, fitted to the rows of `bench concurrent`, and how well it chooses.
 
 Every fit is one of least squares of logarithms, so that a case of 0.1 ms counts as much as one of 5. Of the strategies
-the table keeps those alone that are right in cases in which no other is.
+the table keeps those alone without which choices would lose more.
 """
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ _STARTS = ((1.05, 1.05, 0.01, 0.05), (1.5, 1.05, 0.01, 0.05), (1.5, 1.5, 0.01, 0
 _LEAST = (1.0, 0.5, 0.0, 0.0)
 _USUAL, _WEIGHT = 1.3, 0.002  # where few cases leave a and b undecided, they are about so much
 _PARTS = 5
-_ADDS = 0.01
+_ADDS = 0.0005
 _FINEST = 1.002  # the last factor by which a fit changes a number
 _DIGITS = 4
 
@@ -61,11 +60,12 @@ def write_table(path: Path, rows: Sequence[Row]) -> str:
         raise InputError(
             f"--write_table: {path} cannot be written ({error.strerror}); free it, or give another"
         ) from None
-    known, unknown = replay(rows, table), cross_validate(rows)
-    return (
-        f"slowdowns in {path}: {_tell(known)}. Of cases that were left out when a table was fitted to the others: "
-        f"{_tell(unknown)}"
-    )
+    text = f"slowdowns in {path}: {_tell(replay(rows, table))}"
+    if unknown := cross_validate(rows):
+        text += f". Of cases that were left out when a table was fitted to the others: {_tell(unknown)}"
+    if strange := leave_products_out(rows):
+        text += f". Of products that were left out with all their cases: {_tell(strange)}"
+    return text
 
 
 def _as_text(table: Table) -> str:
@@ -121,12 +121,30 @@ def replay(rows: Sequence[Row], table: Table) -> list[Replay]:
 
 def cross_validate(rows: Sequence[Row]) -> list[Replay]:
     """Cut the cases into parts, and choose in each part by a table that is fitted to the other parts."""
-    cases = list(_by_case(rows).values())
-    found = []
-    for part in range(_PARTS):
-        tested = [row for case in cases[part::_PARTS] for row in case.values()]
-        fitted = [row for i, case in enumerate(cases) if i % _PARTS != part for row in case.values()]
-        if fitted and tested:
+    cases = list(_by_case(rows))
+    return _choose_for(rows, [cases[part::_PARTS] for part in range(_PARTS)])
+
+
+def leave_products_out(rows: Sequence[Row]) -> list[Replay]:
+    """Choose for each product by a table that is fitted without it, but knows another one that is bound alike."""
+    table = fit_table(rows)
+    products: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
+    for case, by_label in _by_case(rows).items():
+        work = computation_of(next(iter(by_label.values())))
+        if work.flop:
+            products.setdefault(choose.bound(work, table), {}).setdefault(case[0], []).append(case)
+    return _choose_for(rows, [cases for alike in products.values() if len(alike) > 1 for cases in alike.values()])
+
+
+def _choose_for(rows: Sequence[Row], parts: Sequence[Sequence[tuple[Any, ...]]]) -> list[Replay]:
+    """Choose for the cases of each of `parts` by a table that is fitted to all others."""
+    cases, found = _by_case(rows), []
+    for part in map(set, parts):
+        tested, fitted = (
+            [row for case, by_label in cases.items() if (case in part) == inside for row in by_label.values()]
+            for inside in (True, False)
+        )
+        if tested and fitted:
             found += replay(tested, fit_table(fitted))
     return found
 
@@ -219,21 +237,22 @@ def _fit_slowdown(rows: Sequence[Row], alone: str) -> Slowdown:
 
 
 def _worthwhile(cases: Cases) -> list[str]:
-    """Return the strategies to choose from: each time the one that is right in most cases in which none before is.
+    """Return the strategies to choose from: each time the one with which the best of those kept loses least on average.
 
-    Those that add fewer than `_ADDS` of the cases are left out: few cases cannot say when they are right.
+    Those that spare less than `_ADDS` on average over the cases are left out: few cases cannot say when they are right.
     """
-    losses = _losses(cases)
-    right = [[label for label, lost in case.items() if lost <= RIGHT] for case in losses.values()]
-    kept: list[str] = []
-    while right:
-        counts = Counter(label for labels in right for label in labels)
-        best, adds = counts.most_common(1)[0]
-        if kept and adds < _ADDS * len(cases):
-            break
+    losses = list(_losses(cases).values())
+    lost, kept = [choose.MOST_LOST] * len(losses), []
+    while True:
+        with_it = {
+            label: [min(least, case.get(label, least)) for least, case in zip(lost, losses, strict=True)]
+            for label in dict.fromkeys(label for case in losses for label in case)
+        }
+        best = min(with_it, key=lambda label: sum(with_it[label]))
+        if kept and sum(lost) - sum(with_it[best]) < _ADDS * len(losses):
+            return kept
         kept.append(best)
-        right = [labels for labels in right if best not in labels]
-    return kept
+        lost = with_it[best]
 
 
 def _losses(cases: Cases) -> dict[tuple[Any, ...], dict[str, float]]:

@@ -1,6 +1,7 @@
 """A computation beside a communication: the numbers of a case, the cases, the checks, and a rehearsal on one rank."""
 
 import itertools
+import runpy
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from dlrm_overlap.bench.harness.communications import Collective
 from dlrm_overlap.bench.harness.implementations import Implementations, make_groups
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
-from dlrm_overlap.bench.request import ConcurrentRequest
+from dlrm_overlap.bench.request import SIZE_SETS, ConcurrentRequest
 from dlrm_overlap.comm.turns import Turns, round_of
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import Ranks
@@ -49,6 +50,25 @@ def test_every_computation_meets_every_communication_at_every_ratio() -> None:
     payloads = [case[1:3] for case in cases]
     assert [case.megabytes for case in cases] == sorted(case.megabytes for case in cases)
     assert len(set(payloads)) == 1 + sum(a != b for a, b in itertools.pairwise(payloads))  # in one go
+
+
+def test_sets_of_sizes_have_every_size_once() -> None:
+    names = ["gemm_8192", "gemm_4096", "lookup"]
+    each = [set(concurrent.make_cases(names, "cuda", [number])) for number in SIZE_SETS]
+    together = concurrent.make_cases(names, "cuda", SIZE_SETS)
+    assert set(together) == set.union(*each)
+    assert len(together) == len(set(together))
+    for case in together:
+        found = [case in cases for cases in each]
+        assert sum(found) == (3 if case.computation == "gemm_8192" else 1), case
+    megabytes = {case.megabytes for case in together if case[:2] + case[3:] == ("lookup", "all_gather", 0.4)}
+    assert megabytes == {64, 256, 512}
+
+
+@pytest.mark.parametrize("sets", [(), (3,), (0, -1)])
+def test_sets_of_sizes_that_there_are_not_are_refused(sets: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="must be some of 0, 1, 2; name at least one"):
+        ConcurrentRequest("concurrent", Path("unused"), sizes=sets)
 
 
 def test_every_implementation_that_a_strategy_names_has_a_column() -> None:
@@ -167,6 +187,24 @@ def test_an_unknown_strategy_cannot_be_left_out() -> None:
 
 def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
     assert Strategy("partition", "collective_12", share=12, partitioned=True).label == "partition_12"
+
+
+def test_the_fastest_of_a_run_is_judged_by_the_other(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def case(megabytes: str, **times: float) -> list[dict[str, str]]:
+        name = {"computation": "gemm", "calls": "1", "communication": "all_reduce", "megabytes": megabytes}
+        return [{**name, "strategy": strategy, "together_ms": str(ms)} for strategy, ms in times.items()]
+
+    noise = runpy.run_path("docs/results/concurrent_noise.py")
+    first = [case("2", a=1.0, b=2.0, c=0.5), case("4", a=1.0, b=2.0)]
+    second = [case("8", a=1.0), case("2", a=3.0, b=2.0, d=1.0)]
+    assert noise["losses_of_the_other_run"](first, second) == [0.5]  # a, since c is in one of them alone
+    files = [f"docs/results/concurrent_{name}.csv" for name in ("repeated", "sizes")]
+    monkeypatch.setattr("sys.argv", ["concurrent_noise.py", *files])
+    noise["main"]()
+    page = " ".join(Path("docs/results/concurrent.md").read_text().split())
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2
+    assert all(line in page for line in told)
 
 
 def test_the_page_shows_what_was_measured() -> None:

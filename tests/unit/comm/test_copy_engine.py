@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.collectives import COPIED_FROM_BYTES, choose
-from dlrm_overlap.comm.copy_engine import CopyEngine, _check
+from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine, _check
 from dlrm_overlap.config import InputError
 from tests.conftest import read_rows
 from tests.distributed.interpreted import without_streams
@@ -41,6 +41,13 @@ def test_what_no_copy_engine_can_do_is_refused(engine: CopyEngine, call: Callabl
     with pytest.raises(InputError) as error:
         call(engine)
     assert told in str(error.value)
+
+
+def test_one_row_has_no_pitch_but_its_width() -> None:
+    far = torch.zeros(1).as_strided((1, 1), (1 << 30, 1))  # as of a row of a tensor whose rows have 4 GiB
+    assert Copy2D.of(torch.zeros(1, 1), far)[1:] == (4, far.data_ptr(), 4, 4, 1)
+    wide = torch.zeros(3, 4)
+    assert Copy2D.of(torch.zeros(3, 2), wide[:, :2])[1:] == (8, wide.data_ptr(), 16, 8, 3)
 
 
 def test_an_error_of_cuda_is_told_by_its_name() -> None:

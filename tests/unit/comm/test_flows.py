@@ -1,9 +1,10 @@
-"""The pieces in which an all-reduce sends and averages long rows."""
+"""The pieces in which an all-reduce sends and averages long rows, and the order in which it adds them up."""
 
+import numpy
 import pytest
 import torch
 
-from dlrm_overlap.comm.flows import Averaging, Transfer
+from dlrm_overlap.comm.flows import Averaging, Transfer, mean_in_order
 
 
 def _averaging(row_bytes: int, rank: int, world_size: int) -> Averaging:
@@ -42,3 +43,18 @@ def test_the_pieces_of_the_example() -> None:
     pieces = _averaging(1000, 1, 2).pieces(2, 2)
     assert [piece.scatter.row_bytes for piece in pieces] == [512, 488]
     assert pieces[1].scatter.offset - 512 == 2 * 512 + 488
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 5, 8, 17])
+def test_a_mean_is_added_up_in_the_order_of_the_ranks(world_size: int) -> None:
+    rows = torch.randn(world_size, 33, generator=torch.Generator().manual_seed(world_size))
+    rows *= torch.logspace(-3, 3, world_size)[:, None]
+    expected = []
+    for column in rows.t().numpy():
+        total = numpy.float32(0)
+        for number in column:
+            total += number
+        expected.append(total * numpy.float32(1 / world_size))
+    assert mean_in_order(rows).tolist() == expected
+    halves = rows.bfloat16()
+    assert torch.equal(mean_in_order(halves), mean_in_order(halves.float()))

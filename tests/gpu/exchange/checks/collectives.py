@@ -44,12 +44,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_equal(place: Place, way: Any) -> None:
-    """As NCCL's, to the last bit, whatever the size, the type and the place in memory."""
+    """As NCCL's, to the last bit, whatever the size, the type and the place in memory, which is not alike on ranks."""
     ranks, group = place.world_size, place.group
     collectives = PeerCollectives(group, place.device, 64 << 20, 60.0)
     for number, (shape, dtype) in enumerate(_ROWS):
         output = collectives.empty((ranks, *shape), dtype)
-        for shift in (0, 1, 3):  # elements by which the input begins behind a multiple of 16 bytes
+        for step in (0, 1, 3):
+            shift = (step + place.rank) % 4  # elements by which the input begins behind a multiple of 16 bytes
             sent = _sent(place, 10 * number, (ranks, *shape), dtype)
             stored = torch.empty(sent.numel() + shift, dtype=dtype, device=place.device)[shift:].view(sent.shape)
             stored.copy_(sent)
@@ -68,6 +69,33 @@ def _check_equal(place: Place, way: Any) -> None:
             expected = torch.empty_like(sent)
             dist.all_gather_into_tensor(_bytes(expected), _bytes(sent[place.rank]), group=group)
             assert_same(output, expected, f"all gather, {shape} {dtype}, way {way}, shift {shift}")
+    place.meet()
+    collectives.close()
+
+
+def _check_nothing(place: Place) -> None:
+    """Rows without a byte: what comes before and after them arrives, eager and replayed."""
+    ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 1 << 20, 20.0)
+    nothing, shares, output = (collectives.empty((ranks, n, 4), torch.float32) for n in (0, 0, 1))
+    empty, number = torch.empty_like(nothing), torch.zeros_like(output)
+
+    def take() -> None:
+        number.add_(1 + place.rank)
+        for way in _WAYS:
+            way_: Any = way
+            collectives.all_to_all(nothing, empty, way_).wait()
+            collectives.all_gather(nothing, empty[0], way_).wait()
+            collectives.all_to_all(output, number, way_).wait()
+        collectives.all_reduce(nothing, empty, shares).wait()
+
+    replay = None
+    for times in range(1, 5):
+        if times == 3:
+            replay = capture(place, take)
+        (replay or take)()
+        expected = torch.arange(1, ranks + 1, device=place.device).float()[:, None, None].expand_as(output) * times
+        assert_same(output, expected.contiguous(), f"time {times}")
+        collectives.check()
     place.meet()
     collectives.close()
 
@@ -244,6 +272,7 @@ def _check_lost_peer(place: Place, how: str) -> None:
 
 
 CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
+    "collectives_of_nothing": Check(_check_nothing, gpu_only=True),
     "collectives_means": Check(_check_means, gpu_only=True),
     "collectives_means_in_pieces": Check(_check_means_in_pieces, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
