@@ -68,6 +68,8 @@ class Tuning(NamedTuple):
     """warps a program"""
     groups: int = 1
     """groups of task_bags / groups bags that a program of the persistent kernel pools one after the other"""
+    checked_ids: int = 64
+    """ids of each bag that are checked at a time, a power of two, where they are checked"""
 
 
 _SHORT_IDS = 2  # of a bag on average, or fewer
