@@ -66,6 +66,7 @@ class Exchange:
         self.neighbours = Neighbours(options, group, self.device)
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
+        self._closed = 0  # how often
         self._capacity = 0
         self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
@@ -90,6 +91,12 @@ class Exchange:
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; a collective when it is asked for first."""
         return self.neighbours.reach
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where rows and windows are, as captured steps know them: another tuple once some were moved or given back."""
+        replicated = self._replicated.storage() if self._replicated is not None else ()
+        return self._closed, *self._tables.storage(), *replicated
 
     def keep_rows(self) -> "KeptRows | None":
         """Return what puts this rank's rows by while steps go on; the same each time.
@@ -323,6 +330,7 @@ class Exchange:
         if self._halves is None:
             return
         halves, self._halves, self._capacity = self._halves, None, 0
+        self._closed += 1
         stopped: RuntimeError | None = None
         try:
             if self.device.type == "cuda":

@@ -20,7 +20,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
@@ -351,6 +353,29 @@ def _check_captured_evaluations() -> None:
     assert taken["replayed"] >= 4
 
 
+def _check_moved_behind_the_capture() -> None:
+    """Graphs are not launched any more once what they use has been moved or given back."""
+
+    def move_rows(exchange: Exchange) -> None:
+        lookups: list[Any] = exchange._tables.lookups
+        for lookup in lookups:
+            lookup.weights_host = torch.nn.Parameter(lookup.weights_host.detach().clone())
+
+    for move in (Exchange.close, move_rows):
+        with captures() as taken:
+            trainer = _trainer("graph")
+            _train(trainer, 0, 8, batches := _batches(trainer))
+            replayed = taken["replayed"]
+            assert replayed >= 2
+            dist.barrier()
+            for exchange in exchanges(trainer.model):
+                move(exchange)
+            with pytest.raises(InputError, match="were moved or given back since"):
+                trainer.step(batches)
+            assert taken["replayed"] == replayed
+            _close(trainer)
+
+
 def _check_captured_models(kind: type[Model], reference: str, **kwargs: Any) -> None:
     with captures() as taken:
         _check_models(kind, reference, **kwargs)
@@ -391,6 +416,7 @@ if INTERPRETED:
         "captured, evaluations within a segment": _check_captured_evaluations,
         "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),
         "captured, a model's own ids": partial(_check_captured_models, OwnIds, "none"),
+        "moved behind the capture": _check_moved_behind_the_capture,
     }
 
 

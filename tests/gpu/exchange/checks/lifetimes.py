@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from dlrm_overlap.checkpoint import Checkpointer
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.protocol import cache
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -132,6 +132,23 @@ def _check_reload(place: Place, precision: str) -> None:
     trainer.close()
 
 
+def _check_closed(place: Place) -> None:
+    """Graphs are not launched once the windows are gone that they use."""
+    trainer = make_trainer(place, graph_config(place, "fused", "rowwise_adagrad", known=True))
+    train_steps(place, trainer, 0, 12)
+    place.meet()
+    for exchange in exchanges(trainer.model):
+        exchange.close()
+    told = ""
+    try:
+        train_steps(place, trainer, 12, 13)
+    except InputError as error:
+        told = str(error)
+    assert ("were moved or given back since" in told) == place.on_gpu, told or "a graph was launched"
+    place.meet()
+    trainer.close()
+
+
 def _check_two_models(place: Place) -> None:
     """Two models of one process, whose steps are captured and launched in turns, learn as each does alone."""
     configs = [
@@ -171,5 +188,5 @@ CHECKS = (
         for carrier in ("messages", "puts")
     }
     | {f"lifetimes_reload_{each}": Check(partial(_check_reload, precision=each)) for each in ("fp32", "bf16")}
-    | {"lifetimes_two_models": Check(_check_two_models)}
+    | {"lifetimes_closed": Check(_check_closed), "lifetimes_two_models": Check(_check_two_models)}
 )
