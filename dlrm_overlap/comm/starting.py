@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -44,7 +44,7 @@ def start_together(
         try:
             told = start()
         except Exception as error:
-            told = f"{name} does not start ({' '.join(str(error).split()):.200})"
+            told = f"{name} does not start ({in_one_line(error):.200})"
         store.set(f"rank_{rank}", told or "started")
 
     threading.Thread(target=run, name=f"start of {name}", daemon=True).start()
