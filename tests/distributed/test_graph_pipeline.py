@@ -168,6 +168,27 @@ def _check_evaluations_within_a_segment() -> None:
     _close(ours, theirs)
 
 
+def _check_forwards_beside_progress() -> None:
+    """A forward that is not the pipeline's is refused while a training batch's ids wait for it; the next step goes on.
+
+    It would look those ids up in place of its own batch's, and leave the training step without them.
+    """
+    ours, undisturbed = _trainer("graph"), _trainer("graph")
+    batches = _batches(ours)
+    losses = _train(ours, 0, 4, batches)
+    for training in (True, False):
+        ours.model.train(training)
+        with torch.no_grad(), pytest.raises(InputError, match="ids of another batch are under way"):
+            ours.model(_batch(ours, 9))
+    ours.model.train()
+    losses += _train(ours, 4, 8, batches)
+    _assert_same(losses, _train(undisturbed, 0, 8, _batches(undisturbed)), "loss")
+    ours.pipeline.reset()
+    with torch.no_grad():
+        ours.model(_batch(ours, 9))
+    _close(ours, undisturbed)
+
+
 def _check_evaluations_of_unlike_sizes() -> None:
     """Ranks that evaluate batches of unlike sizes are told so, all of them; then they go on as if nothing had been."""
     theirs, ours = _trainer("torchrec"), _trainer("graph")
@@ -392,6 +413,7 @@ CASES: dict[str, Callable[[], None]] = {
     "evaluations within a segment": _check_evaluations_within_a_segment,
     "evaluations of unlike sizes": _check_evaluations_of_unlike_sizes,
     "ends and resets": _check_ends_and_resets,
+    "forwards beside progress": _check_forwards_beside_progress,
     "refused batches": _check_refused_batches,
     "gradients sent as bf16": _check_gradient_dtype,
     "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
