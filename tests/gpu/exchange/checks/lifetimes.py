@@ -1,5 +1,6 @@
 """What captured steps read stays theirs, whatever comes between them: other sizes, another state, another model."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,9 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.protocol import cache
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -132,6 +136,35 @@ def _check_reload(place: Place, precision: str) -> None:
     trainer.close()
 
 
+def _check_device_batches(place: Place) -> None:
+    """Batches that the caller's stream makes on the device, late, are read when they are there."""
+    config, samples = graph_config(place, "pgas", "rowwise_adagrad", known=True), place.world_size * SAMPLES
+    steps = _BORDERS[-1]
+    first = make_trainer(place, config)
+    expected = train_steps(place, first, 0, steps)
+    place.meet()
+    first.close()
+    trainer, made = make_trainer(place, config), deque[Batch]()
+    starts = [step * samples + place.rank * SAMPLES for step in range(steps)]
+    known = [trainer.train_data.read(start, SAMPLES).to(place.device) for start in starts]
+    place.synchronize()
+    batches, losses = iter(lambda: made.popleft() if made else None, None), list[torch.Tensor]()
+    for step in range(steps):
+        for batch in known[step + 2 if step else 0 : step + 3]:  # this step reads one ahead, the first one three
+            if place.on_gpu:
+                torch.cuda._sleep(2_000_000)
+            ids = batch.sparse
+            copied = KeyedJaggedTensor(ids.keys(), ids.values().clone(), lengths=ids.lengths().clone())
+            made.append(Batch(batch.dense.clone(), copied, batch.labels.clone()))
+        trainer.learning_rate.set(step)
+        losses.append(trainer.step(batches).detach().clone())
+    total = torch.stack(losses)
+    dist.all_reduce(total, group=place.group)
+    assert (found := (total / place.world_size).tolist()) == expected, f"losses {found}, not {expected}"
+    place.meet()
+    trainer.close()
+
+
 def _check_closed(place: Place) -> None:
     """Graphs are not launched once the windows are gone that they use."""
     trainer = make_trainer(place, graph_config(place, "fused", "rowwise_adagrad", known=True))
@@ -188,5 +221,9 @@ CHECKS = (
         for carrier in ("messages", "puts")
     }
     | {f"lifetimes_reload_{each}": Check(partial(_check_reload, precision=each)) for each in ("fp32", "bf16")}
-    | {"lifetimes_closed": Check(_check_closed), "lifetimes_two_models": Check(_check_two_models)}
+    | {
+        "lifetimes_closed": Check(_check_closed),
+        "lifetimes_two_models": Check(_check_two_models),
+        "lifetimes_device_batches": Check(_check_device_batches),
+    }
 )
