@@ -27,6 +27,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.config import in_one_line
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.storage.parts import Part
@@ -243,7 +244,7 @@ class BackgroundSaves:
         try:
             self._check()  # kernels have recorded by now whatever they had against that step and those before
         except Exception as error:
-            return Refusal(" ".join(str(error).split()))
+            return Refusal(in_one_line(error))
         if fault:
             return Refusal(fault, not_finite=True)
         return None if math.isfinite(loss) else Refusal(f"the loss of the step behind it is {loss}", not_finite=True)

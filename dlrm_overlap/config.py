@@ -53,6 +53,11 @@ class InputError(ValueError):
     """A user's mistake. Its message is one line: value, rule, cure. The command line prints it and ends with code 2."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return what an error of others says, for a message that is one line: each run of white space is one blank."""
+    return " ".join(str(error).split())
+
+
 @dataclass(frozen=True)
 class TablesConfig:
     """The embedding tables. A single value stands for every table, a list gives one a table."""

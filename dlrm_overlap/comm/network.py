@@ -24,7 +24,7 @@ from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.comm.loan import CudaMemory
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.starting import start_together
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.kernels.network import Network
 
 log = logging.getLogger("dlrm_overlap")
@@ -170,7 +170,7 @@ def _damage() -> str:
     try:
         _nvshmem()
     except (OSError, AttributeError) as error:
-        return f"NVSHMEM's {_HOST_LIBRARY} does not load ({' '.join(str(error).split()):.200})"
+        return f"NVSHMEM's {_HOST_LIBRARY} does not load ({in_one_line(error):.200})"
     return ""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -49,7 +49,7 @@ def start_together(
         try:
             told = start()
         except Exception as error:
-            told = f"{name} does not start ({' '.join(str(error).split()):.200})"
+            told = f"{name} does not start ({in_one_line(error):.200})"
         if told:
             store.set("failed", f"{told} (rank {rank})")
             return

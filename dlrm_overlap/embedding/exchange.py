@@ -17,6 +17,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.failure import fails_for_good
 from dlrm_overlap.embedding.halves import Halves, open_halves
@@ -66,13 +67,15 @@ class Exchange:
         self.neighbours = Neighbours(options, group, self.device)
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
+        self._closed = 0  # how often
         self._capacity = 0
         self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._pending: Step | None = None
         self.failure: str | None = None
         self._ids: IdLayout | None = None
-        self._sent: deque[ArrivedIds] = deque()
+        self._sent: deque[tuple[KeyedJaggedTensor, ArrivedIds]] = deque()
+        """ids as they were given, and as they have arrived, of the steps that they wait for"""
         # Of lowest priority, so that the small kernels of a bottom MLP need not wait for the lookup's many programs.
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
@@ -90,6 +93,12 @@ class Exchange:
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; a collective when it is asked for first."""
         return self.neighbours.reach
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where rows and windows are, as captured steps know them: another tuple once some were moved or given back."""
+        replicated = self._replicated.storage() if self._replicated is not None else ()
+        return self._closed, *self._tables.storage(), *replicated
 
     def keep_rows(self) -> "KeptRows | None":
         """Return what puts this rank's rows by while steps go on; the same each time.
@@ -197,7 +206,7 @@ class Exchange:
 
         The ids of a step may be sent when its forward begins at the latest, those of the step after it until then.
         """
-        self._sent.append(self._send(features, count))
+        self._sent.append((features, self._send(features, count)))
 
     @fails_for_good
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
@@ -225,14 +234,23 @@ class Exchange:
 
     @uncompiled
     def start_sent(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start a step whose ids have been sent first among those that wait; where none wait, send `features`.
+        """Start the step of `features`, which were sent first among those that wait; where none wait, send them.
 
         Returns:
             As `start`.
+
+        Raises:
+            InputError: if ids of another step wait, which a peer may wait for, too; nothing has begun.
         """
         if not self._sent:
             self.send_ids(features)
-        arrived = self._sent.popleft()
+        sent, arrived = self._sent[0]
+        if sent is not features:
+            raise InputError(
+                "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
+                "looked up first; evaluate by the pipeline's progress, or call its reset before"
+            )
+        self._sent.popleft()
         return self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated)
 
     def _set_aside(self, step: Step) -> None:
@@ -323,6 +341,7 @@ class Exchange:
         if self._halves is None:
             return
         halves, self._halves, self._capacity = self._halves, None, 0
+        self._closed += 1
         stopped: RuntimeError | None = None
         try:
             if self.device.type == "cuda":

@@ -13,6 +13,7 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
@@ -119,3 +120,8 @@ class ExchangeContext:
     """which ranks are reached by stores; None has `open_halves` find out"""
     puts: bool | None = None
     """whether kernels put messages to other hosts, on GPUs; None has `open_halves` find out"""
+
+    @property
+    def largest_batch(self) -> BatchSizes:
+        """The largest batch of a step: every rank brings the most samples that it may."""
+        return BatchSizes.of((self.samples_per_rank,) * self.group.size())

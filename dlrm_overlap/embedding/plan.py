@@ -22,7 +22,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
 
@@ -146,7 +146,7 @@ def _planners_plan(
     try:
         return planner.collective_plan(module, [sharder], group)
     except PlannerError as error:
-        raise _does_not_fit(config.plan, " ".join(str(error).split())) from None
+        raise _does_not_fit(config.plan, in_one_line(error)) from None
 
 
 def _balanced_plan(

@@ -89,11 +89,12 @@ class Streams:
         self._copy = torch.cuda.Stream(device)
         self._ids = torch.cuda.Stream(device, priority=-2)
         self._issued = [torch.cuda.Event() for _ in range(2)]
-        self._copied = torch.cuda.Event()
+        self._called, self._copied = torch.cuda.Event(), torch.cuda.Event()
 
     @contextmanager
     def _main(self) -> Any:
         current = torch.cuda.current_stream(self._device)
+        self._called.record(current)
         if current == self.main_stream:
             yield
             return
@@ -114,13 +115,17 @@ class Streams:
     @contextmanager
     def _copies(self, parity: int) -> Any:
         self._copy.wait_event(self._issued[1 - parity])
+        self._copy.wait_event(self._called)
         with torch.cuda.stream(self._copy):
             yield
             self._copied.record(self._copy)
         self.main_stream.wait_event(self._copied)
 
     def copies(self, parity: int) -> AbstractContextManager[Any]:
-        """Return a context for copies to the landing place of `parity`; steps issued after it find them done."""
+        """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
+
+        Copies come behind what the caller of the step had issued before it, such as the batch itself, on the device.
+        """
         return self._copies(parity) if self._on_gpu else nullcontext()
 
     @contextmanager

@@ -128,6 +128,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._streams = Streams(device)
         self._ahead = ReadAhead(self._modules, device, bound, self._streams, self._order)
         self._graphs: list[CapturedStep | None] = [None, None]
+        self._captured_places: list[Any] = []
         self._steps = 0
         self._learning_rates: list[Any] = []
 
@@ -164,12 +165,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
 
-        In training it is valid until the next but one call.
+        In training it is valid until the next call.
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, or if the
-                forward returns no (losses, output).
+            InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, if the
+                forward returns no (losses, output), or if rows or windows were moved or given back since a capture.
             RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
         """
         if self._fallback is not None:
@@ -210,6 +211,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return losses_and_output(self._model.module(batch))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
+        self._check_places()
         parity = self._steps % 2
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
@@ -287,8 +289,26 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             pool=other.pool if other is not None else None,
             stream=self._streams.main_stream,
         )
-        self._graphs[parity] = captured
+        self._graphs[parity], self._captured_places = captured, self._places
         return captured
+
+    @property
+    def _places(self) -> list[Any]:
+        """Each module's exchange, and where it has rows and windows."""
+        return [(exchange, exchange.places) for exchange in map(exchange_of, self._modules)]
+
+    def _check_places(self) -> None:
+        """Check that what graphs read and write is still there.
+
+        Raises:
+            InputError: if it is not.
+        """
+        if any(self._graphs) and self._places != self._captured_places:
+            raise InputError(
+                "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
+                "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
+                "pipeline and make another one"
+            )
 
     @property
     def _counters(self) -> list[Counters]:

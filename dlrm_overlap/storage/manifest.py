@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.files import open_file, read_file
 
 FORMAT = 1
@@ -128,7 +128,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise DamagedError(f"{path} is not what was written ({' '.join(str(error).split()):.80})") from None
+        raise DamagedError(f"{path} is not what was written ({in_one_line(error):.80})") from None
 
 
 def _from_json(content: dict[str, Any]) -> Manifest:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dlrm_overlap.config import in_one_line
 from dlrm_overlap.files import open_file
 from dlrm_overlap.storage.manifest import DamagedError, Piece, StoredTensor, check_coverage
 from dlrm_overlap.storage.parts import Box, in_order_of_states, state_of
@@ -97,7 +98,7 @@ class OldCheckpoint:
             self.tensors = {name: self._tensor(name, *tensor, found) for name, tensor in found.items()}
             check_coverage(self.tensors)
         except Exception as error:  # a damaged pickle may raise anything, and has executed nothing
-            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            reason = error.strerror if isinstance(error, OSError) else in_one_line(error)
             raise DamagedError(f"{path / '.metadata'} cannot be read ({reason:.120})") from None
 
     def _tensor(
@@ -139,4 +140,4 @@ class OldCheckpoint:
                 raise ValueError("it has another size")
             return tensor
         except Exception as error:  # whatever zip and torch.load make of damaged bytes
-            raise DamagedError(f"{place} is not what was written ({' '.join(str(error).split()):.120})") from None
+            raise DamagedError(f"{place} is not what was written ({in_one_line(error):.120})") from None

@@ -86,10 +86,10 @@ class StandIn(CapturedStep):
         return output
 
 
-def _anew(arrived: ArrivedIds) -> ArrivedIds:
-    """Return the ids that are in the memory of some that arrived before."""
-    replicated = arrived.replicated
-    return ArrivedIds(_fresh(arrived.ids), arrived.batch, _fresh(replicated) if replicated is not None else None)
+def _anew(sent: tuple[KeyedJaggedTensor, ArrivedIds]) -> tuple[KeyedJaggedTensor, ArrivedIds]:
+    """Return the ids that are in the memory of some that were sent before, and arrived."""
+    given, (ids, batch, replicated) = sent
+    return given, ArrivedIds(_fresh(ids), batch, _fresh(replicated) if replicated is not None else None)
 
 
 def _fresh(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -20,7 +20,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.graphs.parts import dense_parameters
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
@@ -164,6 +166,27 @@ def _check_evaluations_within_a_segment() -> None:
     _assert_same(losses, expected, "loss")
     _assert_same_state(ours, theirs)
     _close(ours, theirs)
+
+
+def _check_forwards_beside_progress() -> None:
+    """A forward that is not the pipeline's is refused while a training batch's ids wait for it; the next step goes on.
+
+    It would look those ids up in place of its own batch's, and leave the training step without them.
+    """
+    ours, undisturbed = _trainer("graph"), _trainer("graph")
+    batches = _batches(ours)
+    losses = _train(ours, 0, 4, batches)
+    for training in (True, False):
+        ours.model.train(training)
+        with torch.no_grad(), pytest.raises(InputError, match="ids of another batch are under way"):
+            ours.model(_batch(ours, 9))
+    ours.model.train()
+    losses += _train(ours, 4, 8, batches)
+    _assert_same(losses, _train(undisturbed, 0, 8, _batches(undisturbed)), "loss")
+    ours.pipeline.reset()
+    with torch.no_grad():
+        ours.model(_batch(ours, 9))
+    _close(ours, undisturbed)
 
 
 def _check_evaluations_of_unlike_sizes() -> None:
@@ -351,6 +374,29 @@ def _check_captured_evaluations() -> None:
     assert taken["replayed"] >= 4
 
 
+def _check_moved_behind_the_capture() -> None:
+    """Graphs are not launched any more once what they use has been moved or given back."""
+
+    def move_rows(exchange: Exchange) -> None:
+        lookups: list[Any] = exchange._tables.lookups
+        for lookup in lookups:
+            lookup.weights_host = torch.nn.Parameter(lookup.weights_host.detach().clone())
+
+    for move in (Exchange.close, move_rows):
+        with captures() as taken:
+            trainer = _trainer("graph")
+            _train(trainer, 0, 8, batches := _batches(trainer))
+            replayed = taken["replayed"]
+            assert replayed >= 2
+            dist.barrier()
+            for exchange in exchanges(trainer.model):
+                move(exchange)
+            with pytest.raises(InputError, match="were moved or given back since"):
+                trainer.step(batches)
+            assert taken["replayed"] == replayed
+            _close(trainer)
+
+
 def _check_captured_models(kind: type[Model], reference: str, **kwargs: Any) -> None:
     with captures() as taken:
         _check_models(kind, reference, **kwargs)
@@ -367,6 +413,7 @@ CASES: dict[str, Callable[[], None]] = {
     "evaluations within a segment": _check_evaluations_within_a_segment,
     "evaluations of unlike sizes": _check_evaluations_of_unlike_sizes,
     "ends and resets": _check_ends_and_resets,
+    "forwards beside progress": _check_forwards_beside_progress,
     "refused batches": _check_refused_batches,
     "gradients sent as bf16": _check_gradient_dtype,
     "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
@@ -391,6 +438,7 @@ if INTERPRETED:
         "captured, evaluations within a segment": _check_captured_evaluations,
         "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),
         "captured, a model's own ids": partial(_check_captured_models, OwnIds, "none"),
+        "moved behind the capture": _check_moved_behind_the_capture,
     }
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.embedding.backends import id_carriers
+from dlrm_overlap.embedding.backends import carriers, id_carriers
+from dlrm_overlap.embedding.backends import puts as by_puts
+from dlrm_overlap.embedding.backends.carriers import rows_of_ranks
 from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding.protocol import cache, gradients
 from dlrm_overlap.embedding.protocol.crossing import arrival_regions
 from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import free_port
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
@@ -158,6 +162,36 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         assert_all_near(
             stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:"
         )
+
+
+def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int) -> None:
+    """By puts and by a collective: the addresses of a message's rows outlive other sizes, and the memory is one."""
+    for carrier, puts in ((carriers, False), (by_puts, True)):
+        stage, made = Stage(OWNERS, rank), list[weakref.ref[torch.Tensor]]()
+
+        def rows_of(*of: Any, made: list[weakref.ref[torch.Tensor]] = made) -> Windows:
+            windows = rows_of_ranks(*of)
+            made.append(weakref.ref(windows.addresses))
+            return windows
+
+        with without_streams(), patch.object(carrier, "rows_of_ranks", rows_of), patch.object(cache, "_MOST", 1):
+            options = ExchangeOptions(backend="pgas", backward="push", wait_timeout_s=1e-4)
+            reach = Reach(rank, HOSTS["2 of 2"], "emulated")
+            halves: Any = interpreted_halves(stage, _group(), options, 4, puts, reach)
+            at_once: list[int] = []
+            for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 1, 1, 1))):
+                with patch.object(cache, "is_capturing", lambda number=number: number == 0):
+                    inputs, expected = stage.inputs(number, sizes)
+                    step = Step(inputs, BatchSizes.of(sizes))
+                    halves.forward.start(step)
+                    assert_same(halves.forward.finish(step), expected, f"puts {puts}, step {number}")
+                    halves.forward.check()
+                at_once.append(len(made))
+        first, second = at_once[:2]
+        assert (rank == 1) == (first == 0), "rank 1 has nothing to send"
+        assert all(each() is not None for each in made[:first]), "a graph would read memory that has been given away"
+        assert not any(each() is not None for each in made[first:second]), "the cache is not bounded"
+        halves.close()
 
 
 def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJaggedTensor:

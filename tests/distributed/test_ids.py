@@ -234,12 +234,12 @@ def _check_steps(backend: str, sizes: Sizes) -> None:
     ours, theirs = stage.exchange(world(), backend), given.exchange(world(), backend)
     ours.take_ids(_keys(stage), _bound(stage, sizes))
     every = [[_batch(stage, sizes, step, r, SAMPLES, torch.int32) for r in range(2)] for step in range(6)]
-    sent = 0
+    mine, sent = list(map(_mine, every)), 0
     for step, batches in enumerate(every):
         while sent <= min(step + (step % 3 > 0), len(every) - 1):  # ahead, or as late as can be
-            ours.send_ids(_mine(every[sent]))
+            ours.send_ids(mine[sent])
             sent += 1
-        pooled = ours.start_sent(_mine(batches)).wait()
+        pooled = ours.start_sent(mine[step]).wait()
         expected = theirs.start(_as_inputs(given, batches), (SAMPLES,) * 2).wait()
         assert_same(pooled.detach(), expected.detach(), f"{backend}, step {step}")
         gradient = torch.randn(pooled.shape, generator=torch.Generator().manual_seed(10 * step + rank))

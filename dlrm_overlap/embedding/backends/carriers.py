@@ -5,14 +5,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from dlrm_overlap.embedding.backends.messages import MessageBuffers
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
@@ -83,27 +85,22 @@ class PooledByCollective(PooledCarrier):
 
     def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: DeviceLookup) -> None:
         self._crossing, self._lookup = crossing, lookup
-        self._buffers = MessageBuffers(context.group, context.options.wire_dtype, context.device)
-        self._windows: dict[BatchSizes, list[tuple[range, Windows]]] = {}
+        self._buffers = MessageBuffers(context, crossing.pooled(context.largest_batch))
+        self._windows = StepCache[BatchSizes, list[tuple[range, Windows]]]()
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool into the messages; `receive` sends them."""
-        if self._buffers.make_room(self._crossing.pooled(step.batch)):
-            self._windows.clear()
-        for host, windows in self._windows_of(step.batch):
+        for host, windows in self._windows.get(step.batch, partial(self._windows_of, step.batch)):
             self._lookup.store(windows, step, tables, host)
 
     def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
         """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
-        if batch not in self._windows:
-            make_room(self._windows)
-            by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
-            self._windows[batch] = [
-                (host, rows_of_ranks(by_host[host].within(self._buffers.sent), host, batch))
-                for host in self._crossing.reach.others
-                if host in by_host
-            ]
-        return self._windows[batch]
+        by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
+        return [
+            (host, rows_of_ranks(by_host[host].within(self._buffers.sent), host, batch))
+            for host in self._crossing.reach.others
+            if host in by_host
+        ]
 
     def receive(self, step: Step) -> None:
         """Send all messages and receive the other hosts', in one call."""
@@ -122,12 +119,11 @@ class GradientsByCollective(GradientCarrier):
 
     def __init__(self, context: ExchangeContext, crossing: Crossing) -> None:
         self._crossing, self._work = crossing, None
-        self._buffers = MessageBuffers(context.group, context.options.wire_dtype, context.device)
+        self._buffers = MessageBuffers(context, crossing.gradients(context.largest_batch))
 
     def send(self, step: Step, pack: Pack) -> None:
         """Fill the messages, and start to exchange them."""
         messages = self._crossing.gradients(step.batch)
-        self._buffers.make_room(messages)
         for message in messages.sent:
             if message.elements:
                 pack(message, message.within(self._buffers.sent))

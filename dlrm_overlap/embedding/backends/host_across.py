@@ -27,8 +27,7 @@ class _HostAcross(HostWindowForward):
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.columns_of([self.rank])
-        gathered = self.options.aggregate_bytes
-        self._buffers = MessageGroups(self.group, self.options.wire_dtype, self.device, gathered, way=0)
+        self._buffers = MessageGroups(context, self._crossing.pooled(context.largest_batch), way=0)
 
     def begin(self, step: Step) -> None:
         """Begin the step, then pool for the other hosts' ranks, and send group by group."""
@@ -73,8 +72,7 @@ class HostPushAcross(HostPush):
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.columns_of(self._reached)
-        gathered = self.options.aggregate_bytes
-        self._buffers = MessageGroups(self.group, self.options.wire_dtype, self.device, gathered, way=1)
+        self._buffers = MessageGroups(context, self._crossing.gradients(context.largest_batch), way=1)
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send what the owners of other hosts are due, group by group."""

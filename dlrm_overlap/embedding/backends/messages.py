@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.protocol.crossing import Message, Messages, arriving_windows
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.grouping import Grouping
@@ -19,25 +20,23 @@ _WAYS = 2  # forward and backward, whose groups are told apart by their tags
 
 
 class MessageBuffers:
-    """Memory for the messages that a rank sends in a step, and for those that it receives; it grows as needed.
+    """Memory for the messages that a rank sends in a step, and for those that it receives.
 
-    The messages of a step may be written once those of the step before have been sent, and received ones are there
-    until the next `exchange` begins: the caller orders both, on one stream or by waiting.
+    It is the same in all steps, since captured ones go on using it. The messages of a step may be written once those of
+    the step before have been sent, and received ones are there until the next `exchange` begins: the caller orders
+    both, on one stream or by waiting.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
-        self._group = group
-        self.sent, self.received = (torch.empty(0, dtype=dtype, device=device) for _ in range(2))
+    def __init__(self, context: ExchangeContext, largest: Messages) -> None:
+        """Make room for the messages of any step, of which those of the largest batch are the largest."""
+        self._group = context.group
+        self.sent, self.received = (
+            torch.empty(
+                sum(message.elements for message in each), dtype=context.options.wire_dtype, device=context.device
+            )
+            for each in largest
+        )
         """flat; the first elements are in use"""
-
-    def make_room(self, messages: Messages) -> bool:
-        """Have room for these messages; return whether the memory had to grow, and so is another one."""
-        sent, received = (sum(message.elements for message in each) for each in messages)
-        grows = self.sent.numel() < sent or self.received.numel() < received
-        if grows:
-            self.sent = self.sent.new_empty(max(sent, self.sent.numel()))
-            self.received = self.received.new_empty(max(received, self.received.numel()))
-        return grows
 
     def exchange(self, messages: Messages) -> Any:
         """Start to send and to receive, behind what is on the current stream, and return what waits for the end.
@@ -64,16 +63,13 @@ class MessageGroups(MessageBuffers):
     clock.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, aggregate_bytes: int, way: int
-    ) -> None:
-        """Begin without messages; `way` is the number of these among the `_WAYS` that cross at a time."""
-        super().__init__(group, dtype, device)
-        self._aggregate_bytes, self._way = aggregate_bytes, way
+    def __init__(self, context: ExchangeContext, largest: Messages, way: int) -> None:
+        """Make room as `MessageBuffers`; `way` is the number of these among the `_WAYS` that cross at a time."""
+        super().__init__(context, largest)
+        self._aggregate_bytes, self._way = context.options.aggregate_bytes, way
 
     def send(self, messages: Messages, fill: Fill) -> "GroupsOnTheirWay":
         """Ask for all that is received, then fill and send group after group; return what waits for both."""
-        self.make_room(messages)
         work: list[Any] = []
         for message in messages.received:
             rows = message.within(self.received)

@@ -22,8 +22,9 @@ from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_
 from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.device.rules import DeviceRules
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import Step, make_room
+from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
@@ -45,7 +46,7 @@ class Pushed:
     """what goes where, one for each dim"""
     flags: PartFlags
     """to raise when a part is stored"""
-    launches: dict[tuple[Any, ...], list[Launch]] = field(default_factory=dict)
+    launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
     """those that store parts of them, by all that they were made of beside this"""
 
 
@@ -206,9 +207,9 @@ class Push(WindowBackward):
         """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does."""
         parity = self.windows.epoch % 2
         key = parity, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
-        launches = pushed.launches.get(key)
-        if launches is None:
-            launches = pushing_gradients(
+        launches = pushed.launches.get(
+            key,
+            lambda: pushing_gradients(
                 gradient,
                 pushed.tables,
                 self._peers[parity],
@@ -222,9 +223,8 @@ class Push(WindowBackward):
                 programs=self.programs,
                 first_part=first,
                 end_part=end,
-            )
-            make_room(pushed.launches)
-            pushed.launches[key] = launches
+            ),
+        )
         for launch in launches:
             launch(gradient, self.windows.counter.argument)
 

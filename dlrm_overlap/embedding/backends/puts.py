@@ -3,14 +3,17 @@
 `message_heap` has their memory, and why nobody overwrites it too early.
 """
 
+from functools import partial
+
 import torch
 
 from dlrm_overlap.embedding.backends.carriers import GradientCarrier, Pack, PooledCarrier, rows_of_ranks
 from dlrm_overlap.embedding.backends.message_heap import MessageHeap
 from dlrm_overlap.embedding.device.lookup import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.crossing import Crossing
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
@@ -32,7 +35,8 @@ class PooledByPuts(PooledCarrier):
         self._features = sum(map(len, lookup.pooled_together))
         parts, longest_wait_us = self._heap.most_parts, context.options.aggregate_us
         self._gathered = [Gathered.of(parts, longest_wait_us, context.device) for _ in reach.others]
-        self._tables: dict[BatchSizes, dict[tuple[int, int], Windows]] = {}
+        self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
+        """by number of the other host and parity, where its ranks' rows begin in the message to it"""
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool for the other hosts, the next one first, and put parts, gathered in groups."""
@@ -44,7 +48,8 @@ class PooledByPuts(PooledCarrier):
             if not message.elements:
                 heap.put(number, message, 0)
                 continue
-            windows, out = self._rows(step.batch)[number, parity], heap.outgoing(number, message, parity)
+            windows = self._tables.get(step.batch, partial(self._rows, step.batch))[number, parity]
+            out = heap.outgoing(number, message, parity)
             parts = heap.parts(step.batch.most, message.pitch)
             for shards, table in zip(lookup.pooled_together, tables, strict=True):
                 put_pooled(
@@ -64,16 +69,12 @@ class PooledByPuts(PooledCarrier):
 
     def _rows(self, batch: BatchSizes) -> dict[tuple[int, int], Windows]:
         """Return, by number of the other host and parity, where its ranks' rows begin in the message to it."""
-        if batch not in self._tables:
-            make_room(self._tables)
-            messages = self._crossing.pooled(batch).sent
-            self._tables[batch] = {
-                (number, parity): rows_of_ranks(self._heap.staged(number, message, parity), message.host, batch)
-                for number, message in enumerate(messages)
-                for parity in (0, 1)
-                if message.elements
-            }
-        return self._tables[batch]
+        return {
+            (number, parity): rows_of_ranks(self._heap.staged(number, message, parity), message.host, batch)
+            for number, message in enumerate(self._crossing.pooled(batch).sent)
+            for parity in (0, 1)
+            if message.elements
+        }
 
     def receive(self, step: Step) -> None:
         """Each message is awaited where it is passed on."""
@@ -101,7 +102,7 @@ class PooledByPuts(PooledCarrier):
 
     def close(self) -> None:
         """Give the heap back."""
-        self._tables = {}
+        self._tables.clear()
         self._heap.close()
 
 

@@ -1,6 +1,7 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from dlrm_overlap.embedding.backends.zero_copy import OwnFlags, ZeroCopyForward
 from dlrm_overlap.embedding.device.lookup import type_and_place
 from dlrm_overlap.embedding.device.peers import flags_among
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.protocol.step import Step, make_room
+from dlrm_overlap.embedding.protocol.cache import StepCache
+from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import (
     Bags,
@@ -83,10 +85,8 @@ class SlicedForward(ZeroCopyForward):
         super().__init__(context, windows)
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
-        self._puts: dict[tuple[Any, ...], PreparedPut] = {}
+        self._puts = StepCache[tuple[Any, ...], PreparedPut]()
         """by all that they were made of, but `_states`; of these as they are"""
-        self._captured: dict[tuple[Any, ...], PreparedPut] = {}
-        """those of captured steps, whose graphs go on reading what they hold when `_puts` has forgotten them"""
         self.traces: dict[int, torch.Tensor] = {}
         """under `options.trace`: what each kernel records, see `TRACE_COLUMNS`"""
 
@@ -107,13 +107,7 @@ class SlicedForward(ZeroCopyForward):
             values, offsets = ids.values(), ids.offsets()
             short = has_short_bags(values, offsets)
             key = table, windows, step.batch, short, *type_and_place(values), *type_and_place(offsets)
-            put = self._puts.get(key)
-            if put is None:
-                put = self._prepare(i, table, windows, flags, step)
-                make_room(self._puts)
-                self._puts[key] = put
-            if self.order.active:
-                self._captured[key] = put
+            put = self._puts.get(key, partial(self._prepare, i, table, windows, flags, step))
             self.launch(i, put, step, values, offsets)
 
     def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> PreparedPut:
@@ -179,7 +173,7 @@ class SlicedForward(ZeroCopyForward):
             state, self.traces[i] = replace(state, trace=trace), trace
         if state is not before:
             self._states[i] = state
-            self._puts.clear()
+            self._puts.forget()
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:
@@ -202,5 +196,6 @@ class SlicedForward(ZeroCopyForward):
 
     def close(self) -> None:
         """Forget the windows, what has a view of them, and what else is as large."""
-        self._states, self.traces, self._puts, self._captured = {}, {}, {}, {}
+        self._states, self.traces = {}, {}
+        self._puts.clear()
         super().close()

@@ -57,7 +57,7 @@ class CopiedSlicesForward(SlicedForward):
             size = bags.samples_per_rank, self.world_size
             launch = CopiedLaunch(columns, table.dim, *size, self.options.wire_dtype, self.device)
             self._launches[i] = launch
-            self._puts.clear()
+            self._puts.forget()
         return replace(super().state(i, bags, table, tuning), regions=launch.regions)
 
     def launch(self, i: int, put: PreparedPut, step: Step, values: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -12,18 +12,19 @@ issued behind a wait for each.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.forward.slices import Regions
 from dlrm_overlap.kernels.schedule import staggered_peers
 
 _REGION_BYTES = 4 << 20  # a copy's fixed cost is a fifth of its time then (docs/results/collectives.md)
-_MOST_BATCHES = 64  # sizes of batches whose copies are kept
 _MOST_REGIONS = 8  # of a destination: so the first copy starts early, and the host issues few
 
 
@@ -77,7 +78,7 @@ class CopiedLaunch:
         of = [number for number, region in enumerate(self.cut) for _ in range(region.count)]
         finished = torch.zeros(world_size, len(self.cut), dtype=torch.int64, device=device)
         self.regions = Regions(torch.tensor(of, dtype=torch.int32, device=device), finished)
-        self._copies: dict[tuple[str, int, BatchSizes, int], list[tuple[int, list[_Awaited]]]] = {}
+        self._copies = StepCache[tuple[str, int, BatchSizes, int], list[tuple[int, list[_Awaited]]]]()
 
     def begin(self) -> None:
         """Set the counters back, on the kernel's stream and before it.
@@ -103,11 +104,7 @@ class CopiedLaunch:
             slices: of a feature for a destination.
         """
         key = windows.name, staging.data_ptr(), batch, rows
-        if key not in self._copies:
-            if len(self._copies) >= _MOST_BATCHES:
-                self._copies.clear()
-            self._copies[key] = self._prepare(windows, staging, batch, rows)
-        for peer, copies in self._copies[key]:
+        for peer, copies in self._copies.get(key, partial(self._prepare, windows, staging, batch, rows)):
             for counter, features, copy in copies:
                 engine.wait_counter(counter, features * slices)
                 engine.issue(copy)

@@ -1,11 +1,13 @@
 """The kernels that bring the ids of some features here, out of the windows in which ranks have published them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from dlrm_overlap.comm.record import Record
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.crossing import published_window
 from dlrm_overlap.embedding.protocol.ids import IdLayout
 from dlrm_overlap.embedding.protocol.windows import WindowPair
@@ -42,36 +44,36 @@ class IdPull:
         self._published = [Published(each, ids.offsets_at, *numbers) for each in addresses]
         room = ids.arriving(features, self._sources)
         self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]
-        self._places: dict[int, _DevicePlaces] = {}
+        self._places = StepCache[int, _DevicePlaces]()
+        """by samples of a rank"""
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self._device)
 
     def _places_of(self, samples: int) -> _DevicePlaces:
-        """Return what batches of `samples` need, made when they first appear; that allocates memory."""
-        if samples not in self._places:
-            sources, features = self._sources, len(self._features)
-            total = samples * sum(most for _, most in self._ids.bound.bag_sizes.values())
-            values = self._values
-            if self._known:
-                firsts, counts, arrivals, starts = self._ids.known_places(self._features, sources, samples)
-                places = Places(self._tensor(firsts), self._tensor(counts), self._tensor([*arrivals, starts[-1]]))
-                offsets = [self._ids.known_offsets(self._features, sources * samples).to(self._device)] * 2
-                values = [each[: starts[-1]] for each in values]
-            else:
-                pairs = features * sources
-                places = Places(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
-                offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
-            capacities = [self._ids.capacity[feature] for feature in self._features]
-            padded = 0 if self._known else self._values[0].numel()
-            tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
-            arrived = list(zip(values, offsets, strict=True))
-            self._places[samples] = _DevicePlaces(places, self._tensor(tasks).reshape(len(tasks), 3), total, arrived)
-        return self._places[samples]
+        """Return what batches of `samples` need; that allocates memory."""
+        sources, features = self._sources, len(self._features)
+        total = samples * sum(most for _, most in self._ids.bound.bag_sizes.values())
+        values = self._values
+        if self._known:
+            firsts, counts, arrivals, starts = self._ids.known_places(self._features, sources, samples)
+            places = Places(self._tensor(firsts), self._tensor(counts), self._tensor([*arrivals, starts[-1]]))
+            offsets = [self._ids.known_offsets(self._features, sources * samples).to(self._device)] * 2
+            values = [each[: starts[-1]] for each in values]
+        else:
+            pairs = features * sources
+            places = Places(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
+            offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
+        capacities = [self._ids.capacity[feature] for feature in self._features]
+        padded = 0 if self._known else self._values[0].numel()
+        tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
+        arrived = list(zip(values, offsets, strict=True))
+        return _DevicePlaces(places, self._tensor(tasks).reshape(len(tasks), 3), total, arrived)
 
     def __call__(self, samples: int, parity: int, check: bool) -> Bags:
         """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""
-        found, published, status = self._places_of(samples), self._published[parity], self.record.status
+        found = self._places.get(samples, partial(self._places_of, samples))
+        published, status = self._published[parity], self.record.status
         place_ids(published, found.places, status, samples, not self._known, found.total)
         values, offsets = found.arrived[parity]
         lengths = not self._known

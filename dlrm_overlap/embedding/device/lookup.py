@@ -1,6 +1,7 @@
 """The lookup on GPUs: which kernels pool this rank's bags, where each finds its rows, and ids outside their table."""
 
 from collections.abc import Mapping
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -9,8 +10,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, make_room
+from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.kernels.arguments import (
@@ -56,18 +58,16 @@ class DeviceLookup:
         self.record = Record(self._device)
         self._storage: tuple[int, ...] | None = None
         self._tables: list[FeatureTable] = []
-        self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
-        self._destinations: dict[tuple[int, int, torch.dtype, BatchSizes], Windows] = {}
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._first_samples = StepCache[tuple[BatchSizes, range | None], torch.Tensor]()
+        self._destinations = StepCache[tuple[int, int, torch.dtype, BatchSizes], Windows]()
+        self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of; of the tables as they are"""
-        self._captured: dict[tuple[Any, ...], Any] = {}
-        """what captured steps read: their graphs go on doing so when it has been forgotten elsewhere"""
 
     def tables(self) -> list[FeatureTable]:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
         if (storage := self._rows.storage()) != self._storage:
             self._tables = [self._table(shards) for shards in self.pooled_together]
-            self._launches.clear()
+            self._launches.forget()
             self._storage = storage
         return self._tables
 
@@ -88,16 +88,11 @@ class DeviceLookup:
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor:
         """Return [R + 1] int32 on the device: the first sample of each of R ranks, and the end; None are all ranks."""
-        key = batch, ranks
-        found = self._first_samples.get(key)
-        if found is None:
-            make_room(self._first_samples)
-            first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
-            found = torch.tensor(first, dtype=torch.int32, device=self._device)
-            self._first_samples[key] = found
-        if self._context.order.active:
-            self._captured[key] = found
-        return found
+        return self._first_samples.get((batch, ranks), partial(self._first_of, batch, ranks))
+
+    def _first_of(self, batch: BatchSizes, ranks: range | None) -> torch.Tensor:
+        first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
+        return torch.tensor(first, dtype=torch.int32, device=self._device)
 
     def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
         """Return the ids of the kernel that pools `shards` for the samples of `ranks`, None for all."""
@@ -119,14 +114,12 @@ class DeviceLookup:
     def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
         """Return the rows [b_w, D_local] of each rank w in a send buffer [B, D_local], as windows to store into."""
         key = send.data_ptr(), send.shape[1], send.dtype, step.batch
-        found = self._destinations.get(key)
-        if found is None:
-            make_room(self._destinations)
-            row_bytes = send.shape[1] * send.dtype.itemsize
-            addresses = send.data_ptr() + self.first_samples(step.batch)[:-1].long() * row_bytes
-            found = Windows(addresses, send.shape[1], send.dtype, gcd(16, row_bytes))
-            self._destinations[key] = found
-        return found
+        return self._destinations.get(key, partial(self._rows_in, send, step.batch))
+
+    def _rows_in(self, send: torch.Tensor, batch: BatchSizes) -> Windows:
+        row_bytes = send.shape[1] * send.dtype.itemsize
+        addresses = send.data_ptr() + self.first_samples(batch)[:-1].long() * row_bytes
+        return Windows(addresses, send.shape[1], send.dtype, gcd(16, row_bytes))
 
     def store(self, windows: Windows, step: Step, tables: list[FeatureTable], ranks: range | None = None) -> None:
         """Pool every bag of the samples of `ranks`, None for all, into its rank's window, by the zero-copy kernel.
@@ -142,15 +135,21 @@ class DeviceLookup:
             values, offsets = ids.values(), ids.offsets()
             short = has_short_bags(values, offsets)
             key = table, windows, step.batch, ranks, short, *type_and_place(values), *type_and_place(offsets)
-            launch = self._launches.get(key)
-            if launch is None:
-                options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
-                launch = storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
-                make_room(self._launches)
-                self._launches[key] = launch
-            if self._context.order.active:
-                self._captured[key] = launch
+            launch = self._launches.get(key, partial(self._storing, shards, table, windows, step, ranks, short))
             launch(values, offsets)
+
+    def _storing(
+        self,
+        shards: list[FeatureShard],
+        table: FeatureTable,
+        windows: Windows,
+        step: Step,
+        ranks: range | None,
+        short: bool,
+    ) -> Launch:
+        """Return the launch by which `store` pools `shards` in steps like this one."""
+        options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
+        return storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
         """Raise what a kernel has recorded; under bounds check WARNING, log an id outside its table.

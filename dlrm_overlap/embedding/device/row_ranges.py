@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import make_room
 from dlrm_overlap.embedding.tables import StoredRows
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
@@ -76,9 +77,9 @@ class InputRows:
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
-        self._infos: dict[tuple[int, int], tuple[int, int]] = {}
+        self._infos = StepCache[tuple[int, int], tuple[int, int]]()
         """by samples and features, the bits of an info that hold the sample, and their mask"""
-        self._preparations: dict[tuple[Any, ...], Preparation] = {}
+        self._preparations = StepCache[tuple[Any, ...], Preparation]()
         """by all that they were made of, but the ids, whose types are among it"""
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
@@ -142,10 +143,9 @@ class InputRows:
         if values.numel() == 0:
             return None
         features = (offsets.numel() - 1) // samples
-        if (samples, features) not in self._infos:
-            make_room(self._infos)
-            self._infos[samples, features] = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
-        bits, mask = self._infos[samples, features]
+        bits, mask = self._infos.get(
+            (samples, features), partial(torch.ops.fbgemm.get_infos_metadata, values, samples, features)
+        )
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
             self._keys(features),
@@ -157,12 +157,7 @@ class InputRows:
         )
         found = SortedIds(keys, starts, count, infos, bits, offsets, samples)
         key = samples, features, row_units, keys.dtype, offsets.dtype
-        prepare = self._preparations.get(key)
-        if prepare is None:
-            prepare = Preparation(found, self.input_features, row_units)
-            make_room(self._preparations)
-            self._preparations[key] = prepare
-        return prepare(found)
+        return self._preparations.get(key, partial(Preparation, found, self.input_features, row_units))(found)
 
 
 def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """The numbers of the rows' optimizers in device memory, where kernels read them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.step import UpdateRule
-
-_MOST_RULES = 64  # learning rates whose numbers stay in memory
 
 
 class DeviceRules:
@@ -19,7 +19,7 @@ class DeviceRules:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_value: dict[tuple[float, float], torch.Tensor] = {}
+        self._by_value = StepCache[tuple[float, float], torch.Tensor]()
         self._in_place: list[tuple[tuple[float, float], torch.Tensor]] = []
 
     def numbers(self, rules: Sequence[UpdateRule], lookup: int) -> torch.Tensor:
@@ -27,11 +27,7 @@ class DeviceRules:
         if self._in_place:
             return self._in_place[lookup][1]
         value = _value_of(rules[lookup])
-        if value not in self._by_value:
-            if len(self._by_value) == _MOST_RULES:
-                self._by_value.clear()
-            self._by_value[value] = self._make(value)
-        return self._by_value[value]
+        return self._by_value.get(value, partial(self._make, value))
 
     def keep_in_place(self, rules: Sequence[UpdateRule]) -> None:
         """Overwrite the numbers that differ from `rules`, behind what is issued on the current stream."""

@@ -17,6 +17,7 @@ one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,8 +25,9 @@ import torch
 
 from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.embedding.protocol.cache import StepCache
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes, make_room
+from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.protocol.windows import WindowSpec
 
 _ROW_BYTES = 16  # divide every row, so that kernels read and write 16 bytes at a time
@@ -67,8 +69,7 @@ class Crossing:
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype) -> None:
         self.reach, self._layout = reach, layout
         self._unit = _ROW_BYTES // wire_dtype.itemsize
-        self._pooled: dict[BatchSizes, Messages] = {}
-        self._gradients: dict[BatchSizes, Messages] = {}
+        self._pooled, self._gradients = (StepCache[BatchSizes, Messages]() for _ in range(2))
 
     def columns_of(self, ranks: Sequence[int]) -> Mapping[FeatureShard, int]:
         """Return the first column of each shard of `ranks` in a row that has those of all of them, in order."""
@@ -88,22 +89,22 @@ class Crossing:
 
     def pooled(self, batch: BatchSizes) -> Messages:
         """Return the messages of pooled embeddings."""
-        if batch not in self._pooled:
-            reach, here = self.reach, self._samples(self.reach.here, batch)
-            mine = self.pitch([reach.rank])
-            sent = [(self._samples(host, batch), mine) for host in self._other_hosts]
-            received = [(here, self.pitch([source])) for source in reach.sources]
-            self._remember(self._pooled, batch, sent, received)
-        return self._pooled[batch]
+        return self._pooled.get(batch, partial(self._pooled_of, batch))
+
+    def _pooled_of(self, batch: BatchSizes) -> Messages:
+        reach, here = self.reach, self._samples(self.reach.here, batch)
+        mine = self.pitch([reach.rank])
+        sent = [(self._samples(host, batch), mine) for host in self._other_hosts]
+        return self._messages(sent, [(here, self.pitch([source])) for source in reach.sources])
 
     def gradients(self, batch: BatchSizes) -> Messages:
         """Return the messages of their gradients."""
-        if batch not in self._gradients:
-            reach, each = self.reach, batch.per_rank
-            sent = [(each[reach.rank], self.pitch(host)) for host in self._other_hosts]
-            received = [(each[source], self.pitch(reach.here)) for source in reach.sources]
-            self._remember(self._gradients, batch, sent, received)
-        return self._gradients[batch]
+        return self._gradients.get(batch, partial(self._gradients_of, batch))
+
+    def _gradients_of(self, batch: BatchSizes) -> Messages:
+        reach, each = self.reach, batch.per_rank
+        sent = [(each[reach.rank], self.pitch(host)) for host in self._other_hosts]
+        return self._messages(sent, [(each[source], self.pitch(reach.here)) for source in reach.sources])
 
     @property
     def _other_hosts(self) -> Sequence[range]:
@@ -113,18 +114,11 @@ class Crossing:
     def _samples(host: range, batch: BatchSizes) -> int:
         return batch.first_sample[host.stop] - batch.first_sample[host.start]
 
-    def _remember(
-        self,
-        known: dict[BatchSizes, Messages],
-        batch: BatchSizes,
-        sent: Sequence[tuple[int, int]],
-        received: Sequence[tuple[int, int]],
-    ) -> None:
-        """Keep the messages whose rows and pitches these are."""
-        make_room(known)
+    def _messages(self, sent: Sequence[tuple[int, int]], received: Sequence[tuple[int, int]]) -> Messages:
+        """Return the messages whose rows and pitches these are."""
         reach = self.reach
         to = [reach.relay(reach.rank, host) for host in self._other_hosts]
-        known[batch] = Messages(self._laid_out(to, sent), self._laid_out(reach.sources, received))
+        return Messages(self._laid_out(to, sent), self._laid_out(reach.sources, received))
 
     def _laid_out(self, peers: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[Message]:
         starts = [0, *accumulate(rows * pitch for rows, pitch in shapes)]

@@ -1,7 +1,7 @@
 """One step through the embedding stage: its batch, and what its parts hand on to each other."""
 
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -9,34 +9,29 @@ from typing import Any, NamedTuple
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-_MOST_SIZES = 64  # batch sizes of which something is remembered: they rarely change
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BatchSizes:
     """How many samples each rank has in a step. Example: 3 and 2 samples; `first_sample` (0, 3, 5), `total` 5."""
 
     per_rank: tuple[int, ...]
     """samples of each rank, b"""
-    first_sample: tuple[int, ...]
+    first_sample: tuple[int, ...] = field(compare=False)
     """each rank's first sample in the global batch, and then B"""
-    total: int
+    total: int = field(compare=False)
     """samples of all ranks, B"""
-    most: int
+    most: int = field(compare=False)
     """samples of the rank that has most"""
 
+    def __hash__(self) -> int:  # steps find by it, several times each, what was made for their sizes
+        return self.total
+
     @staticmethod
-    @lru_cache(maxsize=_MOST_SIZES)
+    @lru_cache
     def of(per_rank: tuple[int, ...]) -> "BatchSizes":
-        """Return the sizes with what follows from them; the same object for the same sizes."""
+        """Return the sizes with what follows from them."""
         first = (0, *accumulate(per_rank))
         return BatchSizes(per_rank, first, first[-1], max(per_rank))
-
-
-def make_room(known: MutableMapping[Any, Any]) -> None:
-    """Forget all that is `known` by batch sizes when that is for as many as are kept, before one more is added."""
-    if len(known) >= _MOST_SIZES:
-        known.clear()
 
 
 class UpdateRule(NamedTuple):

@@ -14,10 +14,12 @@ from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.embedding.backends.base import Forward, WindowForward
 from dlrm_overlap.embedding.backends.host import HostPush
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.protocol import cache
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Tuning
+from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
@@ -433,18 +435,29 @@ def _move(stage: Stage, *moved: str) -> None:
 def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
     world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrm_overlap.embedding.protocol.step._MOST_SIZES", 2)
+    monkeypatch.setattr(cache, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
-    options = ExchangeOptions(backend=backend, slice_bags=2, wait_timeout_s=20.0)
+    options = ExchangeOptions(backend=backend, put="stores", slice_bags=2, trace=True, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
+    made: list[weakref.ref[Any]] = []
+    launched = Launch.__call__
+
+    def launch(self: Launch, *changed: Any, **how: Any) -> None:
+        made.append(weakref.ref(self))
+        launched(self, *changed, **how)
+
+    with without_streams(), monkeypatch.context() as capture:
+        capture.setattr(Launch, "__call__", launch)
+        capture.setattr(cache, "is_capturing", lambda: True)
+        _assert_pooled(stage, forward, 0, 3, torch.int64, factor=1)
     with without_streams():
-        forward.order.begin()
-        _assert_pooled(stage, forward, 0, 4, torch.int64, factor=1)
-        forward.order.end()
-        read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((4,)), forward.reached))
-        for number, samples in enumerate((1, 2, 3, 1, 2, 3), 1):
+        read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached))
+        for number, samples in enumerate((1, 2, 4, 1, 2, 4), 1):  # 4 need more memory, and a trace has one size
             _assert_pooled(stage, forward, number, samples, torch.int64, factor=1)
-    assert read() is not None, "a graph would read memory that has been given away"
+    gone = "a graph would read memory that has been given away"
+    assert read() is not None, gone
+    assert made, "nothing was launched"
+    assert all(each() is not None for each in made), gone
     forward.close()
 
 

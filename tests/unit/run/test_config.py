@@ -11,6 +11,7 @@ from dlrm_overlap.config import (
     ModelConfig,
     TablesConfig,
     TrainConfig,
+    in_one_line,
     parse_multi_hot,
 )
 from tests.conftest import configuration
@@ -18,6 +19,11 @@ from tests.conftest import configuration
 
 def _quickstart(*options: str) -> Config:
     return configuration("--config", "configs/quickstart.yaml", *options)
+
+
+def test_errors_of_others_fit_into_one_line() -> None:
+    assert in_one_line(OSError("no  room\n\tfor 3 bytes\n")) == "no room for 3 bytes"
+    assert in_one_line(ValueError()) == ""
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])

@@ -10,6 +10,7 @@ from tests.gpu.exchange.checks import (
     gemm,
     graphs,
     hosts,
+    lifetimes,
     lookups,
     overlap,
     streams,
@@ -34,6 +35,7 @@ CHECKS = (
     | gemm.CHECKS
     | training.CHECKS
     | graphs.CHECKS
+    | lifetimes.CHECKS
     | tensor_parallel.CHECKS
     | hosts.CHECKS
     | faults.LOST_PEERS

@@ -1,0 +1,229 @@
+"""What captured steps read stays theirs, whatever comes between them: other sizes, another state, another model."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.options import PUTS
+from dlrm_overlap.embedding.protocol import cache
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.trainer import Trainer
+from tests.agreement import assert_all_near
+from tests.gpu.exchange.checks.graphs import graph_config
+from tests.gpu.exchange.checks.training import SAMPLES, make_trainer, rows_of, train_steps
+from tests.gpu.exchange.place import Check, Place
+
+_BORDERS = (0, 5, 9, 10, 17, 20)  # of segments: one that ends with a single graph captured, one of a single step
+_BETWEEN = (3, 4, 6, 12, 13, 16)  # steps behind which there are evaluations: of one graph captured, and of both
+_SIZES = (1, 7, 200, 3, 64, 33, 250, 90, 5, 17)  # samples a rank, at fixed room for ids: short bags and long ones
+_MOST = 4  # values that are kept of each kind: fewer than sizes, and as many as a step asks for
+_GARBAGE = 2**30 + 1  # two of them are an address that no memory has
+
+Between = Callable[[Trainer, int], None]
+
+
+def _train(place: Place, trainers: Sequence[Trainer], between: Between) -> list[list[float]]:
+    """Return each trainer's losses; they take their steps in turns, and behind each step is what `between` does."""
+    losses: list[list[torch.Tensor]] = [[] for _ in trainers]
+    for first, end in pairwise(_BORDERS):
+        segments = []
+        for trainer in trainers:
+            trainer.pipeline.reset()
+            starts = [(step * place.world_size + place.rank) * SAMPLES for step in range(first, end)]
+            segments.append(iter([trainer.train_data.read(start, SAMPLES) for start in starts]))
+        for step in range(first, end):
+            for trainer, segment, taken in zip(trainers, segments, losses, strict=True):
+                trainer.learning_rate.set(step)
+                taken.append(trainer.step(segment).detach().clone())
+                between(trainer, step)
+    place.synchronize()
+    return [torch.stack(taken).tolist() for taken in losses]
+
+
+def _nothing(trainer: Trainer, step: int) -> None:
+    """Let steps follow each other."""
+
+
+def _run(place: Place, config: Config, between: Between) -> tuple[list[float], dict[Any, torch.Tensor]]:
+    """Return the losses of a run, and its rows."""
+    trainer = make_trainer(place, config)
+    (losses,) = _train(place, [trainer], between)
+    rows = rows_of(trainer)
+    trainer.assembled.check()
+    place.meet()
+    trainer.close()
+    return losses, rows
+
+
+def _evaluate(place: Place, trainer: Trainer, sizes: Sequence[int]) -> None:
+    trainer.model.eval()
+    with torch.no_grad():
+        for size in sizes:
+            trainer.pipeline.progress(iter([trainer.train_data.read(place.rank * SAMPLES, size)]))
+    trainer.model.train()
+
+
+def _fill_freed(place: Place, trainer: Trainer) -> list[torch.Tensor]:
+    """Return tensors of garbage in memory that was given away, on each stream that steps allocate on."""
+    if not place.on_gpu:
+        return []
+    pipeline: Any = trainer.pipeline
+    owners: list[Any] = [pipeline._streams, *exchanges(trainer.model)]
+    owners += [part for exchange in exchanges(trainer.model) for part in exchange._halves or () if part is not None]
+    streams = [each for owner in owners for each in vars(owner).values() if isinstance(each, torch.cuda.Stream)]
+    held: list[torch.Tensor] = []
+    for stream in {torch.cuda.default_stream(place.device), *streams}:
+        with torch.cuda.stream(stream):
+            for words in (2, 130, 520, 2100, 8300):
+                held += [torch.full((words,), _GARBAGE, dtype=torch.int32, device=place.device) for _ in range(60)]
+    place.synchronize()
+    return held
+
+
+@contextmanager
+def _others_between(place: Place) -> Iterator[Between]:
+    """Yield what evaluates batches of more sizes than are remembered, and then takes the memory of the forgotten."""
+    held: list[torch.Tensor] = []
+
+    def between(trainer: Trainer, step: int) -> None:
+        if step in _BETWEEN:
+            _evaluate(place, trainer, _SIZES)
+            held.extend(_fill_freed(place, trainer))
+
+    with patch.object(cache, "_MOST", _MOST):
+        yield between
+
+
+def _check_sizes(place: Place, known: bool, data_parallel: bool = False, **embedding: Any) -> None:
+    """Evaluations of many sizes between captured steps change no bit of these."""
+    config = graph_config(place, embedding.pop("backend"), "rowwise_adagrad", known, data_parallel)
+    config = replace(config, embedding=replace(config.embedding, **embedding))
+    if config.embedding.hosts != 1:  # between hosts, dense gradients are summed by a collective
+        config = replace(config, train=replace(config.train, dense_reduce="collective"))
+    expected, expected_rows = _run(place, config, _nothing)
+    with _others_between(place) as between:
+        losses, rows = _run(place, config, between)
+    assert losses == expected, f"losses {losses}, not {expected}"
+    assert_all_near(rows, expected_rows, 0.0, "rows:")
+
+
+def _check_reload(place: Place, precision: str) -> None:
+    """A checkpoint that is loaded behind captured steps is gone on from by the same graphs, to the last bit."""
+    config = graph_config(place, "fused", "rowwise_adagrad", known=True)
+    trainer = make_trainer(place, replace(config, train=replace(config.train, precision=precision)))  # type: ignore[arg-type]
+    train_steps(place, trainer, 0, 12)
+    checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
+    checkpointer.save(12, trainer.model, trainer.optimizer)
+    expected = train_steps(place, trainer, 12, 20)
+    expected_rows = rows_of(trainer)
+    assert checkpointer.load(checkpointer.folder / "step_12", trainer.model, trainer.optimizer) == 12
+    losses = train_steps(place, trainer, 12, 20)
+    assert losses == expected, f"losses {losses}, not {expected}"
+    assert_all_near(rows_of(trainer), expected_rows, 0.0, "rows:")
+    place.meet()
+    trainer.close()
+
+
+def _check_device_batches(place: Place) -> None:
+    """Batches that the caller's stream makes on the device, late, are read when they are there."""
+    config, samples = graph_config(place, "pgas", "rowwise_adagrad", known=True), place.world_size * SAMPLES
+    steps = _BORDERS[-1]
+    first = make_trainer(place, config)
+    expected = train_steps(place, first, 0, steps)
+    place.meet()
+    first.close()
+    trainer, made = make_trainer(place, config), deque[Batch]()
+    starts = [step * samples + place.rank * SAMPLES for step in range(steps)]
+    known = [trainer.train_data.read(start, SAMPLES).to(place.device) for start in starts]
+    place.synchronize()
+    batches, losses = iter(lambda: made.popleft() if made else None, None), list[torch.Tensor]()
+    for step in range(steps):
+        for batch in known[step + 2 if step else 0 : step + 3]:  # this step reads one ahead, the first one three
+            if place.on_gpu:
+                torch.cuda._sleep(2_000_000)
+            ids = batch.sparse
+            copied = KeyedJaggedTensor(ids.keys(), ids.values().clone(), lengths=ids.lengths().clone())
+            made.append(Batch(batch.dense.clone(), copied, batch.labels.clone()))
+        trainer.learning_rate.set(step)
+        losses.append(trainer.step(batches).detach().clone())
+    total = torch.stack(losses)
+    dist.all_reduce(total, group=place.group)
+    assert (found := (total / place.world_size).tolist()) == expected, f"losses {found}, not {expected}"
+    place.meet()
+    trainer.close()
+
+
+def _check_closed(place: Place) -> None:
+    """Graphs are not launched once the windows are gone that they use."""
+    trainer = make_trainer(place, graph_config(place, "fused", "rowwise_adagrad", known=True))
+    train_steps(place, trainer, 0, 12)
+    place.meet()
+    for exchange in exchanges(trainer.model):
+        exchange.close()
+    told = ""
+    try:
+        train_steps(place, trainer, 12, 13)
+    except InputError as error:
+        told = str(error)
+    assert ("were moved or given back since" in told) == place.on_gpu, told or "a graph was launched"
+    place.meet()
+    trainer.close()
+
+
+def _check_two_models(place: Place) -> None:
+    """Two models of one process, whose steps are captured and launched in turns, learn as each does alone."""
+    configs = [
+        graph_config(place, "pgas", "rowwise_adagrad", known=True),
+        graph_config(place, "fused", "adagrad", known=False),
+    ]
+    alone = [_run(place, config, _nothing) for config in configs]
+    trainers = [make_trainer(place, config) for config in configs]
+    found = _train(place, trainers, _nothing)
+    for trainer, losses, (expected, expected_rows) in zip(trainers, found, alone, strict=True):
+        assert losses == expected, f"{trainer.config.embedding.backend}: losses {losses}, not {expected}"
+        assert_all_near(rows_of(trainer), expected_rows, 0.0, f"{trainer.config.embedding.backend}:")
+    place.meet()
+    for trainer in trainers:
+        trainer.close()
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "pgas": {"backend": "pgas", "known": False},
+    "pgas_dma": {"backend": "pgas", "backward": "dma", "known": True},
+    "pgas_data_parallel": {"backend": "pgas", "known": False, "data_parallel": True},
+    **{f"fused_{put}": {"backend": "fused", "put": put, "known": put == "stores"} for put in PUTS},
+}
+
+
+def _across(place: Place, carrier: str) -> None:
+    hosts = place.world_size if place.world_size % 2 else 2
+    _check_sizes(place, known=True, backend="pgas", hosts=hosts, between_hosts=carrier)
+
+
+CHECKS = (
+    {f"lifetimes_{name}": Check(partial(_check_sizes, **way)) for name, way in _WAYS.items()}
+    | {
+        f"lifetimes_hosts_{carrier}": Check(
+            partial(_across, carrier=carrier), timeout_s=200, gpu_only=carrier == "puts"
+        )
+        for carrier in ("messages", "puts")
+    }
+    | {f"lifetimes_reload_{each}": Check(partial(_check_reload, precision=each)) for each in ("fp32", "bf16")}
+    | {
+        "lifetimes_closed": Check(_check_closed),
+        "lifetimes_two_models": Check(_check_two_models),
+        "lifetimes_device_batches": Check(_check_device_batches),
+    }
+)
