@@ -116,8 +116,8 @@ def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
 def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConfig:
     """Return the same, and a time on top, for an update that shares the GPU with what is simulated beside it.
 
-    Simulated updates take as long as the traced ones, by least squares of relative errors. What shares the memory and
-    the multiprocessors with them is simulated, too; the rate and the time are what the update has alone.
+    Simulated updates take about as long as the traced ones, by least squares of their differences. What shares the
+    memory and the multiprocessors with them is simulated, too; the rate and the time are what the update has alone.
 
     Args:
         traced: as above, of steps of several sizes whose backward is push.

@@ -129,6 +129,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, "2 of 2", False),
         ("fused", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", True),
         ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "3 and 1", True),
+        ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", True),  # one has no tables
     ]
     for backend, backward, optimizer, more, hosts, puts in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
