@@ -181,7 +181,7 @@ class PeerCollectives:
 
         Args:
             output: [W, n..], contiguous, from `empty`; it may be read after `Work.wait`, up to the next call that is
-                given it.
+                given it. What reads it on a stream of its own is to be ordered in front of that call by the caller.
             input: [W, n..], contiguous; it may be changed after `Work.wait`. May not overlap `output`.
             way: auto | dma | stores, see the module; auto goes by the size, by `beside`, and by whether it is captured.
             beside: nothing | compute: whether kernels that fill the GPU run at the same time.
