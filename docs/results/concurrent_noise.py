@@ -57,6 +57,8 @@ def count_right(cases: Sequence[Sequence[Row]], between: float, generator: rando
 
 def _measure(row: Row, between: float, generator: random.Random) -> float:
     time, repetitions = float(row["together_ms"]), int(row["repetitions"])
+    if repetitions not in _DEVIATIONS:
+        sys.exit(f"{repetitions} repetitions: measure with --repetitions 15, whose spread is known here")
     width = (float(row["p90_ms"]) - float(row["p10_ms"])) / _DEVIATIONS[repetitions] / time
     found = median(generator.gauss(1.0, min(width, _MOST)) for _ in range(repetitions))
     return time * found * generator.gauss(1.0, between)
@@ -64,10 +66,7 @@ def _measure(row: Row, between: float, generator: random.Random) -> float:
 
 def main() -> None:
     """Print a line for each spread between cases."""
-    rows = list(csv.DictReader(Path(sys.argv[1]).read_text().splitlines()))
-    if other := {int(row["repetitions"]) for row in rows} - _DEVIATIONS.keys():
-        sys.exit(f"{sys.argv[1]}: {min(other)} repetitions; measure with --repetitions 15, whose spread is known here")
-    cases = by_case(rows)
+    cases = by_case(list(csv.DictReader(Path(sys.argv[1]).read_text().splitlines())))
     print(f"the same work alone, over cases: {spread_between_cases(cases):.2%}")
     for between in _BETWEEN:
         generator = random.Random(0)
