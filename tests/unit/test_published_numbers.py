@@ -370,8 +370,18 @@ def few_rows() -> Iterable[tuple[str, str]]:
     yield GEMM, f"the best of them takes {_span(own, '.2f')} times as long as `serial`"
     yield FIGURES, f"the best of our own takes {_span(own, '.2f')} times as long ([gemm_few.csv]"
     yield GEMM, f"and is as fast as it is, {_times(times['serial'] / times['auto'] for times in few)}"
-    (since,) = (times["serial"] for problem, times in ms.items() if problem[:2] == ("all_gather", "1024"))
-    yield GEMM, f"58 more than its parts, and {1e3 * since:.0f} [since]"
+
+
+@_phrases
+def two_gpus() -> Iterable[tuple[str, str]]:
+    ms: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in _read("gemm_two"):
+        ms.setdefault(_problem(row), {})[row["contender"]] = _ms(row)
+    over = [_times(times[name] / times["auto"] for times in ms.values()) for name in ("serial", "torch")]
+    yield GEMM, f"in all eight lines, by {over[0]}, and than torch's operators by {over[1]}"
+    scattered = [times for problem, times in ms.items() if problem[0] == "reduce_scatter"]
+    behind = [100 * (times["triggered"] / times["copies"] - 1) for times in scattered]
+    yield GEMM, f"in all four reduce-scatters, by {min(behind):.0f} to {max(behind):.0f}%"
 
 
 def _problem(row: Row) -> tuple[str, ...]:
