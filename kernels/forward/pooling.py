@@ -18,10 +18,6 @@ INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
 FEATURE_COLUMNS = tl.constexpr(5)
 
-# Ids of each bag that are checked at a time: of 16, 32 and 64 the best for `put_slices`, which took up to 2 and 7%
-# longer with the others, and within 3% of the best for `store_pooled`.
-_CHUNK = tl.constexpr(64)
-
 _INTEGERS = [
     "rank",
     "world_size",
@@ -39,11 +35,11 @@ GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["v
 
 
 @triton.jit
-def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr):
+def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: tl.constexpr):
     """Store 0 over ids outside a table of `rows` rows, and record the last of the bags that has one.
 
     `ids` [BAGS] point to the first ids of the bags `bag`, `length` [BAGS] are their numbers of ids. The program reads
-    some ids of each bag at a time, a lane each, and so brings them into the multiprocessor's L1 in few requests, where
+    CHUNK ids of each bag at a time, a lane each, and so brings them into the multiprocessor's L1 in few requests, where
     the pooling loop finds them.
 
     Order: after a store, a barrier, so that all threads then read the ids as they are stored. Whoever else pools the
@@ -52,16 +48,16 @@ def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr):
     Example: bags [5, 7, 7] and [5] of a table of 6 rows. The first is recorded and becomes [5, 0, 0].
     """
     longest = tl.max(length, 0)
-    at = tl.arange(0, _CHUNK)[None, :]
-    wrong = tl.zeros((BAGS, _CHUNK), tl.int32)
-    for first in range(0, longest, _CHUNK):
+    at = tl.arange(0, CHUNK)[None, :]
+    wrong = tl.zeros((BAGS, CHUNK), tl.int32)
+    for first in range(0, longest, CHUNK):
         row = tl.load(ids[:, None] + first + at, mask=first + at < length[:, None], other=0).to(tl.int64)
         wrong = wrong | (row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)).to(tl.int32)
     # Only now, and seldom: a store in the loop would keep the compiler from loading ahead of it.
     if tl.max(tl.max(wrong, 1), 0) != 0:
         worst = tl.max(tl.where(tl.max(wrong, 1) != 0, bag.to(tl.int64), -1), 0)
         record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
-        for first in range(0, longest, _CHUNK):
+        for first in range(0, longest, CHUNK):
             here = first + at < length[:, None]
             row = tl.load(ids[:, None] + first + at, mask=here, other=0).to(tl.int64)
             outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
@@ -78,9 +74,9 @@ def pool(
     """Return the pooled embeddings [BAGS, BLOCK_DIM] float32 of samples `sample` [BAGS] where `live`, else zeros.
 
     `feature` points to the feature's row of the feature table. The program adds the rows up in the order of the ids, in
-    float32, and loads UNROLL rows of each bag at a time. With CHECK, it looks at all ids first, see `check_ids`: 0 is
-    stored over those outside the table, for which row 0 is so taken, here and in the backward. A table has at least one
-    row: lanes that are masked read id 0.
+    float32, and loads UNROLL rows of each bag at a time. Unless CHECK is 0, it looks at all ids first, CHECK of each
+    bag at a time, see `check_ids`: 0 is stored over those outside the table, for which row 0 is so taken, here and in
+    the backward. A table has at least one row: lanes that are masked read id 0.
 
     Example: UNROLL 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first bag becomes [5, 0, 0]. The first turn adds
     rows 5 and 0 to the first bag and row 5 to the second, the second turn row 0 to the first.
@@ -90,8 +86,8 @@ def pool(
     # Of 32 bits, as all that the loop counts: registers decide how many rows a thread can await at once.
     length = (tl.load(offsets + bag + 1, mask=live, other=0) - start).to(tl.int32)
     ids = values + start
-    if CHECK:
-        check_ids(ids, length, bag, batch, tl.load(feature + ROWS), status, BAGS)
+    if CHECK > 0:
+        check_ids(ids, length, bag, batch, tl.load(feature + ROWS), status, BAGS, CHECK)
     weight = tl.load(feature + ADDRESS).to(tl.pointer_type(WEIGHT))
     weight = tl.multiple_of(weight, ALIGNMENT)
     column = tl.arange(0, BLOCK_DIM)
@@ -168,5 +164,5 @@ class PoolingShape(NamedTuple):
             "ALIGNMENT": self.alignment,
             "WINDOW_ALIGNMENT": self.window_alignment,
             "COLUMN_ALIGNMENT": self.column_alignment,
-            "CHECK": self.options.check_ids,
+            "CHECK": self.options.tuning.checked_ids if self.options.check_ids else 0,
         }

@@ -20,11 +20,9 @@ program that is running, and that does not wait before its tasks are done and co
 others have ended finds no task left, counts none, and awaits its share of the flags.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -32,12 +30,9 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, W
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.forward.slices import COPIED, Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, raise_flags, task_at
-
-# Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
-# that it completed, and, of a program's last task, how long the program waited for flags at the end.
-TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
 
 # Of a thread, so that a multiprocessor holds 32 programs of a warp and has as many loads in flight as with
 # `store_pooled`. Left to itself the compiler takes 72 for 128 columns, which is 28 programs.
@@ -189,55 +184,6 @@ def _put_slices(
             await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
         if TRACE and last < tasks:
             tl.store(trace + last.to(tl.int64) * 6 + 5, clock(0, INTERPRETED) - start_ns)
-
-
-class Regions(NamedTuple):
-    """What copy engines move together: some features of one destination, all its samples."""
-
-    of: torch.Tensor
-    """[F] int32: the region of each feature of the launch"""
-    finished: torch.Tensor
-    """[W, regions] int64: slices that are staged, of each destination; 0 before the launch"""
-
-
-COPIED = "copied"
-"""The put that is left to copy engines, see `Slices.put`."""
-
-
-@dataclass(frozen=True)
-class SliceState:
-    """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
-
-    staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
-    empty where `Slices.put` is None. [W, b, F, D] from its beginning on where they are COPIED"""
-    done: torch.Tensor
-    """[at least W * F * slices] int32: finished tasks of each slice"""
-    ticket: torch.Tensor
-    """[3] int32: the next task, the number of programs that have found none left, and the number of tasks that are
-    stored, where `Slices.put` is None"""
-    trace: torch.Tensor | None = None
-    """[tasks, 6] int64, see TRACE_COLUMNS; None compiles the kernel without tracing"""
-    regions: Regions | None = None
-    """where `Slices.put` is COPIED"""
-
-
-@dataclass(frozen=True)
-class Slices:
-    """How the results of the persistent kernel are sent."""
-
-    bags: int
-    """bags of a feature in a slice, a multiple of the tuning's task_bags"""
-    first_slot: int
-    """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
-    put: Any
-    """None: each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag
-    of its own. A @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged
-    there. Or COPIED: whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
-    raises: bool = True
-    """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
-    end_wait: bool = True
-    """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
 
 
 _ARGUMENTS = (

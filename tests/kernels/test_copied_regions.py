@@ -12,7 +12,8 @@ from dlrm_overlap.comm.copy_engine import Copy2D
 from dlrm_overlap.embedding.device import copied_regions
 from dlrm_overlap.embedding.device.copied_regions import CopiedLaunch, Region, cut
 from dlrm_overlap.embedding.protocol.step import BatchSizes
-from dlrm_overlap.kernels.forward.put_slices import COPIED, SlicedPut, Slices
+from dlrm_overlap.kernels.forward.put_slices import SlicedPut
+from dlrm_overlap.kernels.forward.slices import COPIED, Slices
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, Case, SlicedWorld, interpreted
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import Tuning
 from tests.agreement import assert_same
 from tests.kernels.emulation import Case, World, every_case, interpreted
 
@@ -44,8 +45,10 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dty
     world.assert_windows()  # of the ids as they are now
 
 
-def test_ids_far_down_a_long_bag_are_looked_at_too() -> None:
-    world = World(Case((2,), (1,), dim=4, longest=70))
+@pytest.mark.parametrize("checked_ids", [8, 64])
+def test_ids_far_down_a_long_bag_are_looked_at_too(checked_ids: int) -> None:
+    tuning = Tuning(2, unroll=4, num_warps=1, checked_ids=checked_ids)
+    world = World(Case((2,), (1,), dim=4, longest=70, tuning=tuning))
     values, end = world.ids[0].values, int(world.ids[0].offsets[2])  # of sample 1, whose bag is the longest
     assert world.ids[0].lengths.tolist() == [0, 70]
     values[end - 40], values[end - 1] = World.ROWS, -1

@@ -61,7 +61,7 @@ def describe_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: in
     Example: of 3 programs, 2 shown are the one that began first and the one that began last.
 
     Args:
-        trace: [tasks, 6] int64 in the order of the tasks, columns as `put_slices.TRACE_COLUMNS` has them.
+        trace: [tasks, 6] int64 in the order of the tasks, columns as `slices.TRACE_COLUMNS` has them.
         schedule: linear | remote_first | balanced.
         rank: whose tasks they are.
         world_size: number of ranks.

@@ -83,7 +83,7 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
 def _read_trace(forward: Forward) -> tuple[float, float, float]:
     """Return the last step's own work of this rank in ms, and a program's mean times to put and to wait in us."""
     from dlrm_overlap.embedding.backends.sliced import SlicedForward
-    from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
+    from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS
 
     assert isinstance(forward, SlicedForward)
     trace = torch.cat(list(forward.traces.values()))

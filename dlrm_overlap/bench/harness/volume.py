@@ -39,7 +39,7 @@ def sending_of_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: 
     Example: of two tasks for peers, which send 8 bytes in all, one pools from 0 to 2 us: 4 bytes leave in these.
 
     Args:
-        trace: [tasks, 6] int64 in the order of the tasks, columns as `put_slices.TRACE_COLUMNS` has them.
+        trace: [tasks, 6] int64 in the order of the tasks, columns as `slices.TRACE_COLUMNS` has them.
         schedule: linear | remote_first | balanced.
         rank: whose tasks they are.
         world_size: number of ranks.

@@ -19,7 +19,7 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning
-from dlrm_overlap.kernels.forward.put_slices import COPIED, SliceState
+from dlrm_overlap.kernels.forward.slices import COPIED, SliceState
 
 
 class CopiedSlicesForward(SlicedForward):

@@ -19,7 +19,7 @@ import torch
 from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from dlrm_overlap.embedding.protocol.step import BatchSizes
 from dlrm_overlap.embedding.protocol.windows import WindowPair
-from dlrm_overlap.kernels.forward.put_slices import Regions
+from dlrm_overlap.kernels.forward.slices import Regions
 from dlrm_overlap.kernels.schedule import staggered_peers
 
 _REGION_BYTES = 4 << 20  # a copy's fixed cost is a fifth of its time then (docs/results/collectives.md)

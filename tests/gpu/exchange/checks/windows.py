@@ -123,7 +123,7 @@ def _check_memory(place: Place, backend: str, put: str = "auto") -> None:
 @torch.no_grad()
 def _check_trace(place: Place, put: str) -> None:
     """Every task is traced once, in a program of the grid and on a multiprocessor that there are."""
-    from dlrm_overlap.kernels.forward.put_slices import TRACE_COLUMNS
+    from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS
 
     stage, everyones = _stage(place)
     batch = Batch(place, stage.tables, [333] * place.world_size, seed=0)

@@ -1,0 +1,61 @@
+"""What a launch of the persistent kernel is given beside tables and windows: how its results are sent, and the memory
+that its programs share; see `put_slices`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+# Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
+# that it completed, and, of a program's last task, how long the program waited for flags at the end.
+TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
+
+
+class Regions(NamedTuple):
+    """What copy engines move together: some features of one destination, all its samples."""
+
+    of: torch.Tensor
+    """[F] int32: the region of each feature of the launch"""
+    finished: torch.Tensor
+    """[W, regions] int64: slices that are staged, of each destination; 0 before the launch"""
+
+
+COPIED = "copied"
+"""The put that is left to copy engines, see `Slices.put`."""
+
+
+@dataclass(frozen=True)
+class SliceState:
+    """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
+
+    staging: torch.Tensor
+    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
+    empty where `Slices.put` is None. [W, b, F, D] from its beginning on where they are COPIED"""
+    done: torch.Tensor
+    """[at least W * F * slices] int32: finished tasks of each slice"""
+    ticket: torch.Tensor
+    """[3] int32: the next task, the number of programs that have found none left, and the number of tasks that are
+    stored, where `Slices.put` is None"""
+    trace: torch.Tensor | None = None
+    """[tasks, 6] int64, see TRACE_COLUMNS; None compiles the kernel without tracing"""
+    regions: Regions | None = None
+    """where `Slices.put` is COPIED"""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How the results of the persistent kernel are sent."""
+
+    bags: int
+    """bags of a feature in a slice, a multiple of the tuning's task_bags"""
+    first_slot: int
+    """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
+    put: Any
+    """None: each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag
+    of its own. A @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged
+    there. Or COPIED: whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
+    raises: bool = True
+    """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
+    end_wait: bool = True
+    """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
