@@ -72,15 +72,21 @@ class Tuning(NamedTuple):
     """ids of each bag that are checked at a time, a power of two, where they are checked"""
 
 
-_SHORT_IDS = 2  # of a bag on average, or fewer
+@lru_cache
+def _short_ids(dim: int, itemsize: int) -> int:
+    """Return the most ids that short bags have on average, of rows of `dim` elements of `itemsize` bytes."""
+    row_bytes = power_of_2(dim) * itemsize
+    return 6 if row_bytes <= 128 else 8 if row_bytes <= 256 else 1
 
 
-def has_short_bags(values: torch.Tensor, offsets: torch.Tensor) -> bool:
+def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Tensor) -> bool:
     """Return whether the bags of an input, see `Bags`, are short on average, which their shapes alone tell.
 
-    Example: 100 ids in 64 bags are short, 200 are not.
+    How few ids that are depends on the table's rows (H200; docs/results/stage.md, "Short bags").
+
+    Example: of rows of 64 float32, 512 ids in 64 bags are short, 513 are not; of 128 float32, 64 are and 65 are not.
     """
-    return values.numel() <= _SHORT_IDS * (offsets.numel() - 1)
+    return values.numel() <= _short_ids(table.dim, table.weight_dtype.itemsize) * (offsets.numel() - 1)
 
 
 @lru_cache
@@ -89,20 +95,27 @@ def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) ->
 
     By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a warp awaits up to 4 KB of rows at a time.
     Of rows of up to 128 bytes these are those of four bags side by side, so that a lane loads 16 bytes; of two bags up
-    to 128 elements, and of one beyond. Where bags are `short`, see `has_short_bags`, a program's chain of loads decides
-    how long it takes: so it has four bags side by side, up to 128 elements, and two rows of each are all that there is
-    to load.
+    to 128 elements, and of one beyond. Ids are checked 64 at a time: with 16 or 32 the persistent kernel took up to 7%
+    longer.
+
+    Where bags are `short`, see `has_short_bags`, a program's chain of loads decides how long it takes: so it has four
+    bags side by side, up to 128 elements, and few ids at a time to check, which leaves registers to the rows. The
+    persistent kernel, which has several groups and fewer registers, has two rows of each under way.
     """
     block = power_of_2(dim)
+    row_bytes = block * itemsize
+    checked_ids = 64
     if short and block <= 128:
-        bags, unroll = 4, 2
-    elif block * itemsize <= 128:
+        bags, unroll = 4, 2 if groups > 1 or row_bytes > 256 else 4
+        if row_bytes <= 256:
+            checked_ids = 16 if unroll == 4 and row_bytes > 128 else 8
+    elif row_bytes <= 128:
         bags, unroll = 4, 8
-    elif block * itemsize <= 256:
+    elif row_bytes <= 256:
         bags, unroll = 2, 8
     else:
         bags, unroll = (2, 4) if block <= 128 else (1, 4) if block == 256 else (1, 2)
-    return Tuning(bags * groups, unroll, max(1, block // 256), groups)
+    return Tuning(bags * groups, unroll, max(1, block // 256), groups, checked_ids)
 
 
 @lru_cache

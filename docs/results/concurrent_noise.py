@@ -59,6 +59,8 @@ def count_right(cases: Sequence[Sequence[Row]], between: float, generator: rando
 
 def _measure(row: Row, between: float, generator: random.Random) -> float:
     time, repetitions = float(row["together_ms"]), int(row["repetitions"])
+    if repetitions not in _DEVIATIONS:
+        sys.exit(f"{repetitions} repetitions: measure with --repetitions 15, whose spread is known here")
     width = (float(row["p90_ms"]) - float(row["p10_ms"])) / _DEVIATIONS[repetitions] / time
     found = median(generator.gauss(1.0, min(width, _MOST)) for _ in range(repetitions))
     return time * found * generator.gauss(1.0, between)
@@ -94,13 +96,10 @@ def _compare(first: Sequence[Sequence[Row]], second: Sequence[Sequence[Row]]) ->
 
 def main() -> None:
     """Print a line for each spread between cases, or for each of two runs."""
-    runs = [list(csv.DictReader(Path(each).read_text().splitlines())) for each in sys.argv[1:]]
-    cases, *others = (by_case(rows) for rows in runs)
+    cases, *others = (by_case(list(csv.DictReader(Path(each).read_text().splitlines()))) for each in sys.argv[1:])
     if others:
         _compare(cases, others[0])
         return
-    if other := {int(row["repetitions"]) for row in runs[0]} - _DEVIATIONS.keys():
-        sys.exit(f"{sys.argv[1]}: {min(other)} repetitions; measure with --repetitions 15, whose spread is known here")
     print(f"the same work alone, over cases: {spread_between_cases(cases):.2%}")
     for between in _BETWEEN:
         generator = random.Random(0)

@@ -30,18 +30,18 @@ from dlrm_overlap.kernels.launches import Launch
 
 _PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: what `Slices.put` says
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
-_MOST_SHORT_BAGS = 1 << 19  # that are cut as long ones
+_FEWEST_SHORT_BAGS = 1 << 15  # fewer are cut as long ones
 
 
 def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short: bool = False) -> Tuning:
     """Return how to cut a persistent launch for the bags of `samples` samples, in slices of `slice_bags` bags.
 
     A program pays for each task, so it takes one of twice as many bags where there are many, if slices have so many. Of
-    very many `short` bags, see `has_short_bags`, it takes four times as many: all programs draw their tasks from one
-    ticket, which gives out one in 1.1 to 1.3 ns (H200; docs/results/stage.md, "Short bags"), and otherwise decides.
+    `short` bags, see `has_short_bags`, it takes four times as many: all programs draw their tasks from one ticket,
+    which gives out one in 1.1 to 1.3 ns at best (H200; docs/results/stage.md, "Short bags"), and otherwise decides.
     """
     bags = table.entries.shape[0] * samples
-    short = short and bags >= _MOST_SHORT_BAGS
+    short = short and bags >= _FEWEST_SHORT_BAGS
     for groups in (4, 2) if short else (2,) if bags >= _MANY_BAGS else ():
         tuning = tuning_for(table.dim, table.weight_dtype.itemsize, groups, short)
         if tuning.task_bags <= slice_bags:
@@ -105,7 +105,7 @@ class SlicedForward(ZeroCopyForward):
         for i, table in enumerate(tables):
             ids = step.inputs[self.lookup.pooled_together[i][0].input]
             values, offsets = ids.values(), ids.offsets()
-            short = has_short_bags(values, offsets)
+            short = has_short_bags(table, values, offsets)
             key = table, windows, step.batch, short, *type_and_place(values), *type_and_place(offsets)
             put = self._puts.get(key, partial(self._prepare, i, table, windows, flags, step))
             self.launch(i, put, step, values, offsets)
@@ -146,7 +146,7 @@ class SlicedForward(ZeroCopyForward):
 
     def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
         """Return what a persistent launch takes beside its tensors, cut as `persistent_tuning` says."""
-        short = has_short_bags(bags.values, bags.offsets)
+        short = has_short_bags(table, bags.values, bags.offsets)
         tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
         options = self.lookup.pooling_options(tuning)
         return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone

@@ -484,7 +484,7 @@ def test_short_bags_are_pooled_by_launches_of_their_own(world_of_one: dist.Proce
     options = ExchangeOptions(backend="pgas", wait_timeout_s=20.0)
     forward = interpreted_forward(stage, world_of_one, options, samples=3)
     rows = stage.tables.weight(stage.shards[0])
-    for of_each in (4, 1, 1, 4):  # so that each window has both
+    for of_each in (9, 1, 1, 9):  # so that each window has both
         values = torch.arange(3 * of_each) % rows.shape[0]
         step = Step([KeyedJaggedTensor(["t"], values, lengths=torch.tensor([of_each] * 3))], BatchSizes.of((3,)))
         forward.start(step)

@@ -29,13 +29,25 @@ def test_a_task_lies_in_one_slice_however_many_bags_there_are(dim: int, slice_ba
         assert slice_bags % persistent_tuning(table, samples, slice_bags, short).task_bags == 0
 
 
-@pytest.mark.parametrize(("samples", "short", "cut"), [(32768, True, 16), (16384, True, 4), (32768, False, 4)])
-def test_tasks_of_very_many_short_bags_are_larger(samples: int, short: bool, cut: int) -> None:
+@pytest.mark.parametrize(("samples", "short", "cut"), [(2048, True, 16), (2047, True, 2), (32768, False, 4)])
+def test_tasks_of_many_short_bags_are_larger(samples: int, short: bool, cut: int) -> None:
     table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), 64, torch.float32, 16, 16)
     assert persistent_tuning(table, samples, 32, short).task_bags == cut
 
 
-def test_bags_are_short_by_the_shapes_of_their_input() -> None:
+@pytest.mark.parametrize(
+    ("dim", "dtype", "most"),
+    [
+        (32, torch.float32, 6),
+        (64, torch.bfloat16, 6),
+        (64, torch.float32, 8),
+        (92, torch.bfloat16, 8),
+        (128, torch.float32, 1),
+        (256, torch.bfloat16, 1),
+    ],
+)
+def test_bags_are_short_by_the_shapes_of_their_input_and_the_rows(dim: int, dtype: torch.dtype, most: int) -> None:
+    table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), dim, dtype, 16, 16)
     offsets = torch.zeros(65, dtype=torch.int32)
-    assert has_short_bags(torch.empty(128), offsets)
-    assert not has_short_bags(torch.empty(129), offsets)
+    assert has_short_bags(table, torch.empty(64 * most), offsets)
+    assert not has_short_bags(table, torch.empty(64 * most + 1), offsets)
