@@ -335,7 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         rank = announced_rank()  # rank 0 speaks for all that find the same
-        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        line = "\\n".join(str(error).splitlines())  # a value that it names may have several
+        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         if not tell_missing(error):

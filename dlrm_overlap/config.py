@@ -38,6 +38,7 @@ CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
 _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
 _GREATEST_SEED = 2**31 - 1
+_GREATEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _WAIT_S = (0.1, 86400.0)
 # Greatest values of keys of `data`, and why: far beyond what is of use, yet below what would take for ever to allocate.
 _MOST = {
@@ -282,6 +283,8 @@ class EmbeddingConfig:
                 f"embedding.wait_timeout_s: {self.wait_timeout_s:g} must lie in {least:g} .. {most:g} s: a shorter "
                 f"wait ends a run that is well, a longer one ends none; the default is 600"
             )
+        for key, value in (("lr", self.lr), ("eps", self.eps)):
+            _check_most(f"embedding.{key}", value, _GREATEST_FLOAT32, "it is a float32")
         if self.backward == "atomic" and self.optimizer != "sgd":
             raise InputError(
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
@@ -364,6 +367,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_most("train.seed", self.seed, _GREATEST_SEED, "it shares 64 bits with a table's number")
         _check_most("train.steps", self.steps or 1, 10**12, "a thousand years of steps of 30 ms")
+        for key, value in (("lr", self.lr), ("eps", self.eps)):
+            _check_most(f"train.{key}", value, _GREATEST_FLOAT32, "it is a float32")
         if self.target_auroc >= 1:
             raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
@@ -548,6 +553,6 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
     return low, high
 
 
-def _check_most(key: str, value: int, most: int, why: str) -> None:
+def _check_most(key: str, value: float, most: float, why: str) -> None:
     if value > most:
         raise InputError(f"{key}: {value} is above {most}, the most there may be ({why}); take a smaller one")

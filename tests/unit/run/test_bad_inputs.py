@@ -69,6 +69,8 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --train.batch_size -3", ["train.batch_size: -3 is not a whole number above 0"]),
         (f"{TRAIN} --train.batch_size abc", ["train.batch_size: abc is not a whole number above 0"]),
         (f"{TRAIN} --train.lr nan", ["train.lr: nan is not a finite number above 0"]),
+        (f"{TRAIN} --train.lr 1e300", ["train.lr: 1e+300 is above 3.4", "float32"]),
+        (f"{TRAIN} --embedding.eps 4e38", ["embedding.eps: 4e+38 is above 3.4"]),
         (f"{TRAIN} --train.lr inf", ["train.lr: inf is not a finite number above 0"]),
         (f"{TRAIN} --log.name ../mine", ["log.name: '../mine'", "set log.dir"]),
         (f"{TRAIN} --train.target_auroc 0.8 --train.eval_every 0", ["train.target_auroc: 0.8", "set train.eval_every"]),
@@ -117,6 +119,10 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             f"{TRAIN_2} --train.batch_size 100000 --data.workers 200 --data.prefetch 1000",
             ["data.prefetch: 1000, with data.workers 200, reads 200200 batches ahead", "read less ahead"],
         ),
+        (f"{TRAIN_2} --train.batch_size {10**400}", ["train.batch_size: 1000", "GB of ids"]),
+        (f"{TRAIN_2} --model.top_mlp [1,{10**12},1]", ["model.top_mlp: [1, 1000000000000, 1]", "16000 GB for 2 ranks"]),
+        (f"{TRAIN} --model.bottom_mlp [{10**12},16]", ["model.bottom_mlp: [1000000000000, 16], and the weights"]),
+        (f"{TRAIN} --model.arch dcn --model.cross_rank {10**12}", ["model.cross_rank: 10000", "take smaller layers"]),
         # files
         (f"{TRAIN} --config", ["--config: no file is named", "see configs/"]),
         ("train --config --nproc 2", ["--config: no file is named"]),
@@ -235,6 +241,10 @@ def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.yaml").write_text(text)
     line = refusal(["train", "--config", str(tmp_path / "config.yaml")], capsys)
     assert all(part in line for part in parts), line
+
+
+def test_a_value_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "data.path: a\\nb has no effect" in refusal([*TRAIN.split(), "--data.path", "a\nb"], capsys)
 
 
 @pytest.mark.parametrize(("paths", "name"), [(["", "out"], "IN"), (["in", ""], "OUT")])
