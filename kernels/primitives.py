@@ -26,7 +26,6 @@ EXPIRED = tl.constexpr(1)  # words 1 ..: waiting rank, peer, slot, expected epoc
 BAD_ID = tl.constexpr(2)  # words 1 ..: index of the feature in its input, sample, rows of its table
 OVERFLOW = tl.constexpr(3)  # words 1 ..: rank that brings too many ids, the feature, their number, the capacity
 BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, place among its ids there, id, rows of its table
-_WRITTEN = tl.constexpr(1 << 32)  # in a lock: the record is in the host's memory
 
 
 @triton.jit
@@ -59,12 +58,10 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
 
     Order: words 1 .. 5 are stored; an atomic on the lock, acquire and release at system scope, comes before the store
     of word 0, so the host that sees word 0 sees the rest. Another one follows: word 0 has arrived in the host's memory
-    when the lock says so. A kernel that is stopped loses what is on its way, and any warp of any of its programs may
-    stop it. So whoever finds that another program is writing a wait that has EXPIRED goes on when that one is through:
-    of programs that wait for one flag, the second to give up must not stop the kernel before the first has written.
+    when the thread goes on. A kernel that is stopped loses what is on its way, and any of its warps may stop it.
 
     Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
-    2, writes word 8 and adds 2^32. Another BAD_ID adds 1 and writes nothing.
+    2, writes word 8 and takes it to 3. Another BAD_ID takes it to 4 and writes nothing.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -76,11 +73,7 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
         tl.store(words + 5, e)
         tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # the host must not see word 0 before the rest
         tl.store(words, KIND)
-        tl.atomic_add(lock, _WRITTEN, sem="acq_rel", scope="sys")  # word 0 must be there before a warp stops the kernel
-    if KIND == EXPIRED:
-        turn = 0
-        while tl.atomic_add(lock, 0, sem="relaxed", scope="gpu") < _WRITTEN:
-            turn += 1
+        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # word 0 must be there before a warp stops the kernel
 
 
 @triton.jit
