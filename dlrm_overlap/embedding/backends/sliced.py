@@ -105,6 +105,7 @@ class SlicedForward(ZeroCopyForward):
         for i, table in enumerate(tables):
             ids = step.inputs[self.lookup.pooled_together[i][0].input]
             values, offsets = ids.values(), ids.offsets()
+            self.lookup.first_samples(step.batch, self.reached)  # as `DeviceLookup.store`
             short = has_short_bags(table, values, offsets)
             key = table, windows, step.batch, short, *type_and_place(values), *type_and_place(offsets)
             put = self._puts.get(key, partial(self._prepare, i, table, windows, flags, step))

@@ -133,6 +133,7 @@ class DeviceLookup:
         for shards, table in zip(self.pooled_together, tables, strict=True):
             ids = step.inputs[shards[0].input]
             values, offsets = ids.values(), ids.offsets()
+            self.first_samples(step.batch, ranks)  # a capture that finds one launch may have to prepare the next
             short = has_short_bags(table, values, offsets)
             key = table, windows, step.batch, ranks, short, *type_and_place(values), *type_and_place(offsets)
             launch = self._launches.get(key, partial(self._storing, shards, table, windows, step, ranks, short))
