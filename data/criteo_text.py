@@ -25,6 +25,7 @@ _LONG_COUNT = re.compile(rb"-?\d{9,18}")
 _MAX_LINE_BYTES = 1 << 16
 
 _WORD_BYTES = 8
+_CURE = "correct or remove the line, or set bad_rows to skip, which leaves such lines out"
 _EACH_BYTE = 0x0101010101010101
 _NO_DIGIT = 0x80
 _DIGIT_VALUES = bytes(int(chr(c), 16) if chr(c) in string.hexdigits else _NO_DIGIT for c in range(256))
@@ -215,7 +216,7 @@ def _wrong_fields(block: bytes, file: str, first_line: int) -> InputError:
     row, found = next((i, n) for i, text in enumerate(lines) if (n := text.count(b"\t") + 1) != _FIELDS)
     return InputError(
         f"{file}, line {first_line + row}: {found} fields between tabs, but a sample has {_FIELDS} (label, "
-        f"{CRITEO_DENSE} counts, {CRITEO_TABLES} categories); correct or remove the line"
+        f"{CRITEO_DENSE} counts, {CRITEO_TABLES} categories); {_CURE}"
     )
 
 
@@ -226,7 +227,7 @@ def _wrong_field(field: bytes, place: str, column: int) -> InputError:
         rule = "an integer, or blank where missing"
     else:
         rule = "a number of up to 8 hexadecimal digits, or blank where missing"
-    return InputError(f"{place}: {field[:40].decode('latin-1')!r} is not {rule}; correct or remove the line")
+    return InputError(f"{place}: {field[:40].decode('latin-1')!r} is not {rule}; {_CURE}")
 
 
 def hash_ids(categories: np.ndarray, missing: np.ndarray, rows: Sequence[int]) -> np.ndarray:

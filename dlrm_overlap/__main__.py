@@ -4,9 +4,15 @@ import os
 import signal
 import sys
 
+from dlrm_overlap.launching.missing import tell_missing
+
 
 def run() -> None:
     """Load the command line and run it; see `cli.run`."""
+    # OpenMP's threads wait for one another in each operation on the CPU. Where they spin meanwhile, as they do unasked,
+    # and another program keeps a core busy, a thread that has work waits for one that spins: in the quickstart on two
+    # cores a step took 300 to 800 ms and not 7. Read when torch is loaded, which comes later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from dlrm_overlap.launching import lifetime
 
@@ -17,6 +23,10 @@ def run() -> None:
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
+    except ModuleNotFoundError as error:
+        if not tell_missing(error):
+            raise
+        os._exit(2)
     cli.run()
 
 

@@ -23,6 +23,7 @@ from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
+from dlrm_overlap.launching.missing import tell_missing
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -335,6 +336,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         rank = announced_rank()  # rank 0 speaks for all that find the same
         print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        return USER_ERROR
+    except ModuleNotFoundError as error:
+        if not tell_missing(error):
+            raise
         return USER_ERROR
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)

@@ -367,6 +367,16 @@ class TrainConfig:
                 f"train.warmup_steps {self.warmup_steps}"
             )
 
+    @property
+    def overridden_batch_size(self) -> str:
+        """A line on a `batch_size` that was set, and that `global_batch_size` overrides; empty where there is none."""
+        if self.global_batch_size is None or self.batch_size == type(self).batch_size:
+            return ""
+        return (
+            f"train.batch_size: {self.batch_size} counts for nothing, since train.global_batch_size is "
+            f"{self.global_batch_size}; set that one, or null"
+        )
+
     def samples_per_rank(self, world_size: int) -> int:
         """Return b, the samples of one rank and step.
 
@@ -454,7 +464,19 @@ class Config:
             section, name = key.split(".")
             value, default = getattr(getattr(self, section), name), getattr(type(getattr(self, section)), name)
             if value != default and not has_effect:
-                raise InputError(f"{key}: {value} has no effect {reason}, or leave it out")
+                shown = str(value).lower() if isinstance(value, bool) else value  # as it is written in a file
+                raise InputError(f"{key}: {shown} has no effect {reason}, or leave it out")
+        for key, path in (
+            ("log.dir", self.log.dir),
+            ("data.path", self.data.path),
+            ("data.eval_path", self.data.eval_path),
+            ("checkpoint.resume", self.checkpoint.resume),
+        ):
+            if path and path.startswith("~"):
+                raise InputError(
+                    f"{key}: {path} begins with ~, which a shell alone takes for the home folder, and not behind = or "
+                    f"in a file; write the path in full"
+                )
 
     def _dependent_keys(self) -> Iterator[tuple[str, bool, str]]:
         """Yield each key that needs another, whether it has an effect here, and, if not, why and how to give it one.

@@ -51,6 +51,8 @@ class Ranks:
         if not dist.is_initialized():
             start_logging(self.world.rank, Console(stderr=True))
             log.info("%s", self.world.describe())
+            if line := self.config.train.overridden_batch_size:
+                log.info("%s", line)
             wait_s = self.config.embedding.wait_timeout_s
             with self.end.while_ranks_meet():
                 process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)

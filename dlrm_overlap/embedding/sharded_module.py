@@ -20,6 +20,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D, 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.pooled import PooledAwaitable
@@ -116,6 +117,16 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self._env.rank == 0:
             log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
         return replace(options, backward="collective")
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
+        wanted = {name for sharding in self._embedding_shardings for name in sharding.feature_names()}  # type: ignore[attr-defined]
+        if absent := sorted(wanted.difference(input_feature_names)):
+            raise InputError(
+                f"ids: features {', '.join(absent)} of the tables are not in the batch, which has "
+                f"{', '.join(input_feature_names)}; give every batch all, with lengths of 0 for no ids"
+            )
+        super()._create_input_dist(input_feature_names)
 
     @property
     def leading_columns(self) -> int:

@@ -89,6 +89,13 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
         if output_dtype not in ("fp32", wire_dtype):
             raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
+        for name, count, least, cure in (
+            ("programs_per_sm", programs_per_sm, 1, None),
+            ("gradient_parts", gradient_parts, 1, None),
+            ("leading_columns", leading_columns, 0, 0),
+        ):
+            if count is not None and not (isinstance(count, int) and count >= least):
+                raise InputError(f"{name}: {count!r} must be a whole number from {least} on; take {cure}")
         # The configuration's own checks of the other keys.
         EmbeddingConfig(
             slice_bags=slice_bags,

@@ -1,9 +1,11 @@
 """A report on this machine: what it and this Python have for training, what is missing, and how to get that."""
 
 import itertools
+import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +47,7 @@ def _findings() -> Iterator[Finding]:
         yield _package(name, purpose, needed)
     if torch_finding.status == "ok":
         yield from _gpus()
+        yield from _compilers()
         yield _symmetric_memory()
         yield _reach()
     yield _mpi()
@@ -78,6 +81,27 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("wrong", "links", detail, "nvidia-smi topo -p2p r tells why", needed=False)
         else:
             yield Finding("ok", "links", f"peer access between all GPUs{links}")
+
+
+def _compilers() -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        yield _compiler()
+
+
+def _compiler() -> Finding:
+    """Look for the compiler and the headers by which Triton, at a kernel's first launch, builds what launches it."""
+    names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    # As Triton looks for it: Debian's own scheme names a folder under /usr/local, where no headers are.
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+    if compiler and header.exists():
+        return Finding("ok", "C compiler", f"{compiler}, with Python's headers", needed=False)
+    missing = header if compiler else " or ".join(names)
+    detail = f"no {missing}, by which Triton builds what launches its kernels"
+    cure = "apt-get install gcc libc6-dev python3-dev, or their like; pgas, fused and nccl need them"
+    return Finding("missing", "C compiler", detail, cure, needed=False)
 
 
 def _pairs_without_peer_access() -> list[tuple[int, int]]:

@@ -74,6 +74,8 @@ def check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
     Raises:
         InputError: naming `path`, the key behind `prefix`, and the nearest known key.
     """
+    if tree is None:
+        raise InputError(f"{path}: {prefix.rstrip('.')} holds no key; write some below it, or leave it out")
     if not isinstance(tree, dict):
         raise InputError(
             f"{path}: {prefix.rstrip('.') or 'the file'} must be a section of keys, not {tree!r}; indent them below it"
@@ -81,9 +83,12 @@ def check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
     fields = {f.name: f.type for f in dataclasses.fields(section)}
     for key, value in tree.items():
         if key not in fields:
-            raise InputError(
-                f"{path}: {prefix}{key} is not a key; {suggest(f'{prefix}{key}', [prefix + f for f in fields])}"
-            )
+            section_name, _, rest = str(key).partition(".")
+            if rest and section_name in fields:  # as on the command line
+                cure = f"write {rest} below a line `{section_name}:`, indented"
+            else:
+                cure = suggest(f"{prefix}{key}", [prefix + f for f in fields])
+            raise InputError(f"{path}: {prefix}{key} is not a key; {cure}")
         nested = fields[key]
         if isinstance(nested, type) and dataclasses.is_dataclass(nested):
             check_keys(value, nested, f"{prefix}{key}.", path)
@@ -160,12 +165,23 @@ def _in_words(kinds: str) -> str:
     return f"{', '.join(words)} or {last}" if words else last
 
 
+def _no_option(word: str, options: Sequence[str]) -> str:
+    """Tell that `word`, which stands where one of `options` must, does not begin with dashes."""
+    if f"--{word.partition('=')[0]}" in options:
+        cure = f"did you mean --{word}?"
+    elif "--config" in options and word.endswith((".yaml", ".yml")):
+        cure = f"did you mean --config {word}?"
+    else:
+        cure = "see --help"
+    return f"{word}: not an option, since it does not begin with --; {cure}"
+
+
 def _parse_error(message: str, options: Sequence[str]) -> str:
     """Turn jsonargparse's message, which may run over many lines, into one line of key, value and rule."""
-    if unknown := re.match(r"[Uu]nrecognized arguments: ([^\s=]+)", message):
+    if unknown := re.match(r"[Uu]nrecognized arguments: (([^\s=]+)\S*)", message):
         if not unknown[1].startswith("-"):
-            return f"{unknown[1]}: not an option, and nothing is asked for here; see --help"
-        return f"{unknown[1]} is not an option; {suggest_option(unknown[1], options)}"
+            return _no_option(unknown[1], options)
+        return f"{unknown[2]} is not an option; {suggest_option(unknown[2], options)}"
     found = re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if not found:
         return _one_line(message) + "; see --help"
@@ -202,7 +218,17 @@ class Parser(ArgumentParser):
         try:
             return self.instantiate(self.parse_args(list(argv)))
         except ArgumentError as error:
+            if missing := re.search(r"arguments are required: (.*)", str(error)):
+                names = [self._as_told(name) for name in missing[1].split(", ")]
+                raise InputError(f"missing on the command line: {', '.join(names)}; see --help") from None
             raise InputError(_parse_error(str(error), self._options())) from None
+
+    def _as_told(self, name: str) -> str:
+        """Return how --help names the positional argument `name`."""
+        action = next((action for action in self._actions if action.dest == name), None)
+        if action is None:
+            return name
+        return str(action.metavar or "|".join(map(str, action.choices or [name])))
 
     def take_defaults(self, values: Mapping[str, Any]) -> None:
         """Let `values`, nested as in a file, take the place of the defaults.

@@ -151,7 +151,8 @@ def check_start(config: Config, device: "torch.device") -> None:
     }
     for key, (value, forbidden, cure) in gpu_only.items():
         if device.type == "cpu" and value == forbidden:
-            raise InputError(f"{key}: {value} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+            shown = str(value).lower()
+            raise InputError(f"{key}: {shown} needs a GPU, and this run is on a CPU; set --{key} {cure}")
     compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
     if config.train.compile_dense and device.type == "cpu" and shutil.which(compiler) is None:
         raise InputError(

@@ -114,6 +114,8 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         if None not in codes:
             return SAVED if SAVED in codes else 0
         if len(caught) > 1 or (caught and caught[0] in _ENDS):
+            if caught[0] == signal.SIGINT:  # as a process without --nproc says
+                tell("dlrm-overlap: interrupted")
             return 128 + caught[0]
         if len(caught) > passed_on:
             passed_on = len(caught)

@@ -124,6 +124,30 @@ def test_doctor_looks_for_mpi(
     assert (finding.status, finding.detail) == (status, detail)
 
 
+@pytest.mark.parametrize(
+    ("there", "header", "status", "detail"),
+    [
+        ({"gcc"}, True, "ok", "/bin/gcc, with Python's headers"),
+        ({"clang"}, True, "ok", "/bin/clang, with Python's headers"),
+        (set(), True, "missing", "no gcc or clang, by which Triton builds what launches its kernels"),
+        ({"gcc"}, False, "missing", "no {tmp}/Python.h, by which Triton builds what launches its kernels"),
+    ],
+)
+def test_doctor_looks_for_what_triton_builds_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: set[str], header: bool, status: str, detail: str
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda *_: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    finding = doctor._compiler()
+    assert (finding.status, finding.detail, finding.needed) == (status, detail.format(tmp=tmp_path), False)
+    monkeypatch.setenv("CC", "mycc -O1")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/opt/{name}" if name == "mycc" else None)
+    assert doctor._compiler().detail.startswith("/opt/mycc, " if header else "no ")
+
+
 def test_importing_doctor_and_launcher_does_not_import_torch() -> None:
     program = "import sys; from dlrm_overlap.launching import doctor, launcher; sys.exit('torch' in sys.modules)"
     root = Path(dlrm_overlap.__file__).parents[1]

@@ -49,3 +49,12 @@ def test_no_file_takes_the_place_of_a_stream_that_is_closed(closed: str) -> None
     )
     command = f'exec "$0" -c "{program}" {closed}'
     assert subprocess.run(["sh", "-c", command, sys.executable], timeout=15, check=False, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "spins"), [({}, 0), ({"OMP_WAIT_POLICY": "active"}, 30_000_000_000)])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(given: dict[str, str], spins: int) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environ |= {"OMP_DISPLAY_ENV": "verbose"} | given  # has OpenMP's library write what it takes
+    argv = [sys.executable, "-m", "dlrm_overlap", "doctor"]  # loads torch
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in result.stderr

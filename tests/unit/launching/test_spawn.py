@@ -215,6 +215,13 @@ class TestSpawn:
         assert parent.wait(20) == code
         assert_gone(started)
 
+    def test_ctrl_c_is_answered(self, worker: Path, tmp_path: Path) -> None:
+        pids = tmp_path / "pids"
+        parent = launcher_of(worker, signal.SIGINT, f"all:pids:{pids}", "all:hang", stderr=subprocess.PIPE)
+        wait_for_pids(pids, 2)
+        parent.send_signal(signal.SIGINT)
+        assert parent.communicate(timeout=20)[1].decode() == "dlrm-overlap: interrupted\n"
+
     def test_ranks_are_asked_though_nobody_reads_what_the_launcher_says(self, worker: Path, tmp_path: Path) -> None:
         """As where a terminal is closed: its `tee` ends first."""
         pids, (read_end, write_end) = tmp_path / "pids", os.pipe()

@@ -109,6 +109,13 @@ def test_ranks_share_the_global_batch() -> None:
     assert TrainConfig(batch_size=7).samples_per_rank(5) == 7
 
 
+def test_a_batch_size_that_is_overridden_is_told() -> None:
+    told = "train.batch_size: 64 counts for nothing, since train.global_batch_size is 12; set that one, or null"
+    assert TrainConfig(global_batch_size=12, batch_size=64).overridden_batch_size == told
+    assert TrainConfig(global_batch_size=12).overridden_batch_size == ""
+    assert TrainConfig(batch_size=64).overridden_batch_size == ""
+
+
 def test_decay_must_follow_the_warm_up() -> None:
     with pytest.raises(InputError, match="must not lie before the end of the warm-up"):
         TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10)
@@ -130,7 +137,7 @@ def test_decay_must_follow_the_warm_up() -> None:
         ("--data.eval_path days", "data.eval_path: days has no effect under data.kind synthetic"),
         ("--data.eval_fraction 0.5", "data.eval_fraction: 0.5 has no effect under data.kind synthetic"),
         ("--log.trace_first 5", "log.trace_first: 5 .* set log.trace_steps"),
-        ("--checkpoint.asynchronous true", "checkpoint.asynchronous: True .* set checkpoint.every"),
+        ("--checkpoint.asynchronous true", "checkpoint.asynchronous: true has no effect .* set checkpoint.every"),
     ],
 )
 def test_a_key_without_effect_is_refused(options: str, message: str) -> None:

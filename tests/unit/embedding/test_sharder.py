@@ -1,0 +1,45 @@
+"""What the drop-in refuses: arguments that break a rule, when it is made, and batches that lack a table's feature."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from tests.distributed.models import CPU, SUM, table_configs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"backend": "torchrec"}, "backend: 'torchrec' is not known; take one of nccl, pgas, fused"),
+        ({"slice_bags": 3}, "slice_bags: 3 must be a power of two from 4 on"),
+        ({"output_dtype": "bf16"}, "output_dtype: 'bf16', but the wire's type is fp32"),
+        ({"programs_per_sm": 0}, "programs_per_sm: 0 must be a whole number from 1 on; take None"),
+        ({"gradient_parts": 0}, "gradient_parts: 0 must be a whole number from 1 on; take None"),
+        ({"gradient_parts": 1.5}, "gradient_parts: 1.5 must be a whole number from 1 on; take None"),
+        ({"leading_columns": -4}, "leading_columns: -4 must be a whole number from 0 on; take 0"),
+    ],
+)
+def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError) as error:
+        OverlapEmbeddingBagCollectionSharder(**arguments)
+    assert told in str(error.value)
+
+
+def test_a_batch_without_a_feature(world_of_one: dist.ProcessGroup) -> None:
+    tables = {"one": (5, 4, ["f"], SUM), "two": (5, 4, ["g", "h"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    ways = dict.fromkeys(tables, table_wise(0, compute_kernel="fused"))
+    plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
+    sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
+    ids = KeyedJaggedTensor(["h", "x"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(InputError, match="ids: features f, g of the tables are not in the batch, which has h, x; give"):
+        sharded(ids)

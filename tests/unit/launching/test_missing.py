@@ -1,0 +1,42 @@
+"""A Python without a package that is needed ends the command in a line that says how to get it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+TRAIN = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--train.steps", "1"]
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("jsonargparse", ["doctor"]), ("tensorboard", TRAIN), ("tensorboard", [*TRAIN, "--log.tensorboard", "false"])],
+)
+def test_a_package_that_is_not_installed(package: str, command: list[str], tmp_path: Path) -> None:
+    absent = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')"
+    (tmp_path / f"{package}.py").write_text(absent)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    argv = [sys.executable, "-m", "dlrm_overlap", *command]
+    if command[0] == "train":
+        argv += ["--log.dir", str(tmp_path / "runs")]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ)
+    told = (
+        f"dlrm-overlap: {package}: no such module for {sys.executable}; activate the environment that `make` sets up "
+        f"(. .venv/bin/activate), or install what pyproject.toml names\n"
+    )
+    assert (result.returncode, result.stderr) == (2, told)
+
+
+def test_a_module_of_ours_that_is_missing_shows_where(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['dlrm_overlap.ranks'] = None; from dlrm_overlap.__main__ import run; "
+        "sys.argv = ['dlrm-overlap', 'doctor']; run()"
+    )
+    argv = [sys.executable, "-c", program]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
