@@ -176,11 +176,14 @@ def _gpu_speedups(name: str) -> tuple[list[float], list[float]]:
     return [cell.speedup for cell in at_once.values()], [cell.speedup for cell in strongest.values()]
 
 
+_SHAPE = ("dim", "global_batch", "pooling_factor")
+
+
 def _by_shape(name: str) -> list[dict[str, Row]]:
     """Return contender -> its row of each shape of a map."""
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in _read(name):
-        shape = tuple(row[column] for column in ("dim", "global_batch", "pooling_factor", "tables"))
+        shape = tuple(row[column] for column in (*_SHAPE, "tables"))
         found.setdefault(shape, {})[row["contender"]] = row
     return [*found.values()]
 
@@ -222,11 +225,17 @@ def maps() -> Iterable[tuple[str, str]]:
     fused = [float(shape["fused"]["gpu_ms"]) / float(shape["pgas"]["gpu_ms"]) for shape in shapes]
     mean = f"{statistics.geometric_mean(fused):.2f}"
     yield STAGE, f"of the 32 shapes, least, greatest | {mean}, {min(fused):.2f}, {max(fused):.2f} |"
+    (few,) = (shape for shape in shapes if [shape["fused"][name] for name in _SHAPE] == ["32", "2048", "1"])
+    yield STAGE, f"2048 samples: {1e3 * float(few['fused']['gpu_ms']):.1f} us instead of 26.3,"
+    yield STAGE, f"{_over_strongest(few, 'gpu_ms'):.2f}x instead of 2.17x the strongest baseline."
     host_us = [statistics.median(1e3 * float(shape[name]["host_ms"]) for shape in shapes) for name in ("pgas", "fused")]
     yield STAGE, f"needs {host_us[0]:.0f} us for a step of `pgas` and {host_us[1]:.0f} us for one of `fused`"
     grid = _by_shape("grid")
     told = [_times([_over_strongest(shape, time) for shape in grid]) for time in ("gpu_ms", "median_ms")]
     yield STAGE, f"All {len(grid)} shapes pay: {told[0]} by the GPU's time alone. As the host issues it, {told[1]};"
+    yield STAGE, f"the geometric mean, {statistics.geometric_mean(_gpu_speedups('grid')[1]):.2f}x, was 2.40x."
+    behind = [float(shape["fused"]["gpu_ms"]) / float(shape["pgas"]["gpu_ms"]) - 1 for shape in grid]
+    yield STAGE, f"on all 16 shapes by the GPU's time alone, by {_percent(behind)}."
     at_once, strongest = ([1 - 1 / each for each in column] for column in _gpu_speedups("grid"))
     mean = f"{statistics.mean(at_once):.0%}"
     yield FIGURES, f"{_percent(at_once)}, {mean} on average, over one lookup, exchange and unpacking"
