@@ -142,6 +142,7 @@ _KINDS = {
     "NonNegativeFloat": "a number from 0 on",
     "PositiveFinite": "a finite number above 0",
     "NonNegativeFinite": "a finite number from 0 on",
+    "int": "a whole number",
     "bool": "true or false",
     "str": "text",
     "list": "a list, as in '[64, 16]'",
@@ -179,7 +180,7 @@ def _parse_error(message: str, options: Sequence[str]) -> str:
         if not unknown[1].startswith("-"):
             return _no_option(unknown[1], options)
         return f"{unknown[2]} is not an option; {suggest_option(unknown[2], options)}"
-    found = re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
+    found = re.match(r'Parser key "([^"]+)"(?: element \d+)?:\s*(.*)', message, re.DOTALL)
     if not found:
         return in_one_line(message) + "; see --help"
     key, rule = found[1], found[2]
