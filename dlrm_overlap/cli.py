@@ -26,6 +26,7 @@ from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
 from dlrm_overlap.launching.missing import tell_missing
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
+from dlrm_overlap.observe.text_table import count_of
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT = DAMAGED = 1
@@ -226,8 +227,8 @@ def prepare(argv: list[str]) -> int:
     meta = prepare_criteo(source, target, rows=values.rows, min_count=min_count, skip_bad_rows=skip)
     samples, rows = sum(day.samples or 0 for day in meta.days), meta.rows or []
     skipped = sum(day.skipped for day in meta.days)
-    left_out = f", {skipped} lines left out" if skipped else ""
-    print(f"{target}: {samples} samples, {min(rows)} to {max(rows)} rows a table{left_out}")
+    left_out = f", {count_of(skipped, 'line')} left out" if skipped else ""
+    print(f"{target}: {count_of(samples, 'sample')}, {min(rows)} to {max(rows)} rows a table{left_out}")
     return 0
 
 

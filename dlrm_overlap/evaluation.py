@@ -15,6 +15,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, 
 from dlrm_overlap.files import write_json
 from dlrm_overlap.launching.parsing import Parser, check_keys
 from dlrm_overlap.launching.preflight import check_start, check_writable
+from dlrm_overlap.observe.text_table import count_of
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 from dlrm_overlap.storage.branches import locate_checkpoint
 from dlrm_overlap.storage.manifest import DamagedError, Manifest, read_manifest
@@ -57,7 +58,8 @@ def run(argv: list[str], description: str) -> int:
         if ranks.world.rank == 0:
             print(
                 f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
-                f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, {results['samples']} samples"
+                f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, "
+                f"{count_of(results['samples'], 'sample')}"
             )
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")

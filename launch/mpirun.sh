@@ -9,7 +9,8 @@
 # NPROC         processes in all
 # MPIRUN_FLAGS  more options of mpirun
 set -euo pipefail
-config=${1:?usage: launch/mpirun.sh CONFIG [--section.key value ...]}
+if [ -z "${1:-}" ]; then echo "usage: launch/mpirun.sh CONFIG [--section.key value ...]" >&2; exit 2; fi
+config=$1
 shift
 # The environment that `make` sets up beside this folder, unless another is active; on several hosts, at the same path.
 python=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python

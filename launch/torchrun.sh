@@ -9,7 +9,8 @@
 # NPROC         processes on this host
 # MAX_RESTARTS  times a failed run starts again, from its newest checkpoint (default 0; one host)
 set -euo pipefail
-config=${1:?usage: launch/torchrun.sh CONFIG [--section.key value ...]}
+if [ -z "${1:-}" ]; then echo "usage: launch/torchrun.sh CONFIG [--section.key value ...]" >&2; exit 2; fi
+config=$1
 shift
 # The environment that `make` sets up beside this folder, unless another is active.
 python=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from dlrm_overlap.config import Config, InputError, flatten
+from dlrm_overlap.config import Config, InputError, flatten, in_one_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -61,7 +61,7 @@ def check_config_file(path: Path, config: type = Config) -> None:
     except OSError as error:
         raise InputError(f"--config: {path}: {error.strerror}; give an existing YAML file, see configs/") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"--config: {path} is not YAML in UTF-8: {_one_line(str(error))}; correct it") from None
+        raise InputError(f"--config: {path} is not YAML in UTF-8: {in_one_line(error)}; correct it") from None
     except RecursionError:
         raise InputError(f"--config: {path} is nested too deeply; sections hold keys, as in configs/") from None
     if tree is None:
@@ -135,10 +135,6 @@ def suggest_option(name: str, known: Sequence[str]) -> str:
     return f"did you mean {' or '.join(found)}?" if found else "--help tells the options"
 
 
-def _one_line(message: str) -> str:
-    return re.sub(r"\s+", " ", message).strip()
-
-
 _KINDS = {
     "PositiveInt": "a whole number above 0",
     "NonNegativeInt": "a whole number from 0 on",
@@ -146,6 +142,7 @@ _KINDS = {
     "NonNegativeFloat": "a number from 0 on",
     "PositiveFinite": "a finite number above 0",
     "NonNegativeFinite": "a finite number from 0 on",
+    "int": "a whole number",
     "bool": "true or false",
     "str": "text",
     "list": "a list, as in '[64, 16]'",
@@ -183,9 +180,9 @@ def _parse_error(message: str, options: Sequence[str]) -> str:
         if not unknown[1].startswith("-"):
             return _no_option(unknown[1], options)
         return f"{unknown[2]} is not an option; {suggest_option(unknown[2], options)}"
-    found = re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
+    found = re.match(r'Parser key "([^"]+)"(?: element \d+)?:\s*(.*)', message, re.DOTALL)
     if not found:
-        return _one_line(message) + "; see --help"
+        return in_one_line(message) + "; see --help"
     key, rule = found[1], found[2]
     if "." not in key and f"--{key}" in options:  # an option of the command, not a key of the configuration
         key = f"--{key}"
@@ -196,9 +193,9 @@ def _parse_error(message: str, options: Sequence[str]) -> str:
         r"Expected a (?P<kinds>.*)\. Got value:(?P<value>.*)",
     ):
         if parts := re.search(pattern, rule, re.DOTALL):
-            value = _one_line(parts["value"]) or "''"
+            value = in_one_line(parts["value"]) or "''"
             return f"{key}: {value} is not {_in_words(parts['kinds'])}; see --help"
-    return f"{key}: {_one_line(rule)}; see --help"
+    return f"{key}: {in_one_line(rule)}; see --help"
 
 
 def _check_nulls(values: Any, section: type, prefix: str) -> None:

@@ -36,7 +36,7 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.text_table import markdown_table
+from dlrm_overlap.observe.text_table import count_of, markdown_table
 from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
@@ -196,7 +196,8 @@ class RunLog:
         self.asked_to_end = bool(asked)
         self.loss = loss / self.world.world_size / count
         if int(bad) and not self.bad_rows:
-            log.warning("step %d: %d bad rows so far, left out or replaced (data.bad_rows: skip)", step, int(bad))
+            so_far = count_of(int(bad), "bad row")
+            log.warning("step %d: %s so far, left out or replaced (data.bad_rows: skip)", step, so_far)
         self.bad_rows = int(bad)
         counted = {} if self.config.data.bad_rows == "error" else {"data/bad_rows": bad}
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count

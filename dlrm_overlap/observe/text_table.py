@@ -1,4 +1,4 @@
-"""Tables for a terminal, and as Markdown."""
+"""Tables for a terminal, and as Markdown; counted things."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,11 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Return the table of `lines`, the first of which is its header, as Markdown."""
     head, *others = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *others])
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return how many there are of what `noun` names in the singular: "1 line", "2 lines"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _is_number(cell: str) -> bool:

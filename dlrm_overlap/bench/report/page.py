@@ -28,7 +28,7 @@ from dlrm_overlap.bench.report.plots import PLOTS, Plot
 from dlrm_overlap.bench.report.step_plots import step_title
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.result_files import write_atomically
-from dlrm_overlap.observe.text_table import markdown_table
+from dlrm_overlap.observe.text_table import count_of, markdown_table
 
 PAGE, MARKDOWN, JSON = "index.html", "report.md", "rows.json"
 _MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table
@@ -135,7 +135,7 @@ def _section(measured: Measured, output: Path) -> Section:
     except InputError as error:
         raise InputError(f"{measured.name}.csv: {error}") from None
     what, (first, *more) = _commands(measured, plot)
-    others = f", and {len(more)} other command{'s' if len(more) > 1 else ''}" if more else ""
+    others = f", and {count_of(len(more), 'other command')}" if more else ""
     picture.caption(hardware(measured.rows), f"{what}: {first}{others}")
     svg = picture.svg()
     (output / f"{measured.name}.svg").write_bytes(svg)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_overlap.cli import main
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText
@@ -170,4 +171,11 @@ def test_a_run_logs_how_many_there_were(tmp_path: Path, caplog: pytest.LogCaptur
     counted = read_metrics(tmp_path / "run", "data/bad_rows")
     assert list(counted) == list(range(1, 10))
     assert (counted[9], sorted(counted.values())) == (3, list(counted.values()))
-    assert sum("bad rows so far" in line for line in caplog.messages) == 1
+    assert sum(" so far, left out or replaced" in line for line in caplog.messages) == 1
+
+
+def test_prepare_tells_how_many_there_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "days.tsv").write_bytes(b"\n".join([*random_lines(3), BROKEN[1]]))
+    command = ["prepare", "criteo", str(tmp_path / "days.tsv"), str(tmp_path / "out"), "--rows", "13"]
+    assert main([*command, "--bad_rows", "skip"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 3 samples, 13 to 13 rows a table, 1 line left out\n"

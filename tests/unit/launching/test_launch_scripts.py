@@ -1,6 +1,7 @@
 """The launch scripts: which Python they start, and what Slurm's does when it is asked to end."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,16 @@ def test_which_python_starts(tmp_path: Path, script: str, beside: bool, active: 
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.startswith(f"{used} -m ")
     assert done.stdout.endswith("-m dlrm_overlap train --config some.yaml --train.steps 3\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("arguments", [[], [""]])
+def test_without_a_configuration_a_script_tells_its_usage(script: str, arguments: list[str]) -> None:
+    done = subprocess.run(
+        ["bash", f"launch/{script}", *arguments], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(rf"usage: (sbatch )?launch/{script} CONFIG \[--section.key value ...\]\n", done.stderr)
 
 
 @pytest.mark.parametrize(
