@@ -99,8 +99,9 @@ def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) ->
     longer.
 
     Where bags are `short`, see `has_short_bags`, a program's chain of loads decides how long it takes: so it has four
-    bags side by side, up to 128 elements, and few ids at a time to check, which leaves registers to the rows. The
-    persistent kernel, which has several groups and fewer registers, has two rows of each under way.
+    bags side by side, up to 128 elements. Of rows of up to 256 bytes it checks few ids at a time, which leaves
+    registers to the rows, and has four rows of each bag under way. In the persistent kernel, which has several groups
+    and fewer registers, and of larger rows, these are two.
     """
     block = power_of_2(dim)
     row_bytes = block * itemsize

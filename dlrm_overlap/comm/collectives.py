@@ -110,8 +110,9 @@ class PeerCollectives:
             wait_timeout_s: bound of a wait for a peer.
 
         Raises:
-            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if the bound is none, if
-                there is no room, or if the ranks do not reach each other's memory.
+            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if the bound of a wait
+                is not above 0 or beyond what kernels count, if there is no room, or if the ranks do not reach each
+                other's memory.
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()

@@ -5,7 +5,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -90,7 +89,7 @@ class PooledByCollective(PooledCarrier):
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool into the messages; `receive` sends them."""
-        for host, windows in self._windows.get(step.batch, partial(self._windows_of, step.batch)):
+        for host, windows in self._windows.get(step.batch, self._windows_of, step.batch):
             self._lookup.store(windows, step, tables, host)
 
     def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:

@@ -205,28 +205,29 @@ class Push(WindowBackward):
 
     def store_of(self, pushed: Pushed, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
         """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does."""
-        parity = self.windows.epoch % 2
-        key = parity, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
-        launches = pushed.launches.get(
-            key,
-            lambda: pushing_gradients(
-                gradient,
-                pushed.tables,
-                self._peers[parity],
-                pushed.flags,
-                rank=pushed.rank,
-                schedule=self.schedule,
-                first_sample=step.batch.first_sample[pushed.rank],
-                batch=step.batch.total,
-                most_samples=step.batch.most,
-                scale=scale,
-                programs=self.programs,
-                first_part=first,
-                end_part=end,
-            ),
-        )
-        for launch in launches:
+        key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
+        for launch in pushed.launches.get(key, self._storing, pushed, step, gradient, scale, first, end):
             launch(gradient, self.windows.counter.argument)
+
+    def _storing(
+        self, pushed: Pushed, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int
+    ) -> list[Launch]:
+        """Return the launches by which `store_of` stores in steps like this one."""
+        return pushing_gradients(
+            gradient,
+            pushed.tables,
+            self._peers[self.windows.epoch % 2],
+            pushed.flags,
+            rank=pushed.rank,
+            schedule=self.schedule,
+            first_sample=step.batch.first_sample[pushed.rank],
+            batch=step.batch.total,
+            most_samples=step.batch.most,
+            scale=scale,
+            programs=self.programs,
+            first_part=first,
+            end_part=end,
+        )
 
     def _await(self, part: int) -> None:
         """Make the current stream wait for the gradients up to `part`."""

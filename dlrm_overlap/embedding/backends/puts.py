@@ -3,8 +3,6 @@
 `message_heap` has their memory, and why nobody overwrites it too early.
 """
 
-from functools import partial
-
 import torch
 
 from dlrm_overlap.embedding.backends.carriers import GradientCarrier, Pack, PooledCarrier, rows_of_ranks
@@ -48,7 +46,7 @@ class PooledByPuts(PooledCarrier):
             if not message.elements:
                 heap.put(number, message, 0)
                 continue
-            windows = self._tables.get(step.batch, partial(self._rows, step.batch))[number, parity]
+            windows = self._tables.get(step.batch, self._rows, step.batch)[number, parity]
             out = heap.outgoing(number, message, parity)
             parts = heap.parts(step.batch.most, message.pitch)
             for shards, table in zip(lookup.pooled_together, tables, strict=True):

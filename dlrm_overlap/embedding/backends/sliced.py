@@ -1,7 +1,6 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,13 +101,13 @@ class SlicedForward(ZeroCopyForward):
         flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
         epoch = self.begin(step)
         windows = self.peers[epoch % 2]
+        self.lookup.first_samples(step.batch, self.reached)  # as `DeviceLookup.store`
         for i, table in enumerate(tables):
             ids = step.inputs[self.lookup.pooled_together[i][0].input]
             values, offsets = ids.values(), ids.offsets()
-            self.lookup.first_samples(step.batch, self.reached)  # as `DeviceLookup.store`
             short = has_short_bags(table, values, offsets)
             key = table, windows, step.batch, short, *type_and_place(values), *type_and_place(offsets)
-            put = self._puts.get(key, partial(self._prepare, i, table, windows, flags, step))
+            put = self._puts.get(key, self._prepare, i, table, windows, flags, step)
             self.launch(i, put, step, values, offsets)
 
     def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> PreparedPut:

@@ -12,7 +12,6 @@ issued behind a wait for each.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -104,7 +103,7 @@ class CopiedLaunch:
             slices: of a feature for a destination.
         """
         key = windows.name, staging.data_ptr(), batch, rows
-        for peer, copies in self._copies.get(key, partial(self._prepare, windows, staging, batch, rows)):
+        for peer, copies in self._copies.get(key, self._prepare, windows, staging, batch, rows):
             for counter, features, copy in copies:
                 engine.wait_counter(counter, features * slices)
                 engine.issue(copy)

@@ -1,7 +1,6 @@
 """The kernels that bring the ids of some features here, out of the windows in which ranks have published them."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +71,7 @@ class IdPull:
 
     def __call__(self, samples: int, parity: int, check: bool) -> Bags:
         """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""
-        found = self._places.get(samples, partial(self._places_of, samples))
+        found = self._places.get(samples, self._places_of, samples)
         published, status = self._published[parity], self.record.status
         place_ids(published, found.places, status, samples, not self._known, found.total)
         values, offsets = found.arrived[parity]

@@ -1,7 +1,6 @@
 """The lookup on GPUs: which kernels pool this rank's bags, where each finds its rows, and ids outside their table."""
 
 from collections.abc import Mapping
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -88,7 +87,7 @@ class DeviceLookup:
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor:
         """Return [R + 1] int32 on the device: the first sample of each of R ranks, and the end; None are all ranks."""
-        return self._first_samples.get((batch, ranks), partial(self._first_of, batch, ranks))
+        return self._first_samples.get((batch, ranks), self._first_of, batch, ranks)
 
     def _first_of(self, batch: BatchSizes, ranks: range | None) -> torch.Tensor:
         first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
@@ -114,7 +113,7 @@ class DeviceLookup:
     def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
         """Return the rows [b_w, D_local] of each rank w in a send buffer [B, D_local], as windows to store into."""
         key = send.data_ptr(), send.shape[1], send.dtype, step.batch
-        return self._destinations.get(key, partial(self._rows_in, send, step.batch))
+        return self._destinations.get(key, self._rows_in, send, step.batch)
 
     def _rows_in(self, send: torch.Tensor, batch: BatchSizes) -> Windows:
         row_bytes = send.shape[1] * send.dtype.itemsize
@@ -130,13 +129,13 @@ class DeviceLookup:
             tables: what `tables()` has returned.
             ranks: that follow one another.
         """
+        self.first_samples(step.batch, ranks)  # kept for a capture that prepares a launch, which cannot copy to a GPU
         for shards, table in zip(self.pooled_together, tables, strict=True):
             ids = step.inputs[shards[0].input]
             values, offsets = ids.values(), ids.offsets()
-            self.first_samples(step.batch, ranks)  # a capture that finds one launch may have to prepare the next
             short = has_short_bags(table, values, offsets)
             key = table, windows, step.batch, ranks, short, *type_and_place(values), *type_and_place(offsets)
-            launch = self._launches.get(key, partial(self._storing, shards, table, windows, step, ranks, short))
+            launch = self._launches.get(key, self._storing, shards, table, windows, step, ranks, short)
             launch(values, offsets)
 
     def _storing(

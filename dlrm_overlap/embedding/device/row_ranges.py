@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -144,7 +143,7 @@ class InputRows:
             return None
         features = (offsets.numel() - 1) // samples
         bits, mask = self._infos.get(
-            (samples, features), partial(torch.ops.fbgemm.get_infos_metadata, values, samples, features)
+            (samples, features), torch.ops.fbgemm.get_infos_metadata, values, samples, features
         )
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
@@ -157,7 +156,7 @@ class InputRows:
         )
         found = SortedIds(keys, starts, count, infos, bits, offsets, samples)
         key = samples, features, row_units, keys.dtype, offsets.dtype
-        return self._preparations.get(key, partial(Preparation, found, self.input_features, row_units))(found)
+        return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
 
 
 def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The numbers of the rows' optimizers in device memory, where kernels read them."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -27,7 +26,7 @@ class DeviceRules:
         if self._in_place:
             return self._in_place[lookup][1]
         value = _value_of(rules[lookup])
-        return self._by_value.get(value, partial(self._make, value))
+        return self._by_value.get(value, self._make, value)
 
     def keep_in_place(self, rules: Sequence[UpdateRule]) -> None:
         """Overwrite the numbers that differ from `rules`, behind what is issued on the current stream."""

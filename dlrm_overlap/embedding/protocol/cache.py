@@ -1,27 +1,16 @@
 """What steps make once and use again: bounded, but for what CUDA graphs go on reading."""
 
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
-import torch
+from torch.cuda import is_current_stream_capturing, is_initialized
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+Arguments = TypeVarTuple("Arguments")
 
 _MOST = 64  # values that no capture has used: batch sizes and learning rates rarely change
-
-
-class _Made(Generic[Value]):
-    """One value, and who needs it."""
-
-    __slots__ = ("asked", "captured", "value")
-
-    def __init__(self, value: Value) -> None:
-        self.value = value
-        self.asked = 0
-        """the number of the request that asked for it last"""
-        self.captured = False
-        """whether a capture has used it"""
+_NONE: Any = object()
 
 
 class StepCache(Generic[Key, Value]):
@@ -39,46 +28,48 @@ class StepCache(Generic[Key, Value]):
     """
 
     def __init__(self) -> None:
-        self._made: dict[Key, _Made[Value]] = {}
-        self._others = 0  # of these that no capture has used
-        self._asked = 0
-        self._replaced: list[_Made[Value]] = []
+        self._captured: dict[Key, Value] = {}
+        """what captures have used"""
+        self._others: dict[Key, Value] = {}
+        """the rest, what was asked for longest ago first"""
+        self._replaced: list[Value] = []
         """what captures have used and nobody is given any more"""
 
     def __len__(self) -> int:
         """Return how many keys have a value."""
-        return len(self._made)
+        return len(self._captured) + len(self._others)
 
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`; where there is none, `make` returns it, which may call `forget`, but not `get`."""
-        found = self._made.get(key)
-        if found is None:
-            found = _Made(make())
-            if self._others >= _MOST:
-                self._forget_oldest()
-            self._made[key] = found
-            self._others += 1
-        self._asked = found.asked = self._asked + 1
-        if not found.captured and is_capturing():
-            found.captured = True
-            self._others -= 1
-        return found.value
+    def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
+        """Return the value of `key`.
 
-    def _forget_oldest(self) -> None:
-        others = [(made.asked, key) for key, made in self._made.items() if not made.captured]
-        del self._made[min(others, key=lambda other: other[0])[1]]
-        self._others -= 1
+        Args:
+            key: of all that the value depends on.
+            make: returns the value where there is none; it may call `forget`, but not `get`.
+            arguments: of `make`.
+        """
+        value = self._others.pop(key, _NONE)  # a step asks often: to take it out and to put it back last is cheap
+        if value is _NONE:
+            if key in self._captured:
+                return self._captured[key]
+            value = make(*arguments)
+            if len(self._others) >= _MOST:
+                del self._others[next(iter(self._others))]
+        if is_capturing():
+            self._captured[key] = value
+        else:
+            self._others[key] = value
+        return value
 
     def forget(self) -> None:
         """Let all values be made anew, since what they were made of is another; what captures have used is held."""
-        self._replaced += [made for made in self._made.values() if made.captured]
-        self._made, self._others = {}, 0
+        self._replaced += self._captured.values()
+        self._captured, self._others = {}, {}
 
     def clear(self) -> None:
         """Forget all, once no graph will be launched any more that has used some of it."""
-        self._made, self._others, self._replaced = {}, 0, []
+        self._captured, self._others, self._replaced = {}, {}, []
 
 
 def is_capturing() -> bool:
     """Return whether what is issued on the current stream now is captured in a CUDA graph; False where CUDA is not."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return is_initialized() and is_current_stream_capturing()

@@ -17,7 +17,6 @@ one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ class Crossing:
 
     def pooled(self, batch: BatchSizes) -> Messages:
         """Return the messages of pooled embeddings."""
-        return self._pooled.get(batch, partial(self._pooled_of, batch))
+        return self._pooled.get(batch, self._pooled_of, batch)
 
     def _pooled_of(self, batch: BatchSizes) -> Messages:
         reach, here = self.reach, self._samples(self.reach.here, batch)
@@ -99,7 +98,7 @@ class Crossing:
 
     def gradients(self, batch: BatchSizes) -> Messages:
         """Return the messages of their gradients."""
-        return self._gradients.get(batch, partial(self._gradients_of, batch))
+        return self._gradients.get(batch, self._gradients_of, batch)
 
     def _gradients_of(self, batch: BatchSizes) -> Messages:
         reach, each = self.reach, batch.per_rank

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from dlrm_overlap.embedding.protocol import cache
 from dlrm_overlap.embedding.protocol.cache import StepCache
@@ -18,7 +17,7 @@ class _Made:
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    with patch.multiple(torch.cuda, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
+    with patch.multiple(cache, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
         yield
 
 
@@ -86,5 +85,19 @@ def test_making_may_forget_what_was_made_before() -> None:
 
 
 def test_no_capture_is_asked_for_where_cuda_is_not() -> None:
-    with patch.object(torch.cuda, "is_initialized", lambda: False):
+    with patch.object(cache, "is_initialized", lambda: False):
         assert not cache.is_capturing()
+
+
+def test_what_is_made_is_made_of_the_arguments_of_its_first_request() -> None:
+    known = StepCache[str, int]()
+    assert known.get("sum", sum, [1, 2]) == 3
+    assert known.get("sum", sum, [3, 4]) == 3, "made once"
+
+
+def test_a_value_that_cannot_be_made_is_asked_for_anew() -> None:
+    known = StepCache[str, float]()
+    with pytest.raises(ValueError, match="could not convert"):
+        known.get("rate", float, "a")
+    assert len(known) == 0
+    assert known.get("rate", float, "1") == 1.0

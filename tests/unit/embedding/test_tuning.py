@@ -20,6 +20,18 @@ def test_a_warp_has_at_most_4_kb_of_rows_in_flight(dim: int, dtype: torch.dtype,
     assert tuning.task_bags <= 4, "of the smallest slice, embedding.slice_bags"
 
 
+@pytest.mark.parametrize(
+    ("dim", "groups", "unroll", "checked_ids"),
+    [(32, 1, 4, 8), (64, 1, 4, 16), (128, 1, 2, 64), (32, 4, 2, 8), (64, 4, 2, 8), (128, 4, 2, 64)],
+)
+def test_short_bags_have_few_rows_under_way_and_small_rows_few_ids_to_check(
+    dim: int, groups: int, unroll: int, checked_ids: int
+) -> None:
+    tuning = tuning_for(dim, torch.float32.itemsize, groups, short=True)
+    assert tuning.task_bags == 4 * groups
+    assert (tuning.unroll, tuning.checked_ids) == (unroll, checked_ids)
+
+
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("slice_bags", [4, 8, 32])
 @pytest.mark.parametrize("dim", _DIMS)
