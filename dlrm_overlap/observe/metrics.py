@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchmetrics.functional.classification import binary_auroc
 
 WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
 
@@ -32,9 +33,6 @@ def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     accuracy = math.nan if has_nan else ((logits > 0) == (labels > 0)).double().mean().item()
     if rate in (0.0, 1.0) or has_nan:
         return {"loss": loss, "auroc": math.nan, "ne": math.nan, "accuracy": accuracy}
-    # Imports matplotlib, and transformers where that is installed: half a second to four, which no step needs.
-    from torchmetrics.functional.classification import binary_auroc
-
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
     auroc = binary_auroc(logits.sigmoid(), labels.int()).item()
     return {"loss": loss, "auroc": auroc, "ne": loss / entropy, "accuracy": accuracy}
