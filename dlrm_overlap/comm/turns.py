@@ -54,8 +54,9 @@ class Turns:
             for i, read in times:
                 taken_ms[i].append(read())
         table = torch.tensor(taken_ms, dtype=torch.float64)
-        quantiles = table.quantile(torch.tensor(_QUANTILES, dtype=table.dtype), dim=1)
-        return [Timed(*each) for each in zip(*self._greatest(quantiles).tolist(), host_ms, strict=True)]
+        quantiles = table.quantile(torch.tensor(_QUANTILES, dtype=table.dtype), dim=1).tolist()
+        slowest = [greatest(each, self._device, self._group) for each in quantiles]
+        return [Timed(*each) for each in zip(*slowest, host_ms, strict=True)]
 
     def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
         """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
@@ -68,13 +69,7 @@ class Turns:
                 piece()
                 host_ms[i] = (time.perf_counter() - began) * 1e3
         self._synchronise()
-        return self._greatest(torch.tensor(host_ms, dtype=torch.float64)).tolist()
-
-    def _greatest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the maximum of each of `values` over the ranks."""
-        most = values.contiguous().to(self._device)  # NCCL takes no other
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        return most
+        return greatest(host_ms, self._device, self._group)
 
     def _synchronise(self) -> None:
         if self._cuda:
@@ -98,6 +93,13 @@ class Turns:
             return begin.elapsed_time(end)
 
         return read
+
+
+def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the maximum of each of `values` over the ranks of `group`, which all call this."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return most.tolist()
 
 
 def round_of(count: int, turn: int) -> list[int]:

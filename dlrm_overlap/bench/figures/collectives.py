@@ -21,9 +21,10 @@ import torch.distributed as dist
 from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.collective_contenders import CollectiveContender, OwnCollectives, make_contenders
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import greatest, slowest_rank
+from dlrm_overlap.bench.harness.timing import slowest_rank
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
+from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.ranks import Ranks
 

@@ -31,12 +31,12 @@ from dlrm_overlap.bench.harness.implementations import Implementations, make_gro
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.payload import KINDS, Payload
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import fraction_of_ideal, greatest
+from dlrm_overlap.bench.harness.timing import fraction_of_ideal
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.report.slowdowns import write_table
 from dlrm_overlap.bench.request import ConcurrentRequest
-from dlrm_overlap.comm.turns import Timed, Turns
+from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")

@@ -17,11 +17,11 @@ from dlrm_overlap.bench.harness.beside import BesideProduct, time_beside_product
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, close_all
 from dlrm_overlap.bench.harness.limits import forward_limit, measure_ceilings
 from dlrm_overlap.bench.harness.rounds import time_contenders, time_parts
-from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.stage_request import ForwardRequest
+from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.ranks import Ranks
 

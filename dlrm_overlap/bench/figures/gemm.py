@@ -32,10 +32,10 @@ from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import gather, greatest
+from dlrm_overlap.bench.harness.timing import gather
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.comm.turns import Timed, Turns
+from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.gemm.products import parallel_products
 from dlrm_overlap.gemm.tuner import entry, tune
 from dlrm_overlap.ranks import Ranks

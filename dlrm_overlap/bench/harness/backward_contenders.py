@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.limits import median_ms
-from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Ids, Workload
+from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack
 from dlrm_overlap.embedding.options import ExchangeOptions

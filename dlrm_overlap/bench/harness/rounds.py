@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import StepTimes, greatest, slowest_rank
+from dlrm_overlap.bench.harness.timing import StepTimes, slowest_rank
 from dlrm_overlap.bench.harness.workload import Workload
+from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _ROUNDS = 4  # contenders take turns

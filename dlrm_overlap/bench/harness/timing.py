@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import quantile
 
 
@@ -25,13 +26,6 @@ def slowest_rank(step_ms: list[float], device: torch.device, group: dist.Process
     """
     mine = [sum(step_ms) / len(step_ms), *(quantile(step_ms, q) for q in (0.1, 0.5, 0.9))]
     return StepTimes(*greatest(mine, device, group))
-
-
-def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the maximum of each of `values` over the ranks of `group`, which all call this."""
-    most = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return most.tolist()
 
 
 def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
