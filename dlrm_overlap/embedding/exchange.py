@@ -233,6 +233,23 @@ class Exchange:
         self._sent.clear()
 
     @uncompiled
+    def check_samples(self, samples: int, training: bool) -> None:
+        """Check that all ranks bring as many samples to a step whose ids were taken; in evaluation a collective.
+
+        Raises:
+            InputError: if they do not, or in training if they are not the bound's; nothing has begun.
+        """
+        if not training:
+            self.neighbours.require_as_many(samples)
+            return
+        assert self._ids is not None, "an exchange that does not take ids"
+        if samples != (expected := self._ids.bound.samples):
+            raise InputError(
+                f"ids: {samples} samples in a training step, but the bound names {expected}, which all ranks bring "
+                f"alike; give the collection ids of all samples, with lengths of 0 for no ids"
+            )
+
+    @uncompiled
     def start_sent(self, features: KeyedJaggedTensor) -> PooledAwaitable:
         """Start the step of `features`, which were sent first among those that wait; where none wait, send them.
 

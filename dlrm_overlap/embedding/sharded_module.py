@@ -181,8 +181,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return super().forward(*input, **kwargs)
         assert self.exchange is not None
         (features,) = (*input, *kwargs.values())
-        if not self.training:
-            self.exchange.neighbours.require_as_many(features.stride())
+        self.exchange.check_samples(features.stride(), self.training)
         return self._awaitable([self.exchange.start_sent(features)])
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:

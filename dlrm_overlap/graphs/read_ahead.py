@@ -15,6 +15,7 @@ from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagColl
 from dlrm_overlap.graphs.captured import Streams
 from dlrm_overlap.graphs.parts import exchange_of
 from dlrm_overlap.graphs.static_batch import StaticBatch
+from dlrm_overlap.graphs.static_ids import IdCuts
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -70,7 +71,7 @@ class ReadAhead:
         if not self._held[parity]:
             raise StopIteration
         self.land(batches, 1 - parity)
-        self._working[parity].copy_from(self._landing[parity])
+        self._take_over(parity)
         self._streams.step_is_issued(1 - parity)
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
@@ -81,15 +82,20 @@ class ReadAhead:
             if batch is None:
                 return
             if not self._landing:
-                static = [StaticBatch(batch, self._device, self._bound) for _ in range(4)]
+                cuts = IdCuts()
+                static = [StaticBatch(batch, self._device, self._bound, cuts) for _ in range(4)]
                 self._landing, self._working = static[:2], static[2:]
             self._landing[parity].fill(batch)
         self._held[parity] = True
 
     def bring_in(self, parity: int) -> None:
         """Copy the batch of `parity` from its landing to its working place, and send its ids."""
-        self._working[parity].copy_from(self._landing[parity])
+        self._take_over(parity)
         self.send_ids(parity)
+
+    def _take_over(self, parity: int) -> None:
+        self._working[parity].copy_from(self._landing[parity])
+        self._working[parity].renew()
 
     def release(self, parity: int) -> None:
         """Note that the step on the batch of `parity` has been issued."""
@@ -117,9 +123,9 @@ class ReadAhead:
     def finding_ids(self) -> Iterator[None]:
         """Let the modules take ids, once they are given some, and find out which of the batch's they are given."""
 
-        def find(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             assert isinstance(module, OverlapShardedEmbeddingBagCollection)
-            (features,) = inputs
+            (features,) = (*inputs, *keywords.values())
             exchange_of(module).order = self._order
             module.take_ids(features.keys(), self._bound)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
@@ -128,7 +134,9 @@ class ReadAhead:
             else:
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
-        hooks = [module.register_forward_pre_hook(find) for module in self._modules]
-        yield
-        for hook in hooks:
-            hook.remove()
+        hooks = [module.register_forward_pre_hook(find, with_kwargs=True) for module in self._modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -1,7 +1,9 @@
 """A batch at fixed addresses on the device, into which the batches of all steps are copied."""
 
 import copy
+import copyreg
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -9,74 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.protocol.ids import BatchBound
-
-
-class StaticIds:
-    """A KeyedJaggedTensor with room for the most ids that a batch may have."""
-
-    def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound) -> None:
-        self._known, self._samples, self.keys = bound.known_lengths, bound.samples, example.keys()
-        self._check(example)
-        room = sum(bound.capacity(self.keys))
-        values = torch.zeros(room, dtype=example.values().dtype, device=device)
-        self._lengths = torch.zeros(example.lengths().numel(), dtype=example.lengths().dtype, device=device)
-        if self._known:
-            sizes = torch.tensor([bound.bag_sizes[key][1] for key in self.keys], device=device)
-            self._lengths.copy_(sizes.repeat_interleave(bound.samples))
-        self.tensor = KeyedJaggedTensor(self.keys, values=values, lengths=self._lengths, stride=bound.samples)
-        self.count = torch.full((1,), room, dtype=torch.int32, device=device)
-        """[1] int32: ids of the batch, where lengths are known beforehand"""
-        self._count = room
-
-    def _check(self, ids: KeyedJaggedTensor) -> None:
-        """Check that ids can take the place of the first batch's.
-
-        Raises:
-            InputError: if they have weights, batches of their own, or other features or samples.
-        """
-        if ids.weights_or_none() is not None:
-            raise InputError("GraphTrainPipeline: ids with weights are not captured; use TorchRec's pipeline for them")
-        if ids.keys() != self.keys:
-            raise InputError(
-                f"GraphTrainPipeline: ids of features {', '.join(ids.keys())}, but those of the first batch are "
-                f"{', '.join(self.keys)}, and captured steps are all alike; give each batch the same, in the same order"
-            )
-        if ids.variable_stride_per_key():
-            raise InputError("GraphTrainPipeline: features with batches of their own are not captured; use TorchRec's")
-        if ids.stride() != self._samples:
-            raise InputError(
-                f"GraphTrainPipeline: ids of {ids.stride()} samples, but the bound names {self._samples}, and captured "
-                f"steps are all alike; correct the bound's samples, or drop the last, smaller batch"
-            )
-
-    def fill(self, ids: KeyedJaggedTensor) -> None:
-        """Copy a batch's ids. One that has too many is found out, on every rank, where its ids are published.
-
-        Raises:
-            InputError: if they are not like the first batch's.
-        """
-        self._check(ids)
-        values, room = ids.values(), self.tensor.values()
-        if values.dtype.itemsize > room.dtype.itemsize:  # some would be other ids there
-            raise InputError(
-                f"GraphTrainPipeline: ids of type {values.dtype}, but those of the first batch are {room.dtype}, in "
-                f"which they have no room; give each batch ids of one type"
-            )
-        here = min(values.numel(), room.numel())
-        room[:here].copy_(values[:here], non_blocking=True)
-        if not self._known:
-            self._lengths.copy_(ids.lengths(), non_blocking=True)
-        elif values.numel() != self._count:
-            self._count = values.numel()
-            self.count.fill_(self._count)
-
-    def copy_from(self, other: "StaticIds") -> None:
-        """Copy the content of `other`, which is on the same device, into these fixed addresses."""
-        self.tensor.values().copy_(other.tensor.values())
-        if self._known:
-            self.count.copy_(other.count)
-        else:
-            self._lengths.copy_(other._lengths)
+from dlrm_overlap.graphs.static_ids import IdCuts, StaticIds
 
 
 class StaticBatch:
@@ -86,20 +21,40 @@ class StaticBatch:
     What else it holds stays as `example` has it.
     """
 
-    def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
+    def __init__(self, example: Any, device: torch.device, bound: BatchBound, cuts: IdCuts | None = None) -> None:
+        """Take a batch to be like; `cuts` are those of the ids, shared by the static batches that one model reads.
+
+        Raises:
+            InputError: if no tensor is found in it.
+        """
         leaves = leaves_of(example)
-        self._places = {place: index for index, place in enumerate(leaves)}
+        if not leaves:
+            raise InputError(
+                f"GraphTrainPipeline: no tensor was found in a batch of type {type(example).__name__}, so each step "
+                f"would train on the first one; give batches that hold tensors as attributes, or in tuples, lists and "
+                f"dictionaries"
+            )
+        self._example, self._places = example, {place: index for index, place in enumerate(leaves)}
         self._leaves = [
-            StaticIds(leaf, device, bound)
+            StaticIds(leaf, device, bound, cuts if cuts is not None else IdCuts())
             if isinstance(leaf, KeyedJaggedTensor)
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             for leaf in leaves.values()
         ]
-        tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves])
-        self.batch = _replace(example, lambda _: next(tensors))
-        """a batch of the same class, of the static tensors"""
+        self.renew()
         if getattr(self.batch, "lease", None) is not None:
-            self.batch.lease = None  # which is the example's, and keeps its memory
+            object.__setattr__(self.batch, "lease", None)  # which is the example's, and keeps its memory
+        self._example = self.batch  # whose tensors stay, while the example's are somebody else's
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the batch anew for its next step: of the same tensors, and of ids that remember nothing of the last."""
+        for leaf in self._leaves:
+            if isinstance(leaf, StaticIds):
+                leaf.renew()
+        tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves])
+        self.batch = _replace(self._example, lambda _: next(tensors))
+        """a batch of the same class, of the static tensors"""
 
     def fill(self, batch: Any) -> None:
         """Copy a batch from the host, or from the device, on the current stream.
@@ -171,7 +126,12 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return what a batch, or a part of it, is made of, by index, key or attribute."""
     if isinstance(value, list | tuple):
         return enumerate(value)
-    return (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items()
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, type | Enum):  # which all batches share
+        return ()
+    names = [*getattr(value, "__dict__", {}), *copyreg._slotnames(type(value))]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -189,11 +149,15 @@ def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
         return value
     replaced = {key: _replace(each, replace) for key, each in _parts(value)}
     if isinstance(value, dict):
-        return replaced
+        copied = copy.copy(value)  # of its own class
+        copied.update(replaced)
+        attributes = getattr(copied, "__dict__", {})
+        attributes.update({key: each for key, each in replaced.items() if key in attributes})
+        return copied
     if isinstance(value, list | tuple):
         each = list(replaced.values())
         return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     copied = copy.copy(value)
     for name, each in replaced.items():
-        setattr(copied, name, each)
+        object.__setattr__(copied, name, each)  # a frozen class has no other way
     return copied

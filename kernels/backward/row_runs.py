@@ -17,7 +17,7 @@ from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.kernels.launches import Launch
 
-# Columns of the table of an input's features, [features, 4] int64. A unit is 4 elements.
+# Columns of the table of an input's features, [features + 1, 4] int64. A unit is 4 elements.
 START_AT = tl.constexpr(0)  # column of D_local where the feature's shard begins, in units
 UNITS = tl.constexpr(1)  # units of a row, D / 4
 MEAN = tl.constexpr(2)  # 1: divide by the number of ids
@@ -178,8 +178,8 @@ class InputFeatures(NamedTuple):
     """The features of one input: where their gradients are in the gradient window, and which rows they name."""
 
     entries: torch.Tensor
-    """[features, 4] int64, a row a feature: the column of D_local where its shard begins and its dim, both in units of
-    4; 1 for a mean or 0 for a sum; the first key of its table"""
+    """[features + 1, 4] int64, a row a feature, the last one of ids that pad their number: the column of D_local where
+    its shard begins and its dim, both in units of 4; 1 for a mean or 0 for a sum; the first key of its table"""
     any_mean: bool
     boundaries: torch.Tensor
     """[ranges + 1] int64, ascending: the first key of each range of rows that are updated alike, and the end"""

@@ -54,10 +54,10 @@ def _place_ids(
     Memory: the program reads, from the window of every rank, the offsets at which the features begin. Of each pair it
     writes the first id's place in the window to `sources`, the number of ids to `counts`, and where they arrive to
     `arrivals`, all int32; at their end `arrivals` [shards * W + 1] has the number of all ids that arrive. Where a rank
-    brings more ids of a feature than `capacities` [T] allow, the program writes a record of it by way of `status`, and
-    lets no id of the step arrive. Every rank looks at all features of all ranks, so that every rank has that record.
-    Without LENGTHS, the places are known, and the program only checks that every rank has published `total` ids, of
-    which the word at `offsets_at` tells.
+    brings more ids of a feature than `capacities` [T] allow, or fewer than none, the program writes a record of it by
+    way of `status`, and lets no id of the step arrive. Every rank looks at all features of all ranks, so that every
+    rank has that record. Without LENGTHS, the places are known, and the program only checks that every rank has
+    published `total` ids, of which the word at `offsets_at` tells.
 
     Order: the kernel follows the wait for the ranks' flags on the stream, so it reads what they have published. Its end
     orders its stores for `_pull_ids`.
@@ -73,7 +73,7 @@ def _place_ids(
         if LENGTHS:
             count = _count(window + offsets_at, key, samples, mask)
             most = tl.load(capacities + key, mask=mask, other=0)
-            wrong = count > most
+            wrong = (count > most) | (count < 0)
         else:
             count = tl.load(window + offsets_at, mask=mask, other=0)
             most = total + tl.zeros_like(count)

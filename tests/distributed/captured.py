@@ -22,6 +22,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
 from dlrm_overlap.graphs import parts, train_pipeline
 from dlrm_overlap.graphs.captured import CapturedStep
+from dlrm_overlap.graphs.read_ahead import ReadAhead
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from tests.distributed.interpreted import without_streams
 
@@ -31,6 +32,8 @@ class StandIn(CapturedStep):
 
     taken: dict[str, int]
     exchanges: Sequence[Exchange]
+    ahead: ReadAhead
+    parity: int
 
     def __init__(
         self,
@@ -56,9 +59,12 @@ class StandIn(CapturedStep):
     def replay(self) -> Any:
         self.taken["replayed"] += 1
         on_the_host = [list(exchange._sent) for exchange in self.exchanges]
+        given = {
+            exchange: self.ahead._working[self.parity].ids(index).tensor for exchange, index in self.ahead._senders
+        }
         for exchange, read in zip(self.exchanges, self._read, strict=True):
             exchange._sent.clear()
-            exchange._sent.extend(map(_anew, read))
+            exchange._sent.extend((given[exchange], _anew(arrived)) for _, arrived in read)
         output = self._take()
         for exchange, sent in zip(self.exchanges, on_the_host, strict=True):
             exchange._sent.clear()
@@ -86,10 +92,10 @@ class StandIn(CapturedStep):
         return output
 
 
-def _anew(sent: tuple[KeyedJaggedTensor, ArrivedIds]) -> tuple[KeyedJaggedTensor, ArrivedIds]:
-    """Return the ids that are in the memory of some that were sent before, and arrived."""
-    given, (ids, batch, replicated) = sent
-    return given, ArrivedIds(_fresh(ids), batch, _fresh(replicated) if replicated is not None else None)
+def _anew(arrived: ArrivedIds) -> ArrivedIds:
+    """Return the ids that are in the memory of some that arrived before."""
+    ids, batch, replicated = arrived
+    return ArrivedIds(_fresh(ids), batch, _fresh(replicated) if replicated is not None else None)
 
 
 def _fresh(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -111,7 +117,9 @@ def captures() -> Iterator[dict[str, int]]:
 
     def stand_in(pipeline: Any, parity: int) -> CapturedStep:
         found = [parts.exchange_of(module) for module in pipeline._modules]
-        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found})
+        kind = type(
+            "StandIn", (StandIn,), {"taken": taken, "exchanges": found, "ahead": pipeline._ahead, "parity": parity}
+        )
         with patch.object(train_pipeline, "CapturedStep", kind):
             return capture(pipeline, parity)
 

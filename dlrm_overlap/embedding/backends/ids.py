@@ -138,7 +138,8 @@ class IdExchange(ABC):
             text = f"{count} ids, but by its bound, which gives every bag of a feature the same number, it has {most}"
         else:
             text = f"{count} ids of feature {name}, beyond the {most} of its bound"
-        return ValueError(f"the batch of rank {rank} has {text}; correct the bound's bag_sizes, and start again")
+        cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
+        return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     @abstractmethod
     def skip(self) -> None:
@@ -187,13 +188,13 @@ class HostIdExchange(IdExchange):
         offsets = window[self.ids.offsets_at :]
         if self.known:
             known = self.ids.known_offsets(range(len(keys)), samples)
-            if int(offsets[0]) != (total := int(known[-1])):
+            if int(offsets[0]) != (total := self.ids.known_total(samples)):
                 raise self.overflow(rank, 0, int(offsets[0]), total)
             return window, known
         offsets = offsets[: len(keys) * samples + 1]
         counts = offsets[::samples].diff().tolist()
         for feature, (count, most) in enumerate(zip(counts, self.ids.capacity, strict=True)):
-            if count > most:
+            if not 0 <= count <= most:
                 raise self.overflow(rank, feature, count, most)
         return window, offsets
 

@@ -52,7 +52,6 @@ class IdPull:
     def _places_of(self, samples: int) -> _DevicePlaces:
         """Return what batches of `samples` need; that allocates memory."""
         sources, features = self._sources, len(self._features)
-        total = samples * sum(most for _, most in self._ids.bound.bag_sizes.values())
         values = self._values
         if self._known:
             firsts, counts, arrivals, starts = self._ids.known_places(self._features, sources, samples)
@@ -67,7 +66,9 @@ class IdPull:
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
         arrived = list(zip(values, offsets, strict=True))
-        return _DevicePlaces(places, self._tensor(tasks).reshape(len(tasks), 3), total, arrived)
+        return _DevicePlaces(
+            places, self._tensor(tasks).reshape(len(tasks), 3), self._ids.known_total(samples), arrived
+        )
 
     def __call__(self, samples: int, parity: int, check: bool) -> Bags:
         """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""

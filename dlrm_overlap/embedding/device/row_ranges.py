@@ -83,6 +83,7 @@ class InputRows:
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
+        entries.append([0, 0, 0, key])  # of the ids that pad, whose infos name a feature more
         alike = [self._alike(shard, first) for shard, first in zip(shards, first_keys, strict=True)]
         self.ranges: list[UpdateRange] = []
         boundaries: list[int] = []

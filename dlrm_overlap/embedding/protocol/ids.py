@@ -92,6 +92,10 @@ class IdLayout:
         """The most ids of a rank's batch."""
         return sum(self.capacity)
 
+    def known_total(self, samples: int) -> int:
+        """Return the ids of a rank's batch of `samples`, where lengths are known beforehand."""
+        return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
+
     @property
     def offsets_at(self) -> int:
         """First word of a window's offsets."""

@@ -1,0 +1,312 @@
+"""Training programs as a user of TorchRec writes them, each trained by TorchRec's pipeline and by captured steps.
+
+What they do with a batch, with its ids and with their optimizers is theirs, and the captured step must give stock's
+losses all the same. Imports no pytest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from tests.agreement import LOSS_TOLERANCE, assert_all_near
+from tests.distributed.models import local_tensors
+
+STEPS = 9  # three before the capture, two captured, and four replays
+SAMPLES = 6
+ROWS, DIM = 40, 8
+KEYS = ["f", "g", "h", "k"]
+MOST = {"f": (1, 1), "g": (0, 2), "h": (0, 5), "k": (0, 3)}
+FIXED = {"f": (1, 1), "g": (2, 2), "h": (4, 4), "k": (3, 3)}
+
+
+class _Movable(Pipelineable):
+    """What TorchRec's pipelines ask of a batch."""
+
+    __slots__ = ()
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        return type(self)(*(each.to(device, non_blocking=non_blocking) for each in self._tensors()))
+
+    def record_stream(self, stream: Any) -> None:
+        for each in self._tensors():
+            each.record_stream(stream)
+
+    def _tensors(self) -> list[Any]:
+        return [getattr(self, name) for name in ("dense", "ids", "others")]
+
+
+@dataclass
+class Batch(_Movable):
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    others: KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class FrozenBatch(_Movable):
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    others: KeyedJaggedTensor
+
+
+@dataclass(slots=True)
+class SlottedBatch(_Movable):
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    others: KeyedJaggedTensor
+
+
+def collection(keys: Sequence[str]) -> EmbeddingBagCollection:
+    """Return a collection of a table a key."""
+    configs = [
+        EmbeddingBagConfig(
+            name=f"t_{key}",
+            num_embeddings=ROWS,
+            embedding_dim=DIM,
+            feature_names=[key],
+            pooling=PoolingType.MEAN if key == "h" else PoolingType.SUM,
+        )
+        for key in keys
+    ]
+    return EmbeddingBagCollection(configs, device=torch.device("meta"))
+
+
+class Plain(nn.Module):
+    """One collection and a layer; what the others change a little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = collection(KEYS)
+        self.bottom = nn.Linear(3, 4 * DIM)
+        self.over = nn.Linear(4 * DIM, 2)
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        """Return [b, 4 * DIM], with the features in order of `KEYS`."""
+        by_key = self.embedding(batch.ids).to_dict()
+        return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        """Return [b, 4 * DIM] of the dense features."""
+        return self.bottom(batch.dense)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a loss, and what it is made of."""
+        output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
+        return (output - 1).square().mean(), output.detach()
+
+
+class Split(Plain):
+    """Two collections, which get one half of the features each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.second = collection(KEYS[:2]), collection(KEYS[2:])
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        left, right = batch.ids.split([2, 2])
+        by_key = self.embedding(left).to_dict() | self.second(right).to_dict()
+        return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class TwoSets(Split):
+    """Two collections, which get the features of two KeyedJaggedTensors of the batch."""
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        by_key = self.embedding(batch.ids).to_dict() | self.second(batch.others).to_dict()
+        return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class Permuted(Plain):
+    """Has another order of features than its batches."""
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        by_key = self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict()
+        return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class ByKeyword(Plain):
+    """Calls the collection by keyword."""
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        by_key = self.embedding(features=batch.ids).to_dict()
+        return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class Offsets(Plain):
+    """Takes the lengths of bags for features of their own."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        lengths = batch.ids.offsets().diff().view(len(KEYS), -1).T.float()
+        return self.bottom(batch.dense) * (1 + lengths.repeat_interleave(DIM, dim=1) / 4)
+
+
+class OneFeature(Plain):
+    """Looks a feature up in a small table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Embedding(ROWS, 4 * DIM)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        one, several = batch.ids["f"], batch.ids["k"]
+        padded = several.to_padded_dense(desired_length=3, padding_value=0.0)
+        return self.bottom(batch.dense) + self.own(padded.long()).sum(1) + self.own(one.values())
+
+
+class TwinLosses(Plain):
+    """Returns a loss for each of two tasks."""
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
+        return (output - 1).square().mean(0), output.detach()
+
+
+class FrozenTower(Plain):
+    """Has a tower that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.tower.requires_grad_(False)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return self.bottom(self.tower(batch.dense))
+
+
+def _sgd(parameters: Mapping[str, Any]) -> Any:
+    return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
+
+
+def _clipped_adamw(parameters: Mapping[str, Any]) -> Any:
+    adamw = KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.AdamW(each, lr=0.05, weight_decay=0.1))
+    return GradientClippingOptimizer(adamw, clipping=GradientClipping.NORM, max_gradient=0.05)
+
+
+class Program(NamedTuple):
+    """A training program: its model, what its batches are, and its dense optimizer."""
+
+    model: type[Plain] = Plain
+    batch: type[Any] = Batch
+    optimizer: Callable[[Mapping[str, Any]], Any] = _sgd
+    bags: Mapping[str, tuple[int, int]] = MOST
+    growing: bool = False
+    """whether the first batches have short bags alone"""
+
+
+PROGRAMS: dict[str, Program] = {
+    "split": Program(Split),
+    "split_fixed": Program(Split, bags=FIXED),
+    "two_sets_fixed": Program(TwoSets, bags=FIXED),
+    "permuted": Program(Permuted),
+    "by_keyword": Program(ByKeyword),
+    "offsets": Program(Offsets),
+    "one_feature": Program(OneFeature),
+    "frozen_batch": Program(batch=FrozenBatch),
+    "slotted_batch": Program(batch=SlottedBatch),
+    "twin_losses": Program(TwinLosses),
+    "clipped_adamw": Program(optimizer=_clipped_adamw),
+    "frozen_tower": Program(FrozenTower),
+    "growing_bags": Program(Offsets, growing=True),
+}
+
+
+def _batches(program: Program, rank: int) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(rank)
+
+    def ids(keys: Sequence[str], step: int) -> KeyedJaggedTensor:
+        most = {key: min(program.bags[key][1], step + 1 if program.growing else 9) for key in keys}
+        lengths = [
+            torch.randint(min(program.bags[key][0], most[key]), most[key] + 1, (SAMPLES,), generator=generator)
+            for key in keys
+        ]
+        values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
+        return KeyedJaggedTensor(list(keys), values, lengths=torch.cat(lengths))
+
+    for step in range(STEPS):
+        dense = torch.rand(SAMPLES, 3, generator=generator)
+        if program.model is TwoSets:
+            yield program.batch(dense, ids(KEYS[:2], step), ids(KEYS[2:], step))
+        else:
+            yield program.batch(dense, ids(KEYS, step), ids(KEYS[:1], step))
+
+
+def _plan(model: Plain, sharder: ModuleSharder, world_size: int, device: torch.device) -> ShardingPlan:
+    """Tables on ranks in turn, those of h cut by columns."""
+    plan = {}
+    for name, module in model.named_children():
+        if not isinstance(module, EmbeddingBagCollection):
+            continue
+        ways = {
+            config.name: column_wise([i % world_size for i in range(2)], compute_kernel="fused")
+            if config.name == "t_h"
+            else table_wise(KEYS.index(config.name[-1]) % world_size, compute_kernel="fused")
+            for config in module.embedding_bag_configs()
+        }
+        plan[name] = construct_module_sharding_plan(
+            module, ways, sharder, local_size=world_size, world_size=world_size, device_type=device.type
+        )
+    return ShardingPlan(plan)
+
+
+def train(
+    program: Program, captured: bool, group: dist.ProcessGroup, device: torch.device
+) -> Mapping[str, torch.Tensor]:
+    """Return this rank's outputs, by step, and its dense parameters and rows, of TorchRec's pipeline or ours."""
+    torch.manual_seed(0)
+    params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
+    sharder: Any = OverlapEmbeddingBagCollectionSharder(params) if captured else EmbeddingBagCollectionSharder(params)
+    model = program.model()
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=_plan(model, sharder, group.size(), device),
+        sharders=[sharder],
+        init_data_parallel=not captured,
+    )
+    sharded.to(device)
+    initialise_tables(sharded, seed=0)
+    dense = {n: p for n, p in in_backward_optimizer_filter(sharded.named_parameters()) if p.requires_grad}
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", program.optimizer(dense))])
+    pipeline: Any
+    if captured:
+        pipeline = GraphTrainPipeline(sharded, optimizer, device, BatchBound(SAMPLES, program.bags))
+    else:
+        pipeline = TrainPipelineBase(sharded, optimizer, device)
+    batches = _batches(program, group.rank())
+    given = {f"output of step {step}": pipeline.progress(batches).clone() for step in range(STEPS)}
+    given |= dict(local_tensors(sharded.state_dict()))
+    if captured:
+        pipeline.close()
+        dist.barrier(group)
+        for exchange in exchanges(sharded):
+            exchange.close()
+    return given
+
+
+def compare(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that captured steps give what TorchRec's pipeline gives, step for step."""
+    stock, ours = (train(PROGRAMS[name], captured, group, device) for captured in (False, True))
+    assert_all_near(ours, stock, LOSS_TOLERANCE["sgd"], f"{name}:")
