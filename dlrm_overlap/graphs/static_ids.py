@@ -76,12 +76,13 @@ class StaticIds:
         if not self._known:
             self._values[here:].zero_()
             self._lengths.copy_(ids.lengths(), non_blocking=True)
-        elif values.numel() != self._count:
-            if self._cuts:  # what is cut is published with the number that is known
-                raise InputError(
-                    f"GraphTrainPipeline: a batch of {values.numel()} ids, but by its bound, which gives every bag of "
-                    f"a feature the same number, it has {self._room}; correct the bound's bag_sizes"
-                )
+            return
+        if self._cuts and values.numel() != self._room:  # what is cut is published with the number that is known
+            raise InputError(
+                f"GraphTrainPipeline: a batch of {values.numel()} ids, but by its bound, which gives every bag of a "
+                f"feature the same number, it has {self._room}; correct the bound's bag_sizes"
+            )
+        if values.numel() != self._count:
             self._count = values.numel()
             self.count.fill_(self._count)
 

@@ -149,6 +149,17 @@ def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
     assert ranks.record.overflow() == [2, 1, 15, 14]
 
 
+def test_lengths_below_0_are_recorded() -> None:
+    ranks = Ranks([(1, 2), (3, 3)])
+    offsets = ranks.windows[1][ranks.offsets_at :]
+    offsets[ranks.samples + 1 :] -= int(offsets[-1] - offsets[ranks.samples]) + 4
+    values, _ = ranks.pull([1])
+    assert_same(values, torch.zeros_like(values), "values")
+    record = ranks.record.overflow()
+    assert record is not None
+    assert record[:3] == [1, 1, -4]
+
+
 @pytest.mark.parametrize("wrong", [-1, 100, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("check", [True, False])
 def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: bool) -> None:

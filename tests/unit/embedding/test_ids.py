@@ -56,6 +56,12 @@ def test_known_places() -> None:
     assert ids.known_places(ids.features(2), 3, samples=3) == ([], [], [], [0])
 
 
+def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:
+    """The bound may name features of other ids, which are published apart."""
+    bound = BatchBound(3, KNOWN | {"of another module": (7, 7)})
+    assert IdLayout(LAYOUT, ["f", "g"], bound).known_total(2) == 2 * (1 + 2)
+
+
 def test_all_ids_of_an_owner_become_one_input() -> None:
     inputs = [make_shard("a", 0, 4), make_shard("b", 0, 4, input=1, lookup=1), make_shard("c", 1, 4, input=1)]
     made = joined(Layout(inputs, ["c", "b", "a"], world_size=2))

@@ -128,6 +128,10 @@ def test_pooled_embeddings_and_gradients(
             lookup.weights.grad = each.clone()
         local.start_backward(step, gradient)
         local.finish_backward(step)
+        if isinstance(local, DeviceLocalLookup):
+            assert local._input_rows().input_features.entries.shape[0] == len(FEATURES) + 1, (
+                "one that pads is read, too"
+            )
 
     for shard in layout.replicated:
         weight, column = local.replicated.weight(shard), layout.column(shard)

@@ -1,7 +1,9 @@
 """Batches of any make at fixed addresses: what is copied, what is refused, and whose memory is let go of."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,6 +90,50 @@ def test_objects_dictionaries_lists_and_tuples() -> None:
     assert static.find(made.by_name["inner"].sparse) == 4
     assert static.find(FIRST) is None
     assert static.ids(4).tensor is made.by_name["inner"].sparse
+
+
+class Attributes(dict[str, Any]):
+    """A dictionary whose entries are its attributes as well."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+class Mode(Enum):
+    TRAINING = 1
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    mode: Mode = Mode.TRAINING
+
+
+@dataclass(slots=True)
+class SlottedBatch:
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    mode: Mode = Mode.TRAINING
+
+
+@pytest.mark.parametrize("kind", [FrozenBatch, SlottedBatch, Attributes])
+def test_a_batch_may_be_of_any_class(kind: Callable[..., Any]) -> None:
+    static = StaticBatch(kind(dense=torch.zeros(3), ids=FIRST, mode=Mode.TRAINING), CPU, RANGES)
+    static.fill(kind(dense=torch.ones(3), ids=SECOND, mode=Mode.TRAINING))
+    for _ in range(2):
+        assert isinstance(static.batch, type(kind(dense=None, ids=None)))
+        assert_same(static.batch.dense, torch.ones(3), "dense")
+        assert_same(static.batch.ids["g"].values()[:4], SECOND["g"].values(), "ids")
+        assert static.batch.mode is Mode.TRAINING
+        static.batch = None
+        static.renew()
+
+
+def test_a_batch_without_a_tensor_is_refused() -> None:
+    with pytest.raises(InputError, match="no tensor was found in a batch of type set, so each step would train on the"):
+        StaticBatch({1, 2}, CPU, RANGES)
 
 
 def test_the_example_stays_as_it_was() -> None:
