@@ -299,6 +299,7 @@ def train(
     given = {f"output of step {step}": pipeline.progress(batches).clone() for step in range(STEPS)}
     given |= dict(local_tensors(sharded.state_dict()))
     if captured:
+        assert device.type == "cpu" or all(pipeline._graphs), "steps were not captured"
         pipeline.close()
         dist.barrier(group)
         for exchange in exchanges(sharded):

@@ -20,6 +20,7 @@ from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.model import DLRM
 from dlrm_overlap.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
+from tests.distributed.foreign import PROGRAMS, compare
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
 from tests.gpu.exchange.checks.training import (
     SAMPLES,
@@ -263,6 +264,10 @@ def _check_stalled_peer(place: Place) -> None:
     place.leave()
 
 
+def _check_foreign(place: Place, name: str) -> None:
+    compare(name, place.group, place.device)
+
+
 CHECKS = (
     {
         f"graph_losses_{optimizer}_{'known' if known else 'ranges'}": Check(
@@ -305,6 +310,7 @@ CHECKS = (
         for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
     }
     | {"graph_learning_rates": Check(_check_learning_rates)}
+    | {f"foreign_{name}": Check(partial(_check_foreign, name=name)) for name in PROGRAMS}
 )
 LOST = {
     f"graph_overflow_{'known' if known else 'ranges'}": Check(partial(_check_overflow, known=known), alone=True)
