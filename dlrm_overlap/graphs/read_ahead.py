@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -121,11 +122,22 @@ class ReadAhead:
 
     @contextmanager
     def finding_ids(self) -> Iterator[None]:
-        """Let the modules take ids, once they are given some, and find out which of the batch's they are given."""
+        """Let the modules take ids, once they are given some, and find out which of the batch's they are given.
+
+        Raises:
+            InputError: if the model calls a module twice.
+        """
+        found = set[nn.Module]()
 
         def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             assert isinstance(module, OverlapShardedEmbeddingBagCollection)
             (features,) = (*inputs, *keywords.values())
+            if module in found:
+                raise InputError(
+                    "GraphTrainPipeline: the model calls an embedding collection twice in a step, and captured steps "
+                    "send its ids once; give all ids to one call, or use TorchRec's pipeline"
+                )
+            found.add(module)
             exchange_of(module).order = self._order
             module.take_ids(features.keys(), self._bound)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
@@ -134,6 +146,7 @@ class ReadAhead:
             else:
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
+        self._senders.clear()  # of a first step that failed
         hooks = [module.register_forward_pre_hook(find, with_kwargs=True) for module in self._modules]
         try:
             yield

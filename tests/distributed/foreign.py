@@ -5,6 +5,7 @@ losses all the same. Imports no pytest.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -183,6 +184,18 @@ class TwinLosses(Plain):
         return (output - 1).square().mean(0), output.detach()
 
 
+class FailsAtFirst(Plain):
+    """Fails in the first captured forward, whose caller tries again."""
+
+    fails = False
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError
+        return super().hidden(batch)
+
+
 class FrozenTower(Plain):
     """Has a tower that is not trained."""
 
@@ -227,6 +240,7 @@ PROGRAMS: dict[str, Program] = {
     "slotted_batch": Program(batch=SlottedBatch),
     "twin_losses": Program(TwinLosses),
     "clipped_adamw": Program(optimizer=_clipped_adamw),
+    "fails_at_first": Program(FailsAtFirst),
     "frozen_tower": Program(FrozenTower),
     "growing_bags": Program(Offsets, growing=True),
 }
@@ -296,6 +310,10 @@ def train(
     else:
         pipeline = TrainPipelineBase(sharded, optimizer, device)
     batches = _batches(program, group.rank())
+    if captured and isinstance(model, FailsAtFirst):
+        model.fails = True
+        with suppress(ArithmeticError):
+            pipeline.progress(batches)
     given = {f"output of step {step}": pipeline.progress(batches).clone() for step in range(STEPS)}
     given |= dict(local_tensors(sharded.state_dict()))
     if captured:
