@@ -32,9 +32,9 @@ def main() -> int:
     parser.add_argument("--budget_s", type=float, default=540.0, help="time for all")
     options = parser.parse_args()
     sharing: int = options.ranks_per_gpu
-    nproc: int = options.nproc or default_world(sharing)
+    nproc: int = options.nproc or default_world(max(1, sharing))
     if sharing < 1 or nproc % sharing:
-        parser.error(f"--ranks_per_gpu: {sharing} must divide --nproc, which is {nproc}")
+        parser.error(f"--ranks_per_gpu: {sharing} must divide the ranks, which are {nproc}; give --nproc, too")
     at_once = 3 if torch.cuda.is_available() else 1
     with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as folder:
         checks = runnable(CHECKS, options.names)

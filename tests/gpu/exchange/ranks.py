@@ -227,9 +227,9 @@ def run_all(
 
 
 def default_world(ranks_per_gpu: int = 1) -> int:
-    """Return how many ranks to start where none are asked for: as many a GPU as share one, or two on a CPU.
+    """Return how many ranks to start where none are asked for: those of at most four GPUs, or two on a CPU.
 
-    Four at most, if that is no less than share a GPU.
+    Where ranks share a GPU, there are four at most, or as many as share one.
     """
     gpus = torch.cuda.device_count()
     return min(max(1, 4 // ranks_per_gpu), gpus) * ranks_per_gpu or 2

@@ -15,7 +15,7 @@ from dlrm_overlap.launching.process_group import init_process_group
 _BESIDE = "ranks that take turns on a GPU do not show what runs beside what"
 _CAPTURED = "its graphs hold the group's collectives: NCCL takes one rank a GPU, and gloo's cannot be captured"
 _NVSHMEM = "NVSHMEM takes one rank a GPU"
-_UNSHARED = {
+UNSHARED = {
     "dma_triggered": _BESIDE,
     "update_overlaps": _BESIDE,
     "update_yields": _BESIDE,
@@ -34,7 +34,7 @@ _UNSHARED = {
 
 def why_not_shared(name: str) -> str:
     """Return why check `name` cannot hold where ranks share a GPU; empty if it can."""
-    return next((why for pattern, why in _UNSHARED.items() if fnmatchcase(name, pattern)), "")
+    return next((why for pattern, why in UNSHARED.items() if fnmatchcase(name, pattern)), "")
 
 
 def init_shared(world: World, device: torch.device, timeout_s: float) -> None:
