@@ -5,6 +5,7 @@ more than once a step, forwards without a backward, backwards that come late, an
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -287,9 +288,8 @@ def _plan(tower: Tower, sharder: ModuleSharder, group: dist.ProcessGroup, device
     world_size = group.size()
     ways = {f"table{i}": table_wise((i + 1) % world_size, compute_kernel="fused") for i in range(FEATURES - 1)}
     ways[f"table{FEATURES - 1}"] = column_wise([i % world_size for i in range(4)], compute_kernel="fused")
-    plan = construct_module_sharding_plan(
-        tower.embedding, ways, sharder, local_size=world_size, world_size=world_size, device_type=device.type
-    )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
+    plan = construct_module_sharding_plan(tower.embedding, ways, sharder, local_size, world_size, device.type)
     return ShardingPlan({"embedding": plan})
 
 

@@ -55,6 +55,15 @@ class Place:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def ranks_per_gpu(self) -> int:
+        """The ranks that share this one's GPU, itself among them."""
+        return self.world_size // self.world.local_world_size
+
+    def steps(self, count: int) -> int:
+        """Return `count` or, where ranks share a GPU, a fifth: a wait lasts there until the GPU turns to the peer."""
+        return count // (1 if self.ranks_per_gpu == 1 else 5)
+
     def synchronize(self) -> None:
         """Wait for the GPU, if there is one."""
         if self.on_gpu:

@@ -9,8 +9,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,10 +19,12 @@ import torch.distributed as dist
 from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
 from dlrm_overlap.launching.process_group import find_device, init_process_group
 from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.sharing import init_shared, why_not_shared
 
 _START, _START_TIMEOUT_S = "start", 120.0
 _GRACE_S = 10.0  # that the other ranks have once one has failed or ended
 _COLLECTIVE_TIMEOUT_S = 120.0
+SKIPPED = "skipped: "
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def run_checks(place: Place, checks: Mapping[str, Check]) -> None:
             gc.collect()  # sharded modules refer to themselves
             place.synchronize()
             if place.on_gpu:
+                torch.rand(1, device=place.device)  # fails from a broken capture on
                 torch.cuda.empty_cache()
         except RuntimeError as raised:
             place.report(error or place.why(raised))
@@ -56,7 +59,9 @@ def run_checks(place: Place, checks: Mapping[str, Check]) -> None:
         place.meet()
 
 
-def _run_rank(rank: int, world_size: int, port: int, folder: Path, checks: dict[str, Check]) -> None:
+def _run_rank(
+    rank: int, world_size: int, ranks_per_gpu: int, port: int, folder: Path, checks: dict[str, Check]
+) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -64,9 +69,13 @@ def _run_rank(rank: int, world_size: int, port: int, folder: Path, checks: dict[
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    world = World(rank, rank, world_size, world_size, LOOPBACK, port, "nproc")
-    device = find_device("auto", rank)
-    init_process_group(world, device, _COLLECTIVE_TIMEOUT_S)
+    # TorchRec places a rank's shards on the GPU whose number is the rank modulo the local world size. So ranks that
+    # share GPUs take them in turns, in a world of as many ranks a host as there are GPUs.
+    gpus = world_size // ranks_per_gpu
+    world = World(rank, rank % gpus, world_size, gpus, LOOPBACK, port, "nproc")
+    os.environ["LOCAL_WORLD_SIZE"] = str(gpus)
+    device = find_device("auto", world.local_rank)
+    (init_process_group if ranks_per_gpu == 1 else init_shared)(world, device, _COLLECTIVE_TIMEOUT_S)
     group = dist.group.WORLD
     assert group is not None
     place = Place(world, group, device, folder)
@@ -77,7 +86,7 @@ def _run_rank(rank: int, world_size: int, port: int, folder: Path, checks: dict[
 class RankSet:
     """Processes of one world that run `checks` in order."""
 
-    def __init__(self, checks: Mapping[str, Check], world_size: int, folder: Path) -> None:
+    def __init__(self, checks: Mapping[str, Check], world_size: int, folder: Path, ranks_per_gpu: int = 1) -> None:
         """Start them; `folder` takes their reports and logs."""
         self.outcomes: dict[str, Outcome] = {}
         """of the start and of the checks that have ended; those behind one that broke the set were not run"""
@@ -85,7 +94,9 @@ class RankSet:
         folder.mkdir(parents=True)
         context, port = multiprocessing.get_context("spawn"), free_port()
         self._processes = [
-            context.Process(target=_run_rank, args=(rank, world_size, port, folder, dict(checks)), daemon=True)
+            context.Process(
+                target=_run_rank, args=(rank, world_size, ranks_per_gpu, port, folder, dict(checks)), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in self._processes:
@@ -174,16 +185,19 @@ def run_all(
     budget_s: float,
     at_once: int,
     tell: Callable[[str, Outcome], None],
+    ranks_per_gpu: int = 1,
 ) -> dict[str, Outcome]:
     """Run all `checks`: most in one set, begun anew behind a check that broke it; `at_once` of those that run alone.
 
     Args:
         tell: is called with each check that ends, and its outcome.
+        ranks_per_gpu: ranks that share a GPU; each check may take as many times as long.
 
     Returns:
         The outcome of each, in the order of `checks`: what the time was not enough for is told as not run.
     """
     deadline = time.monotonic() + budget_s
+    checks = {name: replace(check, timeout_s=ranks_per_gpu * check.timeout_s) for name, check in checks.items()}
     outcomes: dict[str, Outcome] = {}
     together = {name: check for name, check in checks.items() if not check.alone}
     alone = [{name: check} for name, check in checks.items() if check.alone]
@@ -191,7 +205,8 @@ def run_all(
     started = 0
     while True:
         while len(running) < (1 if together else at_once) and (together or alone):
-            running.append(RankSet(together or alone.pop(0), world_size, folder / f"set{started}"))
+            ranks = RankSet(together or alone.pop(0), world_size, folder / f"set{started}", ranks_per_gpu)
+            running.append(ranks)
             started += 1
         if not running:
             break
@@ -211,12 +226,22 @@ def run_all(
     return {name: outcomes.get(name, missing) for name in checks}
 
 
-def default_world() -> int:
-    """Return how many ranks to start where none are asked for: a GPU each, four at most, or two on a CPU."""
-    return min(4, torch.cuda.device_count()) or 2
+def default_world(ranks_per_gpu: int = 1) -> int:
+    """Return how many ranks to start where none are asked for: those of at most four GPUs, or two on a CPU.
+
+    Where ranks share a GPU, there are four at most, or as many as share one.
+    """
+    gpus = torch.cuda.device_count()
+    return min(max(1, 4 // ranks_per_gpu), gpus) * ranks_per_gpu or 2
 
 
 def runnable(checks: Mapping[str, Check], patterns: Sequence[str]) -> dict[str, Check]:
     """Return the checks that can run here, and whose names hold one of `patterns`, if there are any."""
     here = {name: check for name, check in checks.items() if torch.cuda.is_available() or not check.gpu_only}
     return {name: check for name, check in here.items() if not patterns or any(p in name for p in patterns)}
+
+
+def skipped(checks: Iterable[str], ranks_per_gpu: int) -> dict[str, Outcome]:
+    """Return the outcome of those of `checks` that cannot hold where so many ranks share a GPU: why not."""
+    reasons = {name: why_not_shared(name) for name in checks if ranks_per_gpu > 1}
+    return {name: Outcome(f"{SKIPPED}{why}", 0.0) for name, why in reasons.items() if why}

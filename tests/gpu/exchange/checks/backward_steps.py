@@ -77,7 +77,7 @@ def _stress(place: Place, disturbed: bool, options: ExchangeOptions) -> tuple[to
     batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
     training = Training(place, tables, "rowwise_adagrad", options)
     pause: Callable[[], None] = partial(_pause, training, own) if disturbed else lambda: None
-    steps = 300 if place.on_gpu else 100
+    steps = place.steps(300) if place.on_gpu else 100
     sums = torch.zeros(steps, dtype=torch.float64, device=place.device)
     for step in range(steps):
         batch, kind = agreed.choice(batches), agreed.random()
@@ -186,7 +186,7 @@ def _check_memory(place: Place) -> None:
     window_bytes = 1 << (28 if place.on_gpu else 23)
     samples = window_bytes // (4 * stage.columns[-1])
     batches = [Batch(place, tables, [size] * place.world_size, seed=0) for size in (samples // 2, samples)]
-    windows = 4 * (1 if place.on_gpu else place.world_size)  # a CPU rank maps its peers', too
+    windows = 4 * (place.ranks_per_gpu if place.on_gpu else place.world_size)  # a CPU rank maps its peers', too
     before = 0
     for cycle in range(3):
         if cycle == 1:  # the first has loaded kernels

@@ -122,11 +122,11 @@ def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
     if place.on_gpu:
         replay = steps.capture()
         arguments = [[counter.argument for counter in each.each] for each in steps.buckets.counters]
-        run(_REPLAYED // 2, replay)
+        run(place.steps(_REPLAYED // 2), replay)
         steps.check("replayed")
         run(7, steps.take)
         steps.follow_eager_steps(arguments)
-        run(_REPLAYED // 2, replay)
+        run(place.steps(_REPLAYED // 2), replay)
         steps.check("replayed behind eager steps")
     place.meet()
     steps.buckets.close()

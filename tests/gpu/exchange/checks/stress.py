@@ -97,11 +97,11 @@ def take_late(place: Place, take: Callable[[], None], mode: str, steps: int) -> 
         place: of this rank.
         take: a step that has been taken before.
         mode: eager | captured | mixed: each rank takes each step eagerly or by its graph, as it likes.
-        steps: how many.
+        steps: how many, as `Place.steps` takes it.
     """
     chance = random.Random(place.rank)
     replay = None if mode == "eager" else capture(place, take)
-    for _ in range(steps):
+    for _ in range(place.steps(steps)):
         dawdle(place, chance)
         if replay is None or (mode == "mixed" and chance.random() < 0.5):
             take()
@@ -139,7 +139,7 @@ def stress(place: Place, options: ExchangeOptions) -> None:
     for i in range(_POOL):
         sizes = [agreed.choice((1, 3, 64, 150, 333)) for _ in owners]
         known.append(_Known(stage, Batch(place, tables, sizes, seed=i), seed=100 + i))
-    steps = 1000 if place.on_gpu else 200
+    steps = place.steps(1000) if place.on_gpu else 200
     wrong = torch.zeros(steps, dtype=torch.int64, device=place.device)
     trained = 0
     exchange = stage.exchange(options)

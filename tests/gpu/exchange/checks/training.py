@@ -244,7 +244,7 @@ def _plan(place: Place, case: _Case, model: _Collections, sharder: Any) -> Shard
             else:
                 ways[table.name] = plans.table_wise(columns[0], compute_kernel="fused")
         modules[name] = plans.construct_module_sharding_plan(
-            collection, ways, sharder, len(ranks), len(ranks), place.device.type
+            collection, ways, sharder, place.world.local_world_size, len(ranks), place.device.type
         )
     return ShardingPlan(modules)
 

@@ -78,14 +78,19 @@ def _check_held(place: Place, backend: str) -> None:
 
 
 def used_bytes(place: Place) -> int:
-    """Return what is in use of the GPU's memory, or what this process maps of shared memory."""
+    """Return what is in use of the GPU's memory, or what this process maps of shared memory; all ranks call this."""
     gc.collect()
     if place.on_gpu:
         torch.cuda.empty_cache()
-        place.synchronize()
+        place.meet()  # those that share this GPU have emptied theirs
         free, total = torch.cuda.mem_get_info(place.device)
         return total - free
-    maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "/dlrm_overlap_" in line]
+    nameless = ("/#", "/memfd:dlrm_overlap_")  # the files of arenas
+    maps = [
+        line.split()[0]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if any(mark in line for mark in nameless)
+    ]
     return sum(int(end, 16) - int(begin, 16) for begin, end in (addresses.split("-") for addresses in maps))
 
 
