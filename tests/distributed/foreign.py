@@ -4,6 +4,7 @@ What they do with a batch, with its ids and with their optimizers is theirs, and
 losses all the same. Imports no pytest.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -278,9 +279,8 @@ def _plan(model: Plain, sharder: ModuleSharder, world_size: int, device: torch.d
             else table_wise(KEYS.index(config.name[-1]) % world_size, compute_kernel="fused")
             for config in module.embedding_bag_configs()
         }
-        plan[name] = construct_module_sharding_plan(
-            module, ways, sharder, local_size=world_size, world_size=world_size, device_type=device.type
-        )
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
+        plan[name] = construct_module_sharding_plan(module, ways, sharder, local_size, world_size, device.type)
     return ShardingPlan(plan)
 
 
