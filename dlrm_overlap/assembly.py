@@ -13,7 +13,8 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_overlap.config import Config
+from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
@@ -32,7 +33,6 @@ from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.model import TrainTask, build_model
 from dlrm_overlap.optimizers import LearningRate, build_optimizer
-from dlrm_overlap.overlap import resolve_overlap
 from dlrm_overlap.pipeline import build_pipeline, shard_model, takes_graph
 
 log = logging.getLogger("dlrm_overlap")
@@ -104,13 +104,8 @@ def assemble(
     samples = config.train.samples_per_rank(world.world_size)
     dlrm = build_model(config.model, config.embedding, list(train.rows), config.data.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
-    overlap = resolve_overlap(config, dlrm, samples, world.world_size, device.type)
-    if overlap.reason and world.rank == 0:
-        log.info("overlap: embeddings' gradients by %s, since %s", overlap.backward, overlap.reason)
     divide_head(dlrm.head, group, config.model, config.train)
-    sharder = build_sharder(
-        replace(config.embedding, backward=overlap.backward), config.train.precision, config.model.dim, fused_params
-    )
+    sharder = build_sharder(with_overlap(config), config.train.precision, config.model.dim, fused_params)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharder, topology, config.embedding, config.model.dim, train.pooling, samples, group)
     model = shard_model(task, plan, sharder, group, device)
@@ -132,7 +127,7 @@ def assemble(
     pipeline: TrainPipeline[Any, Any]
     if graph:
         bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-        compiled, partitioned = config.train.compile_dense, overlap.partitioned
+        compiled, partitioned = config.train.compile_dense, config.train.overlap == "partition"
         casts = cast_once(task, flat, optimizer, compiled, partitioned) if flat and casts_once else None
         pipeline = GraphTrainPipeline(
             model,
@@ -149,3 +144,14 @@ def assemble(
     else:
         pipeline = build_pipeline(model, optimizer, device)
     return Assembled(model, optimizer, learning_rate, pipeline, plan)
+
+
+def with_overlap(config: Config) -> EmbeddingConfig:
+    """Return how embeddings run, with the way of the gradients that `train.overlap` names, unless they name their own.
+
+    Stores are the rule: on MLPerf's step they and copy engines differ by 2%, either way (docs/results/step.md).
+    """
+    embedding = config.embedding
+    if embedding.backward != "auto" or "dma" not in BACKENDS[embedding.backend].backwards:
+        return embedding
+    return replace(embedding, backward="dma" if config.train.overlap == "dma" else "push")

@@ -15,9 +15,6 @@ from dlrm_overlap.bench.concurrent_strategies import check_left_out
 from dlrm_overlap.bench.names import check_names
 from dlrm_overlap.config import Config, InputError
 
-SIZE_SETS = (0, 1, 2)
-"""of `bench concurrent`: each gives its cases other communications"""
-
 
 def option(default: Any, help: str, **settings: Any) -> Any:
     """Return a field that is also an option; `help` and `settings` are those of the parser's `add_argument`."""
@@ -134,7 +131,6 @@ class ConcurrentRequest(Request):
     """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
 
     repetitions: int = option(15, "timed runs of each strategy in each case", type=PositiveInt)
-    write_table: str | None = option(None, "JSON file for the table that comm/choose.py chooses by")
     without: tuple[str, ...] = option((), "strategies that are left out", nargs="*")
     captured: bool = option(
         False, "time pieces of work that are captured in CUDA graphs, as a step is (GPU)", action="store_true"
@@ -142,17 +138,8 @@ class ConcurrentRequest(Request):
     most_seconds: int | None = option(
         None, "end behind the communication at which so many have passed; small ones come first", type=PositiveInt
     )
-    sizes: tuple[int, ...] = option(
-        (0,), "sets of sizes, of 0, 1 and 2: each has the same computations beside other communications",
-        nargs="*", type=int,
-    )  # fmt: skip
 
     needs_peers = True
 
     def __post_init__(self) -> None:
         check_left_out(self.without)
-        if not self.sizes or not set(self.sizes) <= set(SIZE_SETS):
-            raise InputError(
-                f"--sizes {' '.join(map(str, self.sizes))}: must be some of {', '.join(map(str, SIZE_SETS))}; name at "
-                f"least one"
-            )

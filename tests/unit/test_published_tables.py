@@ -171,7 +171,7 @@ TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
     (BACKWARD, "| tables/GPU x rows x dim, global batch, ids a bag | optimizer", _backward),
     (BACKWARD, "| | baseline, uniform |", _hot_rows),
     (CONCURRENT, "| strategy | G-long (51)", lambda: _strategies("concurrent")),
-    (CONCURRENT, "| strategy | G-long (55)", lambda: _strategies("concurrent_captured")),
+    (CONCURRENT, "| strategy | G-long (52)", lambda: _strategies("concurrent_repeated")),
 ]
 
 

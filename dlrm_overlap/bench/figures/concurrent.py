@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.timing import fraction_of_ideal
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
-from dlrm_overlap.bench.report.slowdowns import write_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.ranks import Ranks
@@ -72,21 +70,19 @@ class Case(NamedTuple):
     """of their times that is aimed at"""
 
 
-def make_cases(computations: Sequence[str], device_type: str, sets: Sequence[int] = (0,)) -> list[Case]:
+def make_cases(computations: Sequence[str], device_type: str) -> list[Case]:
     """Return the cases, those of one communication one after the other, and small communications first.
 
     Args:
         computations: their names.
         device_type: cpu or cuda.
-        sets: numbers of `SIZE_SETS`. A set gives each ratio of a computation to a kind of communication one size.
     """
-    found: dict[Case, None] = {}
-    for number in sets:
-        for i, name in enumerate(computations):
-            for j, kind in enumerate(KINDS):
-                for ratio, sizes in _SIZES[device_type].items():
-                    megabytes = _LONGEST.get(name, sizes[(i + j + number) % len(sizes)])
-                    found[Case(name, kind, megabytes, ratio)] = None
+    found = [
+        Case(name, kind, _LONGEST.get(name, sizes[(i + j) % len(sizes)]), ratio)
+        for i, name in enumerate(computations)
+        for j, kind in enumerate(KINDS)
+        for ratio, sizes in _SIZES[device_type].items()
+    ]
     return sorted(found, key=lambda case: (case.megabytes, case.kind))
 
 
@@ -140,8 +136,6 @@ def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[s
     print(headline(rows))
     print_table(lines, list(lines[0]))
     print(f"rows in {request.output}")
-    if request.write_table is not None and not faults:
-        print(write_table(Path(request.write_table), rows))
 
 
 class _Measured:
@@ -156,7 +150,7 @@ class _Measured:
             with self.stream():
                 self._computations = keep_capturable(self._computations, group, device)
         self._groups = make_groups(group, device, SHARES)
-        self._cases = make_cases(list(self._computations), device.type, request.sizes)
+        self._cases = make_cases(list(self._computations), device.type)
         most = max(case.megabytes for case in self._cases)
         self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
         self._turns = Turns(group, device)

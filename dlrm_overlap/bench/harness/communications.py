@@ -8,7 +8,6 @@ from torch import nn
 
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.comm.calls import Way
-from dlrm_overlap.comm.choose import GATHERED
 from dlrm_overlap.comm.collectives import PeerCollectives, Work
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import open_reduction
@@ -233,7 +232,7 @@ class GatheredReduction(PeerCommunication):
     """
 
     def __init__(self, payload: Payload, memory: PeerMemory) -> None:
-        super().__init__(GATHERED, payload, memory)
+        super().__init__("dma_gathered", payload, memory)
         self._gathered, self._output = memory.gathered(payload), torch.empty_like(payload.input)
 
     def begin(self) -> None:

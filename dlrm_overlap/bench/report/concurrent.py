@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from dlrm_overlap.comm.choose import Communication, Computation, preferred
+
 CLASSES = ("G-long", "GC-equal", "C-long")
 _CASE = ("computation", "calls", "communication", "megabytes")
 _COPY_GB_PER_S = 4200.0  # read and written by a copy on an H200
@@ -13,19 +15,36 @@ _BOUND = 0.8
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a line for each strategy: its mean fraction of the ideal speedup by class and in all, and its speedups.
 
-    `best` counts the cases in which no strategy is faster. A last line, `best_of_all`, takes in each case the fastest.
+    `best` counts the cases in which no strategy is faster. Of the last lines, `by_rule` takes in each case what
+    `comm.choose` prefers, or `serial`, and `best_of_all` the fastest.
     """
     by_case: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         key = tuple(row[column] for column in _CASE)
         by_case.setdefault(key, []).append(row)
     best = [min(case, key=lambda row: row["together_ms"]) for case in by_case.values()]
+    ruled = [_preferred(case) for case in by_case.values()]
     lines = []
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         own = [row for row in rows if row["strategy"] == strategy]
         line = {"strategy": strategy, **_averages(own), "best": sum(row["strategy"] == strategy for row in best)}
         lines.append(line)
-    return [*lines, {"strategy": "best_of_all", **_averages(best), "best": len(best)}]
+    for name, chosen in (("by_rule", ruled), ("best_of_all", best)):
+        lines.append({"strategy": name, **_averages(chosen), "best": sum(map(_same, chosen, best))})
+    return lines
+
+
+def _preferred(case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the row of the strategy that the rule prefers among those of a case."""
+    by_strategy, row = {row["strategy"]: row for row in case}, case[0]
+    computation = Computation(row["computation_kind"], float(row["flop"]), float(row["hbm_bytes"]))
+    communication = Communication(row["communication"], float(row["megabytes"]) * 1e6)
+    names = (*preferred(computation, communication, int(row["world_size"])), "serial")
+    return next(by_strategy[name] for name in names if name in by_strategy)
+
+
+def _same(chosen: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+    return chosen["strategy"] == best["strategy"]
 
 
 def limit_by_memory(rows: Sequence[Mapping[str, Any]]) -> float:

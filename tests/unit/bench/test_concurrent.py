@@ -1,7 +1,6 @@
 """A computation beside a communication: the numbers of a case, the cases, the checks, and a rehearsal on one rank."""
 
 import itertools
-import runpy
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +17,7 @@ from dlrm_overlap.bench.harness.communications import Collective
 from dlrm_overlap.bench.harness.implementations import Implementations, make_groups
 from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
-from dlrm_overlap.bench.request import SIZE_SETS, ConcurrentRequest
+from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Turns, round_of
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import Ranks
@@ -50,25 +49,6 @@ def test_every_computation_meets_every_communication_at_every_ratio() -> None:
     payloads = [case[1:3] for case in cases]
     assert [case.megabytes for case in cases] == sorted(case.megabytes for case in cases)
     assert len(set(payloads)) == 1 + sum(a != b for a, b in itertools.pairwise(payloads))  # in one go
-
-
-def test_sets_of_sizes_have_every_size_once() -> None:
-    names = ["gemm_8192", "gemm_4096", "lookup"]
-    each = [set(concurrent.make_cases(names, "cuda", [number])) for number in SIZE_SETS]
-    together = concurrent.make_cases(names, "cuda", SIZE_SETS)
-    assert set(together) == set.union(*each)
-    assert len(together) == len(set(together))
-    for case in together:
-        found = [case in cases for cases in each]
-        assert sum(found) == (3 if case.computation == "gemm_8192" else 1), case
-    megabytes = {case.megabytes for case in together if case[:2] + case[3:] == ("lookup", "all_gather", 0.4)}
-    assert megabytes == {64, 256, 512}
-
-
-@pytest.mark.parametrize("sets", [(), (3,), (0, -1)])
-def test_sets_of_sizes_that_there_are_not_are_refused(sets: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="must be some of 0, 1, 2; name at least one"):
-        ConcurrentRequest("concurrent", Path("unused"), sizes=sets)
 
 
 def test_every_implementation_that_a_strategy_names_has_a_column() -> None:
@@ -124,14 +104,16 @@ def test_in_a_round_each_piece_comes_behind_another_one(count: int) -> None:
 def test_a_summary_averages_by_class_and_takes_the_best() -> None:
     rows = [
         {"computation": c, "calls": 1, "communication": "all_reduce", "megabytes": 1.0, "class": name,
+         "computation_kind": "lookup", "flop": "0.0", "hbm_bytes": "1e9", "world_size": "2",
          "strategy": strategy, "together_ms": ms, "speedup": 2 / ms, "fraction_of_ideal": 2 / ms - 1}
         for c, name, times in (("x", "G-long", (2.0, 1.0)), ("y", "C-long", (1.6, 2.0)))
-        for strategy, ms in zip(("serial", "dma"), times, strict=True)
+        for strategy, ms in zip(("serial", "dma_aside"), times, strict=True)
     ]  # fmt: skip
-    serial, dma, best = summarise(rows)
+    serial, dma, rule, best = summarise(rows)
     assert (serial["G-long"], serial["C-long"], serial["GC-equal"], serial["best"]) == (0.0, 0.25, None, 1)
     assert (dma["all"], dma["greatest_speedup"], dma["best"]) == (0.5, 2.0, 1)
     assert (best["all"], best["best"]) == (0.625, 2)
+    assert rule == dma | {"strategy": "by_rule"}, "of a lookup beside an all-reduce, and there is no dma_averaged"
 
 
 def test_the_limit_by_memory_by_hand() -> None:
@@ -189,29 +171,11 @@ def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
     assert Strategy("partition", "collective_12", share=12, partitioned=True).label == "partition_12"
 
 
-def test_the_fastest_of_a_run_is_judged_by_the_other(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def case(megabytes: str, **times: float) -> list[dict[str, str]]:
-        name = {"computation": "gemm", "calls": "1", "communication": "all_reduce", "megabytes": megabytes}
-        return [{**name, "strategy": strategy, "together_ms": str(ms)} for strategy, ms in times.items()]
-
-    noise = runpy.run_path("docs/results/concurrent_noise.py")
-    first = [case("2", a=1.0, b=2.0, c=0.5), case("4", a=1.0, b=2.0)]
-    second = [case("8", a=1.0), case("2", a=3.0, b=2.0, d=1.0)]
-    assert noise["losses_of_the_other_run"](first, second) == [0.5]  # a, since c is in one of them alone
-    files = [f"docs/results/concurrent_{name}.csv" for name in ("repeated", "sizes")]
-    monkeypatch.setattr("sys.argv", ["concurrent_noise.py", *files])
-    noise["main"]()
-    page = " ".join(Path("docs/results/concurrent.md").read_text().split())
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2
-    assert all(line in page for line in told)
-
-
 def test_the_page_shows_what_was_measured() -> None:
     text = Path("docs/results/concurrent.md").read_text()
     numbers, expected = ("fraction_of_ideal", "speedup", "together_ms"), []
     columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
-    for name in ("concurrent", "concurrent_captured", "concurrent_repeated"):
+    for name in ("concurrent", "concurrent_repeated"):
         measured = read_rows(Path(f"docs/results/{name}.csv"))
         lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
         expected += [

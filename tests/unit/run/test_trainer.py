@@ -1,5 +1,6 @@
 """A run in a world of one: how it ends, what it saves, and what it refuses to go on with."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.assembly import with_overlap
+from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.graphs.parts import innermost
@@ -451,3 +453,22 @@ def test_an_error_of_another_cause_is_raised_as_it_is(tmp_path: Path, monkeypatc
     monkeypatch.setattr(trainer.pipeline, "progress", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("backend", "backward", "overlap", "expected"),
+    [
+        ("pgas", "auto", "auto", "push"),
+        ("fused", "auto", "stores", "push"),
+        ("pgas", "auto", "partition", "push"),
+        ("pgas", "auto", "dma", "dma"),
+        ("pgas", "collective", "dma", "collective"),
+        ("nccl", "auto", "dma", "auto"),
+        ("torchrec", "auto", "dma", "auto"),
+    ],
+)
+def test_how_gradients_travel_beside_the_dense_part(backend: str, backward: str, overlap: Any, expected: str) -> None:
+    embedding = EmbeddingConfig(backend=backend, backward=backward)
+    data = DataConfig(tables=TablesConfig(count=2, rows=9))
+    config = Config(data=data, embedding=embedding, train=TrainConfig(steps=1, overlap=overlap))
+    assert with_overlap(config) == dataclasses.replace(embedding, backward=expected)
