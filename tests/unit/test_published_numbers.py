@@ -1,7 +1,7 @@
 """Each headline number of README and the pages is what its rows give: change a row, and a sentence is wrong.
 
-A function of `PHRASES` computes what the pages must say, in their words, from the CSV files in `docs/results`. Tables
-of rows have tests of their own, in `test_docs.py`.
+`CLAIMS` gives all numbers of a paragraph, in order, from the CSV files in `docs/results`. A function of `PHRASES` gives
+single phrases, in the pages' words. Tables of rows have tests of their own, in `test_docs.py`.
 """
 
 import math
@@ -15,18 +15,19 @@ import pytest
 
 from dlrm_overlap.bench.report.concurrent import summarise
 from dlrm_overlap.bench.report.map_plots import MAPS
-from tests.conftest import read_rows
+from dlrm_overlap.bench.report.measured import runs
+from tests.conftest import read_rows, read_table
 
 Row = Mapping[str, str]
-REPORT = Path("docs/results/report/report.md")  # that it is the rows' own, test_docs.py tests
 README, FIGURES, ARCHITECTURE = "README.md", "docs/figures.md", "docs/architecture.md"
-STAGE, GEMM = "docs/results/stage.md", "docs/results/gemm.md"
+STAGE, STEP, BACKWARD, GEMM = (f"docs/results/{name}.md" for name in ("stage", "step", "backward", "gemm"))
 _CHAPTERS = ("captured_step", "copy_engines", "forward", "plan")
 CAPTURED, COPIES, FORWARD, PLAN = (f"docs/architecture/{name}.md" for name in _CHAPTERS)
-PHRASES: list[Callable[[], Iterable[tuple[str, str]]]] = []
+Phrases = Callable[[], Iterable[tuple[str, str]]]
+PHRASES: list[Phrases] = []
 
 
-def _phrases(function: Callable[[], Iterable[tuple[str, str]]]) -> Callable[[], Iterable[tuple[str, str]]]:
+def _phrases(function: Phrases) -> Phrases:
     PHRASES.append(function)
     return function
 
@@ -35,18 +36,18 @@ def _read(name: str) -> list[dict[str, str]]:
     return read_rows(Path(f"docs/results/{name}.csv"))
 
 
-def _runs(name: str, first: str) -> list[dict[str, Row]]:
-    """Return contender -> row of each run of a file, each of which begins with the row of `first`."""
-    found: list[dict[str, Row]] = []
-    for row in _read(name):
-        if row["contender"] == first:
-            found.append({})
-        found[-1][row["contender"]] = row
-    return found
+def _runs(name: str) -> list[Mapping[str, Row]]:
+    """Return contender -> row of each run of a file."""
+    return [*runs(_read(name))]
 
 
 def _ms(row: Row) -> float:
     return float(row["median_ms"])
+
+
+def _ends(values: Iterable[float]) -> list[float]:
+    values = list(values)
+    return [min(values), max(values)]
 
 
 def _span(values: Iterable[float], spec: str, unit: str = "") -> str:
@@ -62,49 +63,24 @@ def _percent(values: Iterable[float]) -> str:
     return _span([100 * each for each in values], ".0f", "%")
 
 
-@_phrases
-def step() -> Iterable[tuple[str, str]]:
-    runs = [run for run in _runs("step", "torchrec") if run["torchrec"]["pinned_host"] == "False"]
-    mlperf, twice, dot, _ = runs
-
-    def over(run: dict[str, Row], name: str) -> str:
-        return f"{_ms(run[name]) / _ms(run['pgas_graph']):.2g}"
-
-    yield README, f"{over(mlperf, 'torchrec_strongest')} times as fast as TorchRec's at its strongest"
-    yield README, f"{over(mlperf, 'torchrec')} times as fast as TorchRec's as people run it"
-    yield README, f"{over(twice, 'torchrec_strongest')} and {over(twice, 'torchrec')} times with 16384 samples"
-    yield README, f"up to {over(dot, 'torchrec_strongest')} times with 2048 samples and dot products"
-    hosts = [_ms(run[name]) for run in (mlperf, twice, dot) for name in ("torchrec", "torchrec_strongest")]
-    yield README, f"as its host needs to issue it, {min(hosts):.1f} to {max(hosts):.0f} ms here"
-    (eager,) = (row for row in _read("ablation") if row["contender"] == "pgas_eager")
-    assert eager["reference"] == "torchrec"
-    alone = f"{float(eager['reference_ms']) / _ms(eager):.2f} times"
-    yield README, f"{alone} if you take the embedding exchange alone and stay in TorchRec's train pipeline"
-    strategies = _runs("strategies", "torchrec")[0]
-    slowest = [f"{_ms(strategies[name]):.1f}" for name in ("torchrec", "torchrec_strongest")]
-    yield README, f"its first row was 9.3 to {slowest[0]} and 6.7 to {slowest[1]} ms."
-    (headline,) = re.findall(r"[\d.]+ to [\d.]+ times as fast as under TorchRec at its strongest", REPORT.read_text())
-    yield FIGURES, f"that was {headline.replace(' under', '')};"
-    wide = _runs("wide", "pgas_graph")[0]
-    yield README, f"takes {_ms(wide['pgas_graph_tensor']):.2f} ms instead of {_ms(wide['pgas_graph']):.2f}"
-    strongest, captured = (f"{_ms(mlperf[name]):.2f} ms" for name in ("torchrec_strongest", "pgas_graph"))
-    yield ARCHITECTURE, f"takes {strongest} under TorchRec at its strongest, and {captured} captured"
+def _column(rows: Iterable[Row], column: str, scale: float = 1) -> list[float]:
+    return [scale * float(row[column]) for row in rows]
 
 
 @_phrases
 def chapters() -> Iterable[tuple[str, str]]:
-    once, twice = _runs("strategies", "torchrec")
+    once, twice = _runs("strategies")
     for name, value in (("", "dma"), ("_stores", "stores"), ("_partition", "partition")):
         both = [f"{_ms(run[f'pgas_graph{name}']):.3f}" for run in (once, twice) if f"pgas_graph{name}" in run]
         cell = f"{both[0]} ms" + "".join(f"; {each}" for each in both[1:])
         lines = [line for line in Path(CAPTURED).read_text().splitlines() if line.startswith(f"| `{value}` | ")]
         assert len(lines) == 1
         assert lines[0].replace("with 16384 samples a GPU ", "").endswith(f" | {cell} |"), (lines[0], cell)
-    ablation = _runs("ablation", "torchrec")[-1]
+    ablation = _runs("ablation")[-1]
     ours, nccl, replicated = (_ms(ablation[f"pgas_graph{name}"]) for name in ("", "_collective", "_data_parallel"))
     yield CAPTURED, f"{ours:.2f} ms, by NCCL {nccl:.2f}"
     yield PLAN, f"MLPerf's step takes {replicated:.2f} ms instead of {ours:.2f} on 4 x H200"
-    puts = next(run for run in _runs("stage_two_gpus", "baseline") if run["pgas"]["dim"] == "128")
+    puts = next(run for run in _runs("stage_two_gpus") if run["pgas"]["dim"] == "128")
     in_place, stores, copies = (f"{_ms(puts[name]):.2f}" for name in ("fused", "fused_stores", "fused_dma"))
     yield FORWARD, f"{stores} ms there instead of {in_place}"
     yield FORWARD, f"takes {copies} ms there, where nothing else wants the multiprocessors"
@@ -116,15 +92,10 @@ def chapters() -> Iterable[tuple[str, str]]:
 
 @_phrases
 def stage() -> Iterable[tuple[str, str]]:
-    runs = _runs("stage", "baseline")
-    saved = {name: [1 - _ms(run[name]) / _ms(run["baseline"]) for run in runs] for name in ("pgas", "nccl")}
+    saved = {name: [1 - _ms(run[name]) / _ms(run["baseline"]) for run in _runs("stage")] for name in ("pgas", "nccl")}
     mean = f"{statistics.mean(saved['pgas']):.0%}"
     yield FIGURES, f"`pgas` {_percent(saved['pgas'])}, {mean} on average of five shapes"
     yield FIGURES, f"saves {_percent(saved['nccl'])} (`nccl`), and the shape that saves {max(saved['pgas']):.0%}"
-    (puts,) = _runs("puts", "baseline")
-    over = {name: _ms(puts[name]) / _ms(puts["pgas"]) for name in ("nccl_chunked_4", "baseline")}
-    chunked = f"{over['nccl_chunked_4']:.2f} times as fast instead of {over['baseline']:.2f}"
-    yield README, f"it takes {_ms(puts['nccl_chunked_4']):.2f} ms on the third shape, and `pgas` is {chunked}"
 
 
 @_phrases
@@ -132,7 +103,7 @@ def stage_on_two() -> Iterable[tuple[str, str]]:
     over: dict[str, list[float]] = {}
     ms: dict[str, list[dict[str, float]]] = {}
     for name in ("stage_two_gpus", "stage_two_gpus_bf16"):
-        ms[name] = [{each: _ms(row) for each, row in run.items()} for run in _runs(name, "baseline")]
+        ms[name] = [{each: _ms(row) for each, row in run.items()} for run in _runs(name)]
         ours = [min(run["pgas"], run["fused"]) for run in ms[name]]
         baselines = [[run[each] for each in run if each.startswith(_BASELINES)] for run in ms[name]]
         over[name] = [min(times) / least for times, least in zip(baselines, ours, strict=True)]
@@ -157,7 +128,7 @@ def stage_on_two() -> Iterable[tuple[str, str]]:
     pays = [run["baseline"] / least - 1 for run, least in zip(bf16, chunks, strict=True)]
     assert [gain > 0 for gain in pays] == [True, False, True, False, False]
     yield STAGE, f"on the first and the third shape, by {pays[0]:.0%} and {pays[2]:.0%}."
-    for run, gain in zip(_runs("stage_two_gpus_bf16", "baseline"), pays, strict=True):
+    for run, gain in zip(_runs("stage_two_gpus_bf16"), pays, strict=True):
         assert (float(run["nccl_chunked_2"]["host_ms"]) > _ms(run["baseline"])) == (gain < 0)
     in_place = [run["fused"] / run["pgas"] for run in fp32]
     assert all(1.0 <= round(each, 2) <= 1.03 for each in in_place[:4])
@@ -179,15 +150,6 @@ def _gpu_speedups(name: str) -> tuple[list[float], list[float]]:
 _SHAPE = ("dim", "global_batch", "pooling_factor")
 
 
-def _by_shape(name: str) -> list[dict[str, Row]]:
-    """Return contender -> its row of each shape of a map."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in _read(name):
-        shape = tuple(row[column] for column in (*_SHAPE, "tables"))
-        found.setdefault(shape, {})[row["contender"]] = row
-    return [*found.values()]
-
-
 def _strongest(shape: Mapping[str, Row], time: str) -> float:
     return min(float(row[time]) for row in shape.values() if row["is_baseline"] == "True")
 
@@ -200,14 +162,12 @@ def _over_strongest(shape: Mapping[str, Row], time: str) -> float:
 def maps() -> Iterable[tuple[str, str]]:
     _, over = _gpu_speedups("sweep")
     mean = f"{statistics.geometric_mean(over):.2f}"
-    yield README, f"{mean} times as fast as its strongest baseline, in the geometric mean of {len(over)} shapes"
     assert min(over) >= 1.05, "it pays on all shapes"
-    yield README, f"It pays on all {len(over)} shapes"
     yield (
         STAGE,
         f"{min(over):.2f}x to {max(over):.2f}x as fast as the strongest baseline, {mean}x in the geometric mean",
     )
-    shapes = _by_shape("sweep")
+    shapes = _runs("sweep")
     issued = [_over_strongest(shape, "median_ms") for shape in shapes]
     yield STAGE, f"as the host issues it {_times(issued)}, since a step is"
     bags = {float(shape["pgas"]["pooling_factor"]): [] for shape in shapes}
@@ -230,7 +190,7 @@ def maps() -> Iterable[tuple[str, str]]:
     yield STAGE, f"{_over_strongest(few, 'gpu_ms'):.2f}x instead of 2.17x the strongest baseline."
     host_us = [statistics.median(1e3 * float(shape[name]["host_ms"]) for shape in shapes) for name in ("pgas", "fused")]
     yield STAGE, f"needs {host_us[0]:.0f} us for a step of `pgas` and {host_us[1]:.0f} us for one of `fused`"
-    grid = _by_shape("grid")
+    grid = _runs("grid")
     told = [_times([_over_strongest(shape, time) for shape in grid]) for time in ("gpu_ms", "median_ms")]
     yield STAGE, f"All {len(grid)} shapes pay: {told[0]} by the GPU's time alone. As the host issues it, {told[1]};"
     yield STAGE, f"the geometric mean, {statistics.geometric_mean(_gpu_speedups('grid')[1]):.2f}x, was 2.40x."
@@ -353,6 +313,9 @@ def gemm() -> Iterable[tuple[str, str]]:
     over = [held[problem] / _ms(row) for problem, row in auto.items()]
     assert min(over) > 1, "faster in all lines"
     yield GEMM, f"`auto` is faster in all fourteen lines too, by {_times(over)}"
+    torch = {_problem(row): row for row in rows if row["contender"] == "torch"}
+    serial_over, torch_over = (_times(_ms(of[each]) / _ms(auto[each]) for each in auto) for of in (serial, torch))
+    yield GEMM, f"in all fourteen lines, by {serial_over} and by {torch_over}."
     gemm_ms = {problem: float(row["gemm_ms"]) for problem, row in auto.items()}
     efficiency = {
         problem: 1 - (_ms(row) - gemm_ms[problem]) / (held[problem] - gemm_ms[problem]) for problem, row in auto.items()
@@ -412,32 +375,204 @@ def simulated() -> Iterable[tuple[str, str]]:
     yield FIGURES, f"{saved[0]}, {saved[1]} and {saved[2]}% with 256, 1024 and 4096 samples a node"
 
 
-@_phrases
-def backward() -> Iterable[tuple[str, str]]:
-    over = [float(row["speedup"]) for row in _read("backward") if row["contender"] == "push"]
-    yield README, f"is {_span(over, '.1f')} times as fast as NCCL and FBGEMM's update"
+def _puts() -> Iterable[float]:
+    (run,) = _runs("puts")
+    chunked = _ms(run["nccl_chunked_4"])
+    return [4, chunked, chunked / _ms(run["pgas"]), _ms(run["baseline"]) / _ms(run["pgas"])]
 
 
-@_phrases
-def collectives() -> Iterable[tuple[str, str]]:
-    rows = [row for row in _read("collectives") if row["operation"] == "all_to_all" and row["mb_per_peer"] == "192"]
-    alone = [row for row in rows if row["beside"] == "nothing"]
-    ours, nccl = ([float(row["gb_per_s"]) for row in alone if row["contender"] in names] for names in (("dma",), _NCCL))
-    yield README, f"leaves a GPU at {max(ours):.0f} GB/s by copy engines, at {_span(nccl, '.0f')} by NCCL"
-    beside = [row for row in rows if row["beside"] != "nothing"]
-    both = {
-        is_ours: min(_ms(row) for row in beside if (row["contender"] == "dma") == is_ours) for is_ours in (True, False)
+Claims = Callable[[], Iterable[tuple[str, Iterable[float | str]]]]
+THEIRS = ("torchrec", "torchrec_strongest")
+
+
+def _step_runs(samples: int, arch: str = "dcn") -> list[Mapping[str, Row]]:
+    """Return all runs of a step on four GPUs whose hosts are not short of time."""
+    shape = {"world_size": "4", "arch": arch, "global_batch": str(4 * samples)}
+    found = [run for name in ("step", "ablation", "strategies") for run in _runs(name)]
+    found = [run for run in found if shape.items() <= run["torchrec"].items()]
+    return [run for run in found if run["torchrec"].get("pinned_host") != "True"]
+
+
+def _all_ms(name: str, runs: Iterable[Mapping[str, Row]]) -> list[float]:
+    return sorted(_ms(run[name]) for run in runs if name in run)
+
+
+def _by_the_clock(runs: Iterable[Mapping[str, Row]]) -> list[float]:
+    """Return how many times as fast `pgas_graph` is as TorchRec at its strongest in the same turns, the least first."""
+    return sorted(_ms(run[THEIRS[1]]) / _ms(run["pgas_graph"]) for run in runs if THEIRS[1] in run)
+
+
+def _busy(name: str, arch: str) -> list[float]:
+    """Return the least ms that a rank's GPU is not idle in, of TorchRec at its strongest, of ours, and their ratio."""
+    rows = [row for row in _read(name) if row["arch"] == arch]
+    least = [
+        min(float(row["step_ms"]) - float(row["idle_ms"]) for row in rows if row["contender"] == contender)
+        for contender in (THEIRS[1], "pgas_graph")
+    ]
+    return [*least, least[0] / least[1]]
+
+
+def _puts() -> list[float]:
+    """Return the ms in chunks, and that over `pgas`, over its copied output, and the baseline over `pgas`."""
+    (run,) = _runs("puts")
+    chunked, baseline, lent, copied = (_ms(run[name]) for name in ("nccl_chunked_4", "baseline", "pgas", "pgas_copied"))
+    return [chunked, chunked / lent, chunked / copied, baseline / lent]
+
+
+def _fastest_copies() -> float:
+    return max(_column((row for row in _read("collectives") if row["contender"] == "dma"), "gb_per_s"))
+
+
+def readme_claims() -> Iterable[tuple[str, Iterable[float | str]]]:
+    runs, twice, dot = _step_runs(8192), _step_runs(16384), _step_runs(2048, "dot")
+    clock, gpu = _ends(_by_the_clock(runs)), _busy("timeline", "dcn")[-1]
+    yield "**How much faster is my job?**", [4, 8192, gpu, *clock]
+    (eager,) = (row for row in _read("ablation") if row["contender"] == "pgas_eager")
+    assert (eager["reference"], eager["wire_dtype"]) == ("torchrec", "bf16"), "on our side only"
+    yield "- **The exchange alone**", [float(eager["reference_ms"]) / _ms(eager)]
+    over = _gpu_speedups("sweep")[1]
+    yield "- **The embedding stage**", [statistics.geometric_mean(over), len(over)]
+    own = _all_ms("torchrec_no_balance", runs)
+    yield "**The training step** on", [4, *own]
+    names = (*THEIRS, "pgas_graph")
+    as_run, strongest, ours = (_ends(_all_ms(name, runs) + own * (name == "torchrec")) for name in names)
+    yield "| MLPerf's DLRM", [4, 8192, *as_run, *strongest, *ours, *clock, gpu]
+    yield "| the same, 16384", [16384, *(ms for name in names for ms in _all_ms(name, twice)), *_by_the_clock(twice)]
+    dots = [_busy("calibration/timeline", "dot")[-1]]
+    yield "| the same tables, dot", [2048, *(_ms(dot[0][name]) for name in names), *_by_the_clock(dot), *dots]
+    (record, *_) = read_table(STEP, "| | global batch |")
+    yield "HugeCTR's record", [4, float(record[2]), 32768, 4, 40]
+    yield "**The embedding stage** on", [4, 100]
+    yield "That baseline looks up", [*_puts()[:3], 2, len(over)]
+    rows = _read("backward")
+    sorting, hidden = ([row for row in rows if row["contender"] == name] for name in ("push_exposed", "push"))
+    yield "The backward, from", [*_ends(_column(sorting, "speedup")), *_ends(_column(hidden, "speedup"))]
+    yield "[^limit]:", [100 * _fastest_copies() / float(_read("stage")[0]["link_gb_per_s"]) - 100]
+    host_us = _column((row for row in _read("sweep") if row["contender"] == "fused"), "host_ms", 1e3)
+    yield "Which one?", [round(statistics.median(host_us), -1)]
+    data, tensor = map(_ms, _read("wide"))
+    yield "Under each of them", [8192, 512, tensor, data, 4]
+    stacks = re.findall(r'"(?:torch|fbgemm-gpu|fbgemm-gpu-cpu)==(\d+\.\d+)', Path("pyproject.toml").read_text())
+    torchrec, triton = (_read("stage")[0][name] for name in ("torchrec", "triton"))
+    pythons = re.findall(r"Python :: (3\.\d+)", Path("pyproject.toml").read_text()) or ["3.11", "3.12"]
+    yield "- torch 2.11", [*stacks[2:], torchrec, triton[:3], *stacks[:2], stacks[1], *pythons]
+
+
+def step_claims() -> Iterable[tuple[str, Iterable[float | str]]]:
+    first, pinned, twice, dot, one = _runs("step")
+    runs, unpinned, ours = _step_runs(8192), (first, twice, dot, one), first["pgas_graph"]
+    a_second = float(ours["samples_per_s"]) / 1e6
+    yield "ms. Rows of tables", [4, a_second, a_second / 4]
+    yield "| `pgas_graph`, 4 x H200, the first", [4, 32768, _ms(ours), a_second / 4]
+    yield "**Missed:** 1.7x", [1.7, 1.7 - _by_the_clock([twice])[0]]
+    clocks = [*_by_the_clock(runs), *_by_the_clock(_step_runs(16384))]
+    yield "**How far the ratios", [*_ends(_all_ms("torchrec", runs)), *_all_ms(THEIRS[1], runs), *clocks]
+    mlperf, dots = _busy("timeline", "dcn"), _busy("calibration/timeline", "dot")
+    yield "**By the GPUs' own", [mlperf[2], dots[2], mlperf[0], dots[0], mlperf[1], dots[1]]
+    (planned,) = (run for run in runs if "torchrec_no_balance" in run)
+    bf16 = [run["torchrec_bf16_output"] for run in (first, twice)]
+    apart = max(_column(bf16, "max_relative_difference"))
+    yield (
+        "**The plan** is",
+        [*(_ms(planned[name]) for name in ("torchrec_no_balance", "torchrec")), *map(_ms, bf16), apart],
+    )
+    p95 = {
+        name: _ends(_column((run[name] for run in unpinned), "p95_to_median")) for name in ("pgas_graph", "torchrec")
     }
-    best = min(_ms(row) for row in beside if row["contender"] in _NCCL)
-    product = f"a matrix product of {float(beside[0]['product_ms']):.2f} ms"
-    yield README, f"{product} both are done after {both[True]:.2f} ms, with NCCL after {best:.2f} at best"
+    yield "**Steps are alike.**", [95, *p95["pgas_graph"], p95["torchrec"][1]]
+    yield (
+        "**A host short of time",
+        map(_ms, (pinned["pgas_graph"], *(run[name] for name in THEIRS for run in (pinned, first)))),
+    )
+    floors = [float(ours[name]) for name in ("floor_ms", "floor_sum_ms")]
+    yield "**The floor**", [floors[0], 790, floors[1], *(100 * each / _ms(ours) for each in floors)]
+
+    def percents(contender: str, kind: str = "exposed") -> list[float]:
+        return _column((row for row in _read("timeline") if row["contender"] == contender), f"{kind}_fraction", 100)
+
+    exposed, most, idle = (percents("pgas_graph", kind) for kind in ("exposed", "exposed_most", "idle"))
+    others = [each for name in THEIRS for each in _ends(percents(name))]
+    yield "**Missed:** below 5%", [5, *exposed, 0, 3, statistics.mean(exposed), *most, *others, *_ends(idle)]
 
 
-_NCCL = ("nccl", "nccl_registered", "nccl_copy_engines")
+def stage_claims() -> Iterable[tuple[str, Iterable[float | str]]]:
+    runs = _runs("stage")
+    chunked, over, copied, at_once = _puts()
+    yield "**Against the strongest", [4, chunked, over, at_once, copied]
+    ours, aimed, times = [run["pgas"] for run in runs], (95, 88, 95, 95), (1.35, 2.1, 2.6, 2.2, 8)
+    assert all(share >= each for share, each in zip(_column(ours, "fraction_of_limit", 100), aimed, strict=False))
+    by_copies = 100 * float(ours[3]["link_bytes"]) / _fastest_copies() / 1e6 / _ms(ours[3])
+    reached, *missed = (
+        100 - 100 * row_over / each for row_over, each in zip(_column(ours, "speedup"), times, strict=True)
+    )
+    assert reached < 0
+    host_us = [1e3 * float(runs[-1][name]["host_ms"]) for name in ("pgas", "fused")]
+    yield "**What was aimed at**", [*aimed, _fastest_copies(), by_copies, *times, *missed, *host_us]
+    yield "**What `fused` costs", (100 * abs(_ms(run["fused"]) / _ms(run["pgas"]) - 1) for run in (runs[-1], runs[2]))
+    yield "**`nccl`** gains little", _ends(100 * (_ms(run["baseline"]) / _ms(run["nccl"]) - 1) for run in runs)
+
+
+def backward_claims() -> Iterable[tuple[str, Iterable[float | str]]]:
+    rows = [row for row in _read("backward") if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
+    over, share = {}, {}
+    for name in ("push", "push_exposed"):
+        own = [row for row in rows if row["contender"] == name]
+        over[name], share[name] = _column(own, "speedup"), _column(own, "fraction_of_limit", 100)
+    assert sum(each < 1.5 for each in over["push_exposed"]) == 5, "below 1.5x in five lines"
+    assert [each < 75 for each in share["push_exposed"]] == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+    hidden, sorting = ([*_ends(over[name]), *_ends(share[name])] for name in over)
+    yield "**Aimed at** were", [1.5, 75, *hidden, *sorting[:2], 1.5, *sorting[2:], 75]
+
+
+def collectives_claims() -> Iterable[tuple[str, Iterable[float | str]]]:
+    rows = [row for row in _read("collectives") if row["contender"] == "dma" and row["captured"] == "True"]
+    at_192 = [row for row in rows if row["beside"] == "nothing" and row["mb_per_peer"] == "192"]
+    yield "**Asked** were", [380, 192, *_column(at_192, "gb_per_s"), 32, 30]
+
+
+CLAIMS: list[tuple[str, Claims]] = [
+    (README, readme_claims),
+    (STEP, step_claims),
+    (STAGE, stage_claims),
+    (BACKWARD, backward_claims),
+    ("docs/results/collectives.md", collectives_claims),
+]
+
+
+def _numbers(text: str) -> list[str]:
+    """Return the numbers of a text in order, but for those in code, in links' targets and in names."""
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)*(?:e-\d+)?", text)
+
+
+def _paragraph(page: str, start: str) -> str:
+    """Return the only paragraph, item or line of a table of `page` that begins with `start`."""
+    end = r"\n" if start.startswith("|") else r"\n\n|\n- "
+    (found,) = re.findall(rf"^{re.escape(start)}.*?(?={end}|\Z)", Path(page).read_text(), re.DOTALL | re.MULTILINE)
+    return found
+
+
+def _shown(value: float | str, like: str) -> str:
+    """Return `value` with as many digits as `like` has."""
+    if isinstance(value, str):
+        return value
+    if "e" in like:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.{len(like.partition('.')[2])}f}"
+
+
+@pytest.mark.parametrize(("page", "claims"), CLAIMS, ids=[page for page, _ in CLAIMS])
+def test_the_numbers_of_a_paragraph_are_those_of_the_rows(page: str, claims: Claims) -> None:
+    for start, values in claims():
+        shown, values = _numbers(_paragraph(page, start)), [*values]
+        assert len(shown) == len(values), (start, shown, values)
+        assert shown == [_shown(value, like) for value, like in zip(values, shown, strict=True)], start
 
 
 @pytest.mark.parametrize("phrases", PHRASES, ids=lambda function: function.__name__)
-def test_the_pages_say_what_the_rows_give(phrases: Callable[[], Iterable[tuple[str, str]]]) -> None:
+def test_the_pages_say_what_the_rows_give(phrases: Phrases) -> None:
     for page, phrase in phrases():
         said = re.sub(r"\s+", " ", Path(page).read_text())
         assert phrase in said, f"{page} does not say: {phrase}"
