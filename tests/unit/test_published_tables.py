@@ -1,6 +1,7 @@
 """The tables of `docs/results` on the embedding stage, the backward and overlapped pairs are those of their rows."""
 
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import runs
 from tests.conftest import read_rows, read_table
 
-STAGE, BACKWARD, CONCURRENT = (f"docs/results/{name}.md" for name in ("stage", "backward", "concurrent"))
+STEP, STAGE, BACKWARD, CONCURRENT = (f"docs/results/{n}.md" for n in ("step", "stage", "backward", "concurrent"))
 Row = Mapping[str, str]
 Expected = Iterable[Sequence[float | None]]
 """the numbers of each line of a table, in order; None for what is text, or has no row"""
@@ -22,6 +23,19 @@ def _read(name: str) -> list[dict[str, str]]:
 
 def _ms(row: Row) -> float:
     return float(row["median_ms"])
+
+
+def _steps() -> Expected:
+    found = [run for run in runs(_read("step")) if run["torchrec"]["pinned_host"] == "False"]
+    for run, aimed_at in zip(found, ((3.5, 2), (2.5, 1.7), (6, 3), (8,)), strict=True):
+        *theirs, ours = [_ms(run[n]) for n in ("torchrec", "torchrec_strongest", "pgas_graph") if n in run]
+        yield [*theirs, ours, *(ms / ours for ms in theirs), *aimed_at]
+
+
+def _strategies_of_a_step() -> Expected:
+    first, twice = runs(_read("strategies"))
+    for name, row in first.items():
+        yield [_ms(row), *(_ms(twice[name]) for _ in range(name in twice))]
 
 
 def _shapes() -> Expected:
@@ -150,6 +164,8 @@ def _strategies(name: str) -> Expected:
 
 
 TABLES: list[tuple[str, str, Callable[[], Expected]]] = [
+    (STEP, "| shape | `torchrec`", _steps),
+    (STEP, "| | 8192 samples a GPU", _strategies_of_a_step),
     (STAGE, "| tables/GPU x rows x dim, global batch, ids a bag | baseline", _shapes),
     (STAGE, "| two GPUs, fp32 wire", lambda: _everyone("stage_two_gpus")),
     (STAGE, "| two GPUs, bf16 wire", lambda: _everyone("stage_two_gpus_bf16")),
@@ -186,3 +202,41 @@ def test_a_table_shows_its_rows(page: str, header: str, expected: Callable[[], E
             _, _, decimals = text.partition(".")
             # Rows have four digits, which a ratio of two may show.
             assert value is None or abs(float(text) - value) <= 0.55 * 10 ** -len(decimals) + 1e-9, (cells, value)
+
+
+_IN_README = ("stage.csv", "step.csv", "ablation.csv", "timeline.csv", "calibration/timeline.csv")
+
+
+def _origin(rows: Sequence[Row]) -> str:
+    """Return the pattern of the words that rows need beside their tables, none if they name clean commit and command."""
+    (commit,) = {row.get("commit", "") for row in rows}
+    has_command = all(row.get("command") for row in rows)
+    if commit and not commit.endswith("-dirty") and has_command:
+        return ""
+    words = f"commit {commit}".replace("-dirty", " with uncommitted changes") if commit else "no commit"
+    return rf"{words}, landed with (\w{{7}} on [\d-]{{10}}){'' if has_command else ', no command'}[.;]"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout
+
+
+def test_rows_without_a_clean_commit_or_a_command_say_so_beside_their_tables() -> None:
+    folder, readme = Path("docs/results"), Path("README.md")
+    texts = {page: " ".join(page.read_text().split()) for page in [readme, *folder.glob("*.md")]}
+    figures = " ".join(Path("docs/figures.md").read_text().split())
+    history = _git("rev-parse", "--is-shallow-repository") == "false\n"
+    log = _git("log", "--format=%h on %cs", "--abbrev=7", "--name-only", "--", str(folder)) if history else ""
+    for path in folder.rglob("*.csv"):
+        name = path.relative_to(folder).as_posix()
+        if name.startswith("simulated_") or not (origin := _origin(read_rows(path))):
+            continue
+        shown = [
+            text for page, text in texts.items() if f"]({name})" in text or (page, name in _IN_README) == (readme, True)
+        ]
+        for text in shown or [figures]:
+            found = re.search(rf"`{name}`(?:, `[\w/.]+`)*: {origin}", text)
+            assert found, f"write beside the table of {name}: {origin}"
+            assert not log or re.search(rf"^{found[1]}\n\n(?:docs.*\n)*{path}\n", log, re.MULTILINE), (
+                f"{name}: {found[1]}"
+            )
