@@ -178,31 +178,19 @@ def test_the_report_is_that_of_the_rows() -> None:
     assert made == page, "make it again: dlrm-overlap bench report docs/results"
 
 
-def test_the_page_shows_the_measured_ablation() -> None:
-    page, measured = Path("docs/results/step.md").read_text(), Path("docs/results/ablation.csv")
-    assert measured.exists() == ("\n## Ablation\n" in page), "the section comes with its rows"
-    if measured.exists():
-        made = runpy.run_path("docs/results/ablation_table.py")
-        rows = read_rows(measured)
-        for reference in made["ABLATION"]:
-            assert "\n".join(made["ablation_table"](rows, reference)) in page
+def test_the_pages_show_the_tables_that_scripts_make() -> None:
+    ablation, gemm, collectives = (runpy.run_path(f"docs/results/{name}_table.py") for name in _SCRIPTS)
+    tables = [("step", "ablation", ablation["ablation_table"], (reference,)) for reference in ablation["ABLATION"]]
+    for name in gemm["FILES"]:
+        tables += [("gemm", name.removesuffix(".csv"), gemm["gemm_table"], (each,)) for each in gemm["OPERATORS"]]
+    for name, found in (("collectives", "TABLES"), ("collectives_all_gather", "ALL_GATHER_TABLES")):
+        tables += [("collectives", name, collectives["collectives_table"], each) for each in collectives[found]]
+    for page, name, make, arguments in tables:
+        made = "\n".join(make(read_rows(Path(f"docs/results/{name}.csv")), *arguments))
+        assert made in Path(f"docs/results/{page}.md").read_text(), (page, name, arguments)
 
 
-def test_the_page_shows_the_measured_products() -> None:
-    made, page = runpy.run_path("docs/results/gemm_table.py"), Path("docs/results/gemm.md").read_text()
-    for name in made["FILES"]:
-        rows = read_rows(Path("docs/results") / name)
-        for operator in made["OPERATORS"]:
-            assert "\n".join(made["gemm_table"](rows, operator)) in page, (name, operator)
-
-
-def test_the_page_shows_the_measured_collectives() -> None:
-    made = runpy.run_path("docs/results/collectives_table.py")
-    page = Path("docs/results/collectives.md").read_text()
-    for name, tables in (("collectives", "TABLES"), ("collectives_all_gather", "ALL_GATHER_TABLES")):
-        rows = read_rows(Path(f"docs/results/{name}.csv"))
-        for table in made[tables]:
-            assert "\n".join(made["collectives_table"](rows, *table)) in page, table
+_SCRIPTS = ("ablation", "gemm", "collectives")
 
 
 def test_the_map_names_every_chapter_and_every_heading_in_order() -> None:
