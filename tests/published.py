@@ -39,3 +39,30 @@ def gpu_speedups(name: str) -> tuple[list[float], list[float]]:
     strongest = MAPS[name].cells(rows, "gpu_ms")
     at_once = MAPS[name].cells([row for row in rows if "chunked" not in row["contender"]], "gpu_ms")
     return [cell.speedup for cell in at_once.values()], [cell.speedup for cell in strongest.values()]
+
+
+def gemm_runs(name: str) -> dict[tuple[str, ...], Run]:
+    """Return (operator, m, k, n) -> contender -> its row."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read(name):
+        found.setdefault(tuple(row[each] for each in ("operator", "m", "k", "n")), {})[row["contender"]] = row
+    return {**found}
+
+
+def one_by_one(row: Row) -> float:
+    """Return the ms of collective and product, each timed alone."""
+    return float(row["gemm_ms"]) + float(row["collective_ms"])
+
+
+def serially(run: Run) -> float:
+    """Return the ms of `serial`, or of collective and product each timed alone if less.
+
+    `serial` came first in every round of older rows, and a rank then waited for the others within it.
+    """
+    return min(ms_of(run["serial"]), one_by_one(run["auto"]))
+
+
+def slowdown_of_few_rows() -> list[float]:
+    """Return how many times as long as `serial` the best of ours takes with few rows, by shape."""
+    runs = [run for (_, m, _, n), run in gemm_runs("gemm_few").items() if int(m) <= 512 and n == "8192"]
+    return [1 / max(over(run, "serial", name) for name in ("copies", "pushes", "tiles")) for run in runs]

@@ -11,9 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.bench.report.concurrent import summarise
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
 from tests.conftest import read_table
-from tests.published import Row, Run, column, gpu_speedups, ms_of, over, read, runs_of
+from tests.published import (
+    Row,
+    Run,
+    column,
+    gemm_runs,
+    gpu_speedups,
+    ms_of,
+    over,
+    read,
+    runs_of,
+    serially,
+    slowdown_of_few_rows,
+)
 
 Claims = Iterator[tuple[str, Iterable[float | str]]]
 STEP, COLLECTIVES = "docs/results/step.md", "docs/results/collectives.md"
@@ -150,20 +163,95 @@ def backward() -> Claims:
 
 
 def collectives() -> Claims:
-    def at_192(row: Row) -> bool:
-        return (row["contender"], row["beside"], row["captured"], row["mb_per_peer"]) == (
-            "dma",
-            "nothing",
-            "True",
-            "192",
-        )
-
-    yield "**Asked** were", [380, 192, *column(filter(at_192, read("collectives")), "gb_per_s"), 32, 30]
+    rows = [row for row in read("collectives") if (row["contender"], row["captured"]) == ("dma", "True")]
+    at_192 = [row for row in rows if (row["beside"], row["mb_per_peer"]) == ("nothing", "192")]
+    yield "**Asked** were", [380, 192, *column(at_192, "gb_per_s"), 32, 30]
 
 
+def figures() -> Claims:
+    saved = {name: [100 - 100 / over(run, "baseline", name) for run in runs_of("stage")] for name in ("pgas", "nccl")}
+    all_ms = [{name: ms_of(row) for name, row in run.items()} for run in runs_of("stage_two_gpus")[:4]]
+    strongest = (min(ms for name, ms in run.items() if name.startswith(BASELINES)) for run in all_ms)
+    on_two = [100 - 100 * min(run["pgas"], run["fused"]) / ms for run, ms in zip(all_ms, strongest, strict=True)]
+    most = [*_ends(saved["pgas"]), statistics.mean(saved["pgas"]), *_ends(on_two), *_ends(saved["nccl"])]
+    yield "| fused embedding and", [25, 35, *most, max(saved["pgas"])]
+    at_once, best = ([100 - 100 / each for each in times] for times in gpu_speedups("grid"))
+    share = [*_ends(at_once), statistics.mean(at_once), *_ends(best)]
+    small, large = _ends(at_once[:4]), _ends(at_once[-4:])  # the map goes by batch
+    yield "| | the same by batch", [256, 25, 35, *share, *small, 512, *large, 4096]
+    waits = column(read("programs"), "wait_us")
+    yield "| | timeline of 32", [32, int(max(waits)) + 1]
+    yield "| | between hosts", [31, 58]
+    programs = [_swept(name, "programs_per_sm") for name in ("occupancy_many_tables", "occupancy")]
+    assert all(min(ms, key=lambda count: ms[count]) == "" for ms in programs), "as many as fit are the fastest"
+    own, other = ([ms[""], ms["16"], 16] for ms in programs)
+    yield "| | occupancy |", [75, 32, *own, *other]
+    four, two, many = (_swept(name, "slice_bags") for name in ("slice", "slice_two_gpus", "slice_many_tables"))
+    assert max(four["32"] / min(four.values()), two["8"] / min(two.values())) < 1.01, "gains end at 32, and at 8"
+    longer = [100 * ms["4"] / ms["32"] - 100 for ms in (four, two, many)]
+    far = 100 * many["128"] / many["32"] - 100
+    yield "| | slice size |", [4, 55, 64, 4, longer[0], 32, 32, longer[1], 8, -longer[2], 128, far, 128]
+    skew = {(row["schedule"], row["contender"]): row["skew_fraction"] for row in read("schedule")}
+    orders = [(order, name) for order in ("linear", "remote_first", "balanced") for name in ("pgas", "fused")]
+    yield "| | skew between", [7, 1, *(100 * float(skew[each]) for each in orders)]
+    for name, start, theirs in (
+        ("weak", "| PGAS retrieval", [2, 4, 2.1, 1.87]),
+        ("strong", "| | strong scaling", [2.95, 2.44]),
+    ):
+        _, two, four = runs_of(name)
+        times = [over(run, "baseline") for run in (two, four, runs_of(f"{name}_two_gpus")[-1])]
+        hidden, ms = _hidden(four)
+        parts = [hidden, ms, 4, ms / (ms - hidden)] if name == "weak" else [*_hidden(two), 2, hidden, ms, 4]
+        yield start, [*theirs, *times, 2, *parts]
+    fused, baseline = (_sent(name) for name in ("fused", "baseline"))
+    yield "| | communication volume", [*fused, baseline[0], baseline[2]]
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    rows = [{**row, **{name: float(row[name]) for name in numbers}} for row in read("concurrent")]
+    ideal = {line["strategy"]: 100 * line["all"] for line in summarise(rows)}
+    yield "| ConCCL |", [21, 42, ideal["plain"], ideal["priority"]]
+    assert ideal["partition_12"] < ideal["partition_20"]
+    yield "| | partitions |", [41, ideal["partition_20"], ideal["partition_28"], 20, 28, 12]
+    engines = [ideal[f"dma{name}"] for name in ("", "_aside", "_partition_4", "_partition_12")]
+    yield "| | DMA engines", [66, 72, *engines]
+    runs, efficiency = gemm_runs("gemm"), {}
+    for problem, run in runs.items():
+        alone = float(run["auto"]["gemm_ms"])
+        efficiency[problem] = 100 - 100 * (ms_of(run["auto"]) - alone) / (serially(run) - alone)
+    longer = [each for each, run in runs.items() if float(run["auto"]["gemm_ms"]) > _link_ms(run["auto"])]
+    large, small = ([efficiency[each] for each in longer if (each[1] == "1024") == few] for few in (False, True))
+    slower = _ends(slowdown_of_few_rows())
+    auto = [*_ends(efficiency.values()), 1024, 64, 512, 8192, *slower]
+    yield "| Flux |", [37, 93, 512, *auto, *_ends(large), 4096, *_ends(small), 1024]
+
+
+def _hidden(run: Run) -> list[float]:
+    """Return the ms of the baseline's All-to-All and unpacking, and of all of it."""
+    return [sum(float(run["baseline"][name]) for name in ("all_to_all_ms", "unpack_ms")), ms_of(run["baseline"])]
+
+
+def _link_ms(row: Row) -> float:
+    return float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e6
+
+
+def _swept(name: str, by: str) -> dict[str, float]:
+    """Return the value of the column `by` -> ms of fused; no value stands for as many programs as fit."""
+    return {row[by]: ms_of(row) for row in read(name) if row["contender"].startswith("fused")}
+
+
+def _sent(contender: str) -> list[float]:
+    """Return the percents of a contender's time in which it sends, and of the links' rate then: the mean, the most."""
+    rows = [row for row in read("volume") if row["contender"] == contender]
+    stage_us, link = float(rows[0]["stage_us"]), float(rows[0]["link_gb_per_s"])
+    busy_us = sum(float(row["end_us"]) - float(row["begin_us"]) for row in rows if float(row["bytes"]))
+    busy_us = min(stage_us, busy_us)  # the last bin ends later
+    mean = sum(column(rows, "bytes")) / busy_us / 1e3
+    return [100 * busy_us / stage_us, 100 * mean / link, 100 * max(column(rows, "gb_per_s")) / link]
+
+
+BASELINES = ("baseline", "torchrec", "nccl_chunked")
 TRACED_DOT = ("calibration/timeline", "dot")
 PAGES: dict[str, Callable[[], Claims]] = {"README.md": readme, STEP: step, COLLECTIVES: collectives}
-PAGES |= {"docs/results/stage.md": stage, "docs/results/backward.md": backward}
+PAGES |= {"docs/figures.md": figures, "docs/results/stage.md": stage, "docs/results/backward.md": backward}
 
 
 def _numbers(text: str) -> list[str]:
@@ -188,5 +276,5 @@ def test_the_numbers_of_a_paragraph_are_those_of_the_rows(page: str) -> None:
         assert len(shown) == len(values), (start, shown, values)
         assert shown == [_shown(value, like) for value, like in zip(values, shown, strict=True)], start
     if page == "README.md":
-        rest = re.sub(r"^Rows:.*?\n\n|^\|.*?\n|^\d\.", "", rest, flags=re.DOTALL | re.MULTILINE)
-        assert not _numbers(rest), "give this function what the rows say of them"
+        rest = re.sub(r"^Rows:.*?\n\n|^\| \d+ x .*?\n|^\d\.", "", rest, flags=re.DOTALL | re.MULTILINE)
+        assert _numbers(rest) == ["1024"], "a number of which the rows say nothing"

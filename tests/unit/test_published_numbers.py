@@ -1,7 +1,7 @@
-"""Each headline number of README and the pages is what its rows give: change a row, and a sentence is wrong.
+"""Phrases of the pages are what the rows give: change a row, and a sentence is wrong.
 
-`CLAIMS` gives all numbers of a paragraph, in order, from the CSV files in `docs/results`. A function of `PHRASES` gives
-single phrases, in the pages' words. Tables of rows have tests of their own, in `test_docs.py`.
+A function of `PHRASES` computes them, in the pages' words, from the CSV files in `docs/results`. All numbers of the
+paragraphs that lead are in `test_published_claims.py`.
 """
 
 import math
@@ -13,13 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.report.concurrent import summarise
-from tests.published import Row, gpu_speedups, ms_of, read, runs_of
+from tests.published import (
+    Row,
+    gemm_runs,
+    gpu_speedups,
+    ms_of,
+    one_by_one,
+    over,
+    read,
+    runs_of,
+    serially,
+    slowdown_of_few_rows,
+)
 
 FIGURES = "docs/figures.md"
 STAGE, GEMM = "docs/results/stage.md", "docs/results/gemm.md"
 _CHAPTERS = ("captured_step", "copy_engines", "forward", "plan")
 CAPTURED, COPIES, FORWARD, PLAN = (f"docs/architecture/{name}.md" for name in _CHAPTERS)
+ARCHITECTURE = "docs/architecture.md"
 Phrases = Callable[[], Iterable[tuple[str, str]]]
 PHRASES: list[Phrases] = []
 
@@ -44,6 +55,8 @@ def _percent(values: Iterable[float]) -> str:
 
 @_phrases
 def chapters() -> Iterable[tuple[str, str]]:
+    strongest, captured = (ms_of(runs_of("step")[0][name]) for name in ("torchrec_strongest", "pgas_graph"))
+    yield ARCHITECTURE, f"takes {strongest:.2f} ms under TorchRec at its strongest, and {captured:.2f} ms captured"
     once, twice = runs_of("strategies")
     for name, value in (("", "dma"), ("_stores", "stores"), ("_partition", "partition")):
         both = [f"{ms_of(run[f'pgas_graph{name}']):.3f}" for run in (once, twice) if f"pgas_graph{name}" in run]
@@ -60,19 +73,9 @@ def chapters() -> Iterable[tuple[str, str]]:
     yield FORWARD, f"{stores} ms there instead of {in_place}"
     yield FORWARD, f"takes {copies} ms there, where nothing else wants the multiprocessors"
     rows = [row for row in read("collectives") if row["operation"] == "all_to_all" and row["beside"] == "nothing"]
-    captured = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
-    gb_per_s = [f"{float(captured[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
+    copies = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
+    gb_per_s = [f"{float(copies[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
     yield COPIES, f"has {gb_per_s[0]} and {gb_per_s[1]}, and {gb_per_s[2]} at 512 MB"
-
-
-@_phrases
-def stage() -> Iterable[tuple[str, str]]:
-    saved = {
-        name: [1 - ms_of(run[name]) / ms_of(run["baseline"]) for run in runs_of("stage")] for name in ("pgas", "nccl")
-    }
-    mean = f"{statistics.mean(saved['pgas']):.0%}"
-    yield FIGURES, f"`pgas` {_percent(saved['pgas'])}, {mean} on average of five shapes"
-    yield FIGURES, f"saves {_percent(saved['nccl'])} (`nccl`), and the shape that saves {max(saved['pgas']):.0%}"
 
 
 @_phrases
@@ -136,169 +139,46 @@ def maps() -> Iterable[tuple[str, str]]:
     yield STAGE, f"the geometric mean, {statistics.geometric_mean(gpu_speedups('grid')[1]):.2f}x, was 2.40x."
     behind = [float(shape["fused"]["gpu_ms"]) / float(shape["pgas"]["gpu_ms"]) - 1 for shape in grid]
     yield STAGE, f"on all 16 shapes by the GPU's time alone, by {_percent(behind)}."
-    at_once, strongest = ([1 - 1 / each for each in column] for column in gpu_speedups("grid"))
-    mean = f"{statistics.mean(at_once):.0%}"
-    yield FIGURES, f"{_percent(at_once)}, {mean} on average, over one lookup, exchange and unpacking"
-    yield FIGURES, f"{_percent(strongest)} over the strongest baseline"
-
-
-def _swept(name: str, column: str) -> dict[str, float]:
-    """Return the value of `column` -> ms of fused; no value stands for as many programs as fit."""
-    return {row[column]: ms_of(row) for row in read(name) if row["contender"].startswith("fused")}
 
 
 @_phrases
 def ablations() -> Iterable[tuple[str, str]]:
-    fused, own_shape = (_swept(name, "programs_per_sm") for name in ("occupancy", "occupancy_many_tables"))
-    for of_shape in (fused, own_shape):
-        assert min(of_shape, key=lambda programs: of_shape[programs]) == "", "as many as fit are the fastest"
-    yield FIGURES, f"as fit, 32 a multiprocessor: {own_shape['']:.3f} ms, {own_shape['16']:.3f} with 16"
-    yield FIGURES, f"on another, four GPUs, {fused['']:.2f} ms, {fused['16']:.2f} with 16"
-    slices, own_shape = (_swept(name, "slice_bags") for name in ("slice", "slice_many_tables"))
-    on_two = _swept("slice_two_gpus", "slice_bags")
-    assert slices["32"] / min(slices.values()) < 1.01, "gains end at 32"
-    assert on_two["8"] / min(on_two.values()) < 1.01, "gains end at 8"
-    more, more_on_two = (f"{each['4'] / each['32'] - 1:.0%}" for each in (slices, on_two))
-    yield FIGURES, f"slices of 4 take {more} longer than of 32, gains end at 32"
-    yield FIGURES, f"later on two GPUs {more_on_two} and at 8"
-    shorter, longer = (abs(own_shape[bags] / own_shape["32"] - 1) for bags in ("4", "128"))
-    assert own_shape["4"] < own_shape["32"] < own_shape["128"]
-    there = f"{shorter:.0%} shorter, and those of 128 {longer:.0%} longer"
-    yield FIGURES, f"on the shape of its occupancy sweep, two GPUs, {there}"
-    yield STAGE, f"large ones {own_shape['128'] / own_shape['4'] - 1:.0%}, the opposite of the other shape"
-    skew = {(row["contender"], row["schedule"]): row["skew_fraction"] for row in read("schedule")}
-
-    def percent(schedule: str, spec: str) -> str:
-        return " and ".join(f"{100 * float(skew[name, schedule]):{spec}}%" for name in ("pgas", "fused"))
-
-    others = f"{percent('remote_first', '.1f')} `remote_first`, {percent('balanced', '.1f')} `balanced`"
-    yield FIGURES, f"{percent('linear', '.0f')} in linear order, {others}"
+    slices = {row["slice_bags"]: ms_of(row) for row in read("slice_many_tables") if row["contender"] != "pgas"}
+    yield STAGE, f"large ones {slices['128'] / slices['4'] - 1:.0%}, the opposite of the other shape"
     tasks = read("programs")
-    ended = max(float(task["end_us"]) for task in tasks)
     first = {task["program"]: float(task["begin_us"]) for task in reversed(tasks)}
-    begun = math.ceil(max(first.values()))
+    begun, ended = math.ceil(max(first.values())), max(float(task["end_us"]) for task in tasks)
     yield STAGE, f"All have begun within {begun} us, and the last ends its last task after {ended:.0f}."
-    waits = [float(row["wait_us"]) for row in tasks]
-    assert max(waits) < 0.1, "as stage.md says"
-    yield FIGURES, f"none waits as long as {int(max(waits)) + 1} us"
-
-
-@_phrases
-def scaling() -> Iterable[tuple[str, str]]:
-    for name in ("weak", "strong"):
-        rows = {(row["world_size"], row["contender"]): row for row in read(name)}
-        base = {gpus: rows[gpus, "baseline"] for gpus in "24"}
-        over = [ms_of(base[gpus]) / ms_of(rows[gpus, "pgas"]) for gpus in "24"]
-        yield FIGURES, f"`pgas` {over[0]:.2f}x, {over[1]:.2f}x ([{name}.csv]"
-        two = {row["contender"]: row for row in read(f"{name}_two_gpus") if row["world_size"] == "2"}
-        since = f"{ms_of(two['baseline']) / ms_of(two['pgas']):.2f}x on 2 ([{name}_two_gpus.csv]"
-        yield FIGURES, f"([{name}.csv](results/{name}.csv)), since then {since}"
-        hidden = {gpus: float(base[gpus]["all_to_all_ms"]) + float(base[gpus]["unpack_ms"]) for gpus in "24"}
-        told = {gpus: f"{hidden[gpus]:.2f} of {ms_of(base[gpus]):.2f}" for gpus in "24"}
-        if name == "weak":
-            most = f"{ms_of(base['4']) / (ms_of(base['4']) - hidden['4']):.2f}x at most"
-            yield FIGURES, f"are {told['4']} ms of the baseline on 4 GPUs, so hiding them brings {most}"
-        else:
-            yield FIGURES, f"they are {told['2']} ms on 2 GPUs and {told['4']} on 4"
-
-
-@_phrases
-def volume() -> Iterable[tuple[str, str]]:
-    found = {}
-    for name in ("fused", "baseline"):
-        rows = [row for row in read("volume") if row["contender"] == name]
-        busy = [row for row in rows if float(row["bytes"])]
-        stage_us = float(rows[0]["stage_us"])
-        us = min(
-            stage_us, sum(float(row["end_us"]) - float(row["begin_us"]) for row in busy)
-        )  # the last bin ends later
-        link = float(rows[0]["link_gb_per_s"])
-        most = max(float(row["gb_per_s"]) for row in rows) / link
-        mean = sum(float(row["bytes"]) for row in busy) / us / 1e3 / link
-        found[name] = f"{us / stage_us:.0%}", f"{mean:.0%}", f"{most:.0%}"
-    during, mean, most = found["fused"]
-    yield FIGURES, f"`fused` even for {during} of its time, at {mean} of the links' rate in the mean and {most} at most"
-    yield FIGURES, f"the baseline in one burst of {found['baseline'][0]} of its time, at {found['baseline'][2]} at most"
-
-
-@_phrases
-def concurrent() -> Iterable[tuple[str, str]]:
-    numbers = ("fraction_of_ideal", "speedup", "together_ms")
-    rows = [{**row, **{name: float(row[name]) for name in numbers}} for row in read("concurrent")]
-    whole = {line["strategy"]: f"{100 * line['all']:.0f}" for line in summarise(rows)}
-    yield FIGURES, f"{whole['plain']}%, {whole['priority']}% ([concurrent.csv]"
-    yield FIGURES, f"{whole['partition_20']} and {whole['partition_28']}% with 20 and 28 multiprocessors, less with 12"
-    assert float(whole["partition_12"]) < float(whole["partition_20"])
-    aside = f"{whole['dma_partition_4']} and {whole['dma_partition_12']}%"
-    yield FIGURES, f"{whole['dma']} and {whole['dma_aside']}% (`dma`, `dma_aside`); {aside}"
-
-
-def _serially(row: Row, serial: Row) -> float:
-    """Return the ms of collective and product one after the other: those of `serial`, or of each timed alone if less.
-
-    `serial` came first in every round of older rows, and a rank then waited for the others within it.
-    """
-    return min(ms_of(serial), float(row["gemm_ms"]) + float(row["collective_ms"]))
 
 
 @_phrases
 def gemm() -> Iterable[tuple[str, str]]:
-    rows = read("gemm")
-    serial = {_problem(row): row for row in rows if row["contender"] == "serial"}
-    auto = {_problem(row): row for row in rows if row["contender"] == "auto"}
-    assert len(auto) == 14
-    longest = max(ms_of(each) - float(each["gemm_ms"]) - float(each["collective_ms"]) for each in serial.values())
+    runs = gemm_runs("gemm")
+    assert len(runs) == 14
+    longest = max(ms_of(run["serial"]) - one_by_one(run["serial"]) for run in runs.values())
     yield GEMM, f"`serial` took up to {1e3 * longest:.0f} us longer than its collective and its product"
-    held = {problem: _serially(row, serial[problem]) for problem, row in auto.items()}
-    over = [held[problem] / ms_of(row) for problem, row in auto.items()]
+    over = [serially(run) / ms_of(run["auto"]) for run in runs.values()]
     assert min(over) > 1, "faster in all lines"
     yield GEMM, f"`auto` is faster in all fourteen lines too, by {_times(over)}"
-    torch = {_problem(row): row for row in rows if row["contender"] == "torch"}
-    serial_over, torch_over = (_times(ms_of(of[each]) / ms_of(auto[each]) for each in auto) for of in (serial, torch))
-    yield GEMM, f"in all fourteen lines, by {serial_over} and by {torch_over}."
-    gemm_ms = {problem: float(row["gemm_ms"]) for problem, row in auto.items()}
-    efficiency = {
-        problem: 1 - (ms_of(row) - gemm_ms[problem]) / (held[problem] - gemm_ms[problem])
-        for problem, row in auto.items()
-    }
-    yield FIGURES, f"`auto` {_percent(efficiency.values())} over fourteen shapes on four GPUs"
-    longer = [
-        problem
-        for problem, row in auto.items()
-        if gemm_ms[problem] > float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e6
-    ]
-    large, small = ([efficiency[each] for each in longer if (each[1] == "1024") == is_small] for is_small in (0, 1))
-    told = f"{_percent(small).replace(' to ', ' and ')} at m = 1024"
-    yield FIGURES, f"{_percent(large)} from m = 4096 on, {told}"
+    at_once = (_times(ms_of(run[name]) / ms_of(run["auto"]) for run in runs.values()) for name in ("serial", "torch"))
+    yield GEMM, f"in all fourteen lines, by {' and by '.join(at_once)}."
 
 
 @_phrases
 def few_rows() -> Iterable[tuple[str, str]]:
-    ms: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in read("gemm_few"):
-        ms.setdefault(_problem(row), {})[row["contender"]] = ms_of(row)
-    few = [times for (_, m, _, n), times in ms.items() if int(m) <= 512 and n == "8192"]
-    own = [min(times[name] for name in ("copies", "pushes", "tiles")) / times["serial"] for times in few]
-    assert min(own) > 1, "slower than serial"
-    yield GEMM, f"the best of them takes {_span(own, '.2f')} times as long as `serial`"
-    yield FIGURES, f"the best of our own takes {_span(own, '.2f')} times as long ([gemm_few.csv]"
-    yield GEMM, f"and is as fast as it is, {_times(times['serial'] / times['auto'] for times in few)}"
+    few = [run for (_, m, _, n), run in gemm_runs("gemm_few").items() if int(m) <= 512 and n == "8192"]
+    yield GEMM, f"the best of them takes {_span(slowdown_of_few_rows(), '.2f')} times as long as `serial`"
+    yield GEMM, f"and is as fast as it is, {_times(over(run, 'serial', 'auto') for run in few)}"
 
 
 @_phrases
 def two_gpus() -> Iterable[tuple[str, str]]:
-    ms: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in read("gemm_two"):
-        ms.setdefault(_problem(row), {})[row["contender"]] = ms_of(row)
-    over = [_times(times[name] / times["auto"] for times in ms.values()) for name in ("serial", "torch")]
-    yield GEMM, f"in all eight lines, by {over[0]}, and than torch's operators by {over[1]}"
-    scattered = [times for problem, times in ms.items() if problem[0] == "reduce_scatter"]
-    behind = [100 * (times["triggered"] / times["copies"] - 1) for times in scattered]
-    yield GEMM, f"in all four reduce-scatters, by {min(behind):.0f} to {max(behind):.0f}%"
-
-
-def _problem(row: Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in ("operator", "m", "k", "n"))
+    runs = gemm_runs("gemm_two")
+    times = [_times(over(run, name, "auto") for run in runs.values()) for name in ("serial", "torch")]
+    yield GEMM, f"in all eight lines, by {times[0]}, and than torch's operators by {times[1]}"
+    scattered = [run for problem, run in runs.items() if problem[0] == "reduce_scatter"]
+    behind = _span((100 * over(run, "triggered", "copies") - 100 for run in scattered), ".0f", "%")
+    yield GEMM, f"in all four reduce-scatters, by {behind}"
 
 
 @_phrases
@@ -314,12 +194,6 @@ def simulated() -> Iterable[tuple[str, str]]:
     ms = {(row["backend"], row["samples"]): float(row["ms"]) for row in steps if row["aggregate_bytes"] == "0"}
     saved = [f"{100 - 100 * ms['fused', count] / ms['torchrec', count]:.1f}" for count in ("256", "1024", "4096")]
     yield FIGURES, f"{saved[0]}, {saved[1]} and {saved[2]}% with 256, 1024 and 4096 samples a node"
-
-
-def _puts() -> Iterable[float]:
-    (run,) = runs_of("puts")
-    chunked = ms_of(run["nccl_chunked_4"])
-    return [4, chunked, chunked / ms_of(run["pgas"]), ms_of(run["baseline"]) / ms_of(run["pgas"])]
 
 
 @pytest.mark.parametrize("phrases", PHRASES, ids=lambda function: function.__name__)

@@ -206,7 +206,7 @@ _IN_README = ("stage.csv", "step.csv", "ablation.csv", "timeline.csv", "calibrat
 
 
 def _origin(rows: Sequence[Row]) -> str:
-    """Return the pattern of the words that rows need beside their tables, "" if they name a clean commit and command."""
+    """Return the pattern of the words that rows need beside their tables: none with a clean commit and a command."""
     (commit,) = {row.get("commit", "") for row in rows}
     has_command = all(row.get("command") for row in rows)
     if commit and not commit.endswith("-dirty") and has_command:
