@@ -61,6 +61,13 @@ def _busy(name: str, arch: str) -> list[float]:
     return [theirs / ours, theirs, ours]
 
 
+def _origin(name: str) -> list[str]:
+    """Return what a page's first line says of the rows: GPUs, versions."""
+    row = read(name)[0]
+    versions = (row[each] for each in ("fbgemm", "torchrec", "nccl", "triton"))
+    return [row["world_size"], row["torch"].partition("+")[0], *versions]
+
+
 def _copies() -> float:
     return max(column((row for row in read("collectives") if row["contender"] == "dma"), "gb_per_s"))
 
@@ -107,6 +114,7 @@ def readme() -> Claims:
 def step() -> Claims:
     first, pinned, twice, *others = runs_of("step")
     runs, ours = _step_runs(8192), first[OURS]
+    yield "The whole step of a user", [*_origin("step"), ours["steps"]]
     a_second = float(ours["samples_per_s"]) / 1e6
     yield "ms. Rows of tables", [4, a_second, a_second / 4]
     yield "| `pgas_graph`, 4 x H200, the first", [4, 32768, ms_of(ours), a_second / 4]
@@ -137,7 +145,9 @@ def step() -> Claims:
 
 
 def stage() -> Claims:
-    runs = runs_of("stage")
+    runs, on_two = runs_of("stage"), column([*read("stage_two_gpus_bf16"), *read("sweep")], "link_gb_per_s")
+    yield "4 x H200", [*_origin("stage"), 2, read("stage")[0]["steps"]]
+    yield "**The links' ceiling.**", [float(read("stage")[0]["link_gb_per_s"]), 354, _copies(), *_ends(on_two)]
     chunked, times, copied = _chunked("pgas", "pgas_copied")
     yield "**Against the strongest", [4, chunked, times, over(runs_of("puts")[0], "baseline"), copied]
     ours, shares, aimed_at = [run["pgas"] for run in runs], [95, 88, 95, 95], (1.35, 2.1, 2.6, 2.2, 8)
@@ -148,12 +158,17 @@ def stage() -> Claims:
     host_us = column((runs[-1][name] for name in ("pgas", "fused")), "host_ms", 1e3)
     yield "**What was aimed at**", [*shares, _copies(), share, *aimed_at, *missed, *host_us]
     slower = _ends(100 * over(run, "fused") - 100 for run in runs)
+    (puts,) = runs_of("puts")
+    together = float(puts["fused"]["together_ms"]) / float(puts["pgas"]["together_ms"])
+    yield "- **In place, missed:**", [over(puts, "fused"), together, 1.03, 1.06]
+    yield "- **In chunks**", [float(puts["nccl_chunked_4"]["host_ms"])]
     yield "**What `fused` costs", [-slower[0], slower[1]]
     yield "**`nccl`** gains little", _ends(100 * over(run, "baseline", "nccl") - 100 for run in runs)
 
 
 def backward() -> Claims:
     rows = [row for row in read("backward") if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
+    yield "4 x H200", [*_origin("backward"), rows[0]["steps"]]
     push, exposed = ([row for row in rows if row["contender"] == name] for name in ("push", "push_exposed"))
     times, shares = column(exposed, "speedup"), column(exposed, "fraction_of_limit", 100)
     assert [i for i, each in enumerate(times) if each < 1.5] == [0, 1, 2, 7, 8], "the lines below 1.5x"
@@ -271,7 +286,9 @@ def test_the_numbers_of_a_paragraph_are_those_of_the_rows(page: str) -> None:
     rest = Path(page).read_text()
     for start, values in PAGES[page]():
         end = r"\n" if start.startswith("|") else r"\n\n|\n- |\Z"
-        (text,) = re.findall(rf"^{re.escape(start)}.*?(?={end})", rest, re.DOTALL | re.MULTILINE)
+        found = re.findall(rf"^{re.escape(start)}.*?(?={end})", rest, re.DOTALL | re.MULTILINE)
+        assert len(found) == 1, f"{page} has no paragraph, or more than one, that begins: {start}"
+        text = found[0]
         shown, values, rest = _numbers(text), [*values], rest.replace(text, "")
         assert len(shown) == len(values), (start, shown, values)
         assert shown == [_shown(value, like) for value, like in zip(values, shown, strict=True)], start
