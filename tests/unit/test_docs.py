@@ -18,7 +18,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dlrm_overlap import backends, config
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.report.measured import read_measured
+from dlrm_overlap.bench.report.measured import read_measured, runs, shape
 from dlrm_overlap.bench.report.page import Section, markdown_page, report_order
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
@@ -144,16 +144,13 @@ def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
 
 
 def test_readme_and_its_plot_show_the_measured_rows() -> None:
-    measured = read_rows(Path("docs/results/stage.csv"))
-    shapes = [measured[i : i + 5] for i in range(0, len(measured), 5)]  # baseline, torchrec, nccl, pgas, fused
-    shown = read_table("README.md", "| tables/GPU")
+    shown, shapes = read_table("README.md", "| tables/GPU"), runs(read_rows(Path("docs/results/stage.csv")))
     picture = Path("docs/results/report/stage.svg").read_text()
-    assert len(shown) == len(shapes) == 5
-    for cells, rows in zip(shown, shapes, strict=True):
-        medians = {row["contender"]: f"{float(row['median_ms']):.2f}" for row in rows}
-        expected = [medians[name] for name in ("baseline", "torchrec", "pgas", "fused")]
-        assert cells[1:] == [*expected, f"{float(rows[0]['limit_ms']):.2f}"]
-        assert all(f">{median}</text>" in picture for median in expected)
+    for cells, run in zip(shown, shapes, strict=True):
+        medians = [f"{float(run[name]['median_ms']):.2f}" for name in ("baseline", "torchrec", "pgas", "fused")]
+        first = run["baseline"]
+        assert cells == [shape(first).replace("\n", ", "), *medians, f"{float(first['limit_ms']):.2f}"]
+        assert all(f">{median}</text>" in picture for median in medians)
 
 
 def test_auto_is_as_fast_as_the_best_put() -> None:
@@ -181,57 +178,19 @@ def test_the_report_is_that_of_the_rows() -> None:
     assert made == page, "make it again: dlrm-overlap bench report docs/results"
 
 
-def test_the_pages_show_the_measured_steps() -> None:
-    measured = [row for row in read_rows(Path("docs/results/step.csv")) if row["pinned_host"] == "False"]
-    runs: list[dict[str, float]] = []
-    for row in measured:  # a run begins with the reference
-        if row["contender"] == "torchrec":
-            runs.append({})
-        runs[-1][row["contender"]] = float(row["median_ms"])
-    shown, in_readme = (
-        read_table("docs/results/step.md", "| shape |"),
-        read_table("README.md", "| model, samples a GPU |"),
-    )
-    assert len(shown) == len(in_readme) == len(runs)
-    for run, cells, few in zip(runs, shown, in_readme, strict=True):
-        names = ("torchrec", "torchrec_strongest", "pgas_graph")
-        medians = [_digits(run[name]) if name in run else "-" for name in names]
-        speedups = [run[name] / run["pgas_graph"] for name in names[:2] if name in run]
-        assert [cell.rstrip("°") for cell in cells[1:4]] == medians
-        assert [cell.rstrip("°") for cell in cells[4:6] if cell != "-"] == [f"{each:.3g}x" for each in speedups]
-        ratios = ", ".join(f"{each:.2g}x" for each in speedups)
-        assert [cell.replace("°", "") for cell in few[1:]] == [*medians[:2], f"{medians[2]} ({ratios})"]
+def test_the_pages_show_the_tables_that_scripts_make() -> None:
+    ablation, gemm, collectives = (runpy.run_path(f"docs/results/{name}_table.py") for name in _SCRIPTS)
+    tables = [("step", "ablation", ablation["ablation_table"], (reference,)) for reference in ablation["ABLATION"]]
+    for name in gemm["FILES"]:
+        tables += [("gemm", name.removesuffix(".csv"), gemm["gemm_table"], (each,)) for each in gemm["OPERATORS"]]
+    for name, found in (("collectives", "TABLES"), ("collectives_all_gather", "ALL_GATHER_TABLES")):
+        tables += [("collectives", name, collectives["collectives_table"], each) for each in collectives[found]]
+    for page, name, make, arguments in tables:
+        made = "\n".join(make(read_rows(Path(f"docs/results/{name}.csv")), *arguments))
+        assert made in Path(f"docs/results/{page}.md").read_text(), (page, name, arguments)
 
 
-def test_the_page_shows_the_measured_ablation() -> None:
-    page, measured = Path("docs/results/step.md").read_text(), Path("docs/results/ablation.csv")
-    assert measured.exists() == ("\n## Ablation\n" in page), "the section comes with its rows"
-    if measured.exists():
-        made = runpy.run_path("docs/results/ablation_table.py")
-        rows = read_rows(measured)
-        for reference in made["ABLATION"]:
-            assert "\n".join(made["ablation_table"](rows, reference)) in page
-
-
-def test_the_page_shows_the_measured_products() -> None:
-    made, page = runpy.run_path("docs/results/gemm_table.py"), Path("docs/results/gemm.md").read_text()
-    for name in made["FILES"]:
-        rows = read_rows(Path("docs/results") / name)
-        for operator in made["OPERATORS"]:
-            assert "\n".join(made["gemm_table"](rows, operator)) in page, (name, operator)
-
-
-def test_the_page_shows_the_measured_collectives() -> None:
-    made = runpy.run_path("docs/results/collectives_table.py")
-    page = Path("docs/results/collectives.md").read_text()
-    for name, tables in (("collectives", "TABLES"), ("collectives_all_gather", "ALL_GATHER_TABLES")):
-        rows = read_rows(Path(f"docs/results/{name}.csv"))
-        for table in made[tables]:
-            assert "\n".join(made["collectives_table"](rows, *table)) in page, table
-
-
-def _digits(median_ms: float) -> str:
-    return f"{median_ms:.2f}" if median_ms >= 1 else f"{median_ms:.3f}"
+_SCRIPTS = ("ablation", "gemm", "collectives")
 
 
 def test_the_map_names_every_chapter_and_every_heading_in_order() -> None:
