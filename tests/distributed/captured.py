@@ -2,7 +2,8 @@
 
 A graph's replay reads and writes the memory of its capture, with the arguments of its capture, and nothing happens on
 the host. So the stand-in gives the step the buffers of ids that it had when it was captured, puts back what a replay
-leaves alone, and checks that every window is the one of the capture, and every number that of its argument and word.
+leaves alone, such as the parameters' `grad`, and checks that every window is the one of the capture, and every number
+that of its argument and word.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ class StandIn(CapturedStep):
 
     taken: dict[str, int]
     exchanges: Sequence[Exchange]
+    parameters: Sequence[torch.nn.Parameter]
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class StandIn(CapturedStep):
     def replay(self) -> Any:
         self.taken["replayed"] += 1
         on_the_host = [list(exchange._sent) for exchange in self.exchanges]
+        gradients = [parameter.grad for parameter in self.parameters]
         for exchange, read in zip(self.exchanges, self._read, strict=True):
             exchange._sent.clear()
             exchange._sent.extend(map(_anew, read))
@@ -63,6 +66,8 @@ class StandIn(CapturedStep):
         for exchange, sent in zip(self.exchanges, on_the_host, strict=True):
             exchange._sent.clear()
             exchange._sent.extend(sent)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
         return output
 
     def _take(self) -> Any:
@@ -111,7 +116,8 @@ def captures() -> Iterator[dict[str, int]]:
 
     def stand_in(pipeline: Any, parity: int) -> CapturedStep:
         found = [parts.exchange_of(module) for module in pipeline._modules]
-        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found})
+        parameters = list(pipeline._dense._flat.parameters.values())
+        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found, "parameters": parameters})
         with patch.object(train_pipeline, "CapturedStep", kind):
             return capture(pipeline, parity)
 
