@@ -37,6 +37,7 @@ class CastWeights:
         """
         self._multiprocessors = all_but_some(flat.device) if partitioned and flat.device.type == "cuda" else None
         self._flat, self._optimizer, self._names = flat, optimizer, set(names)
+        flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}

@@ -60,7 +60,8 @@ class FlatParameters:
 
     The parameters stay the objects that they were: modules, DDP and optimizers that hold them see the same values.
     Their gradients stay where they are as well, and backwards accumulate into them. A gradient that somebody else has
-    put in a view's stead, as DDP and TorchRec's `init_state` do, is taken into the view by `adopt_gradients`.
+    put in a view's stead, as DDP and TorchRec's `init_state` do, is taken into the view by `adopt_gradients`. The
+    gradient of a parameter that is `idle` is None, so that optimizers pass over it.
 
     TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
     tables of a lookup. The slices stay slices: what is moved, and has a gradient, is the parameter that holds them.
@@ -88,8 +89,12 @@ class FlatParameters:
         self.parameters = _without_slices(parameters, self._slices)
         """those that are moved: all but the slices, then what holds the slices"""
         _check(self.parameters)
+        self.unseen = {holder for holder, _ in self._slices.values()}
+        """names of the parameters whose gradients may be written without autograd, as lookups do to those of slices"""
         self.shards = frozenset(shards)
         """names of the parameters of which each rank holds another part"""
+        self.idle: frozenset[str] = frozenset()
+        """names of the parameters that get a gradient on no rank; zeros stand for it in the flat tensor"""
         self.device = next(iter(self.parameters.values())).device
         self.places = self._place(self.parameters)
         """of `parameters`, in the order of the layout"""
@@ -128,33 +133,42 @@ class FlatParameters:
             flat.move(self._all_places())
         self._bind()
 
-    def zero(self, names: Iterable[str] | None = None) -> None:
+    def zero(self, names: Collection[str] | None = None) -> None:
         """Set gradients to zero, and put the views back where others are.
 
         Args:
             names: of the parameters, whose gradients are set one by one; None sets all by one operation.
         """
-        if names is not None:
-            for name in names:
-                view = self.gradients.views[name]
-                self.parameters[name].grad = view
-                view.zero_()
+        self.show_gradients(names)
+        if names is None:
+            self.gradients.tensor.zero_()
             return
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not (view := self.gradients.views[name]):
+        for name in names:
+            self.gradients.views[name].zero_()
+
+    def show_gradients(self, names: Iterable[str] | None = None) -> None:
+        """Put the views back as the parameters' gradients, whatever took their place, and None where one is idle.
+
+        Args:
+            names: of the parameters; all if None.
+        """
+        for name in self.parameters if names is None else names:
+            parameter, view = self.parameters[name], None if name in self.idle else self.gradients.views[name]
+            if parameter.grad is not view:
                 parameter.grad = view
-        self.gradients.tensor.zero_()
 
     @torch.no_grad()
     def adopt_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Copy gradients that are not the flat tensor's own into it, and put the views back; None counts as zero.
+        """Copy gradients that are not the flat tensor's own into it, and put the views back.
+
+        None counts as zero, and stays None where the parameter is idle.
 
         Args:
             names: of the parameters to look at; all if None.
         """
         for name in self.parameters if names is None else names:
             parameter, view = self.parameters[name], self.gradients.views[name]
-            if parameter.grad is view:
+            if parameter.grad is view or (parameter.grad is None and name in self.idle):
                 continue
             if parameter.grad is None:
                 view.zero_()

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.reduction import CollectiveReduction, Reduction
 from dlrm_overlap.dense.stores import HostStores, StoreOptions
@@ -33,7 +35,9 @@ class GradientBuckets:
     A bucket is reduced on a stream of its own, once a hook of autograd has seen the last of its gradients. All ranks
     reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and what
     is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only if the layout has the
-    order in which gradients are completed, about the reverse of the forward's, which `learn` finds out.
+    order in which gradients are completed, about the reverse of the forward's, which `learn` finds out. It also finds
+    out which parameters get a gradient, and every later backward must give one to the same. As under DDP, a gradient on
+    some of the ranks becomes the mean over all of them, and one on no rank stays None (`FlatParameters.idle`).
 
     Shards (`FlatParameters.shards`) are never reduced: their gradients are whole where they are, and divided by the
     number of ranks already if they are to be a mean.
@@ -81,6 +85,7 @@ class GradientBuckets:
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
         self._filled_on: set[torch.cuda.Stream] = set()
         self._completed: list[str] | None = None  # in the order of `learn`'s backward
+        self._without: set[str] | None = None  # parameters that got no gradient here then
         shared = self._shared()
         self._cut(shared, len(shared))
         self._hooks = [
@@ -102,8 +107,9 @@ class GradientBuckets:
     def learn(self) -> Iterator[None]:
         """Note in which order a backward within completes the gradients, and lay the parameters out in this order.
 
-        Ends with a collective: all ranks take rank 0's order. Parameters without a gradient come last, and join the
-        last bucket. Nothing has been reduced yet when it ends; `finish` then reduces all of it.
+        Ends with a collective: all ranks take rank 0's order. Parameters without a gradient on any rank come last, join
+        the last bucket and are idle from now on, but for those whose gradients are `FlatParameters.unseen`. Nothing has
+        been reduced yet when it ends; `finish` then reduces all of it.
         """
         self._completed = []
         try:
@@ -112,13 +118,22 @@ class GradientBuckets:
         finally:
             self._completed = None
         order, live = self._agree(completed)
+        self._flat.idle = frozenset(order[live:]) - self._flat.unseen
+        self._flat.show_gradients(self._flat.idle)
+        self._flat.adopt_gradients(completed)
         self._flat.lay_out([*order, *(name for name in self._flat.places if name in self._flat.shards)])
         self._cut(order, live)
+        for name in completed:
+            self._bucket_of[name].waiting.remove(name)
+        self._without = self._waiting()
 
     def finish(self) -> None:
         """Reduce what the backward left, then make the current stream wait until the flat gradient is reduced.
 
         Comes once after each backward, on all ranks; a second backward before it is an error.
+
+        Raises:
+            InputError: if other parameters got a gradient on this rank than under `learn`.
         """
         for _ in self.finish_in_ranges():
             pass
@@ -132,6 +147,8 @@ class GradientBuckets:
             takes one takes all.
         """
         self._note_stream()
+        if self._without is not None and self._waiting() != self._without:
+            self._refuse(self._waiting() - self._without, self._without - self._waiting())
         for number in range(self._next, len(self._buckets)):
             self._flat.adopt_gradients(self._buckets[number].waiting)
             self._reduce(number)
@@ -170,6 +187,8 @@ class GradientBuckets:
         if self._completed is not None:
             self._completed.append(name)
             return
+        if name in self._flat.idle:
+            self._refuse(set(), {name})
         bucket = self._bucket_of[name]
         if name not in bucket.waiting:
             raise RuntimeError(
@@ -201,30 +220,43 @@ class GradientBuckets:
             self._stream.wait_stream(stream)
         return torch.cuda.stream(self._stream)
 
+    def _waiting(self) -> set[str]:
+        """Return the parameters whose gradient autograd has not completed on this rank, of those that may get one."""
+        return set().union(*(bucket.waiting for bucket in self._buckets)) - self._flat.unseen
+
+    def _refuse(self, lost: set[str], gained: set[str]) -> NoReturn:
+        names, (now, then) = ", ".join(sorted(lost or gained)), ("no", "one") if lost else ("a", "none")
+        raise InputError(
+            f"dense gradients: {names} got {now} gradient in this step, but {then} in the first, and captured steps "
+            f"are all alike; let the loss depend on the same parameters in every step"
+        )
+
     def _begin(self) -> None:
         """Begin a step: every bucket waits for all of its gradients again."""
         self._next = 0
         """index of the first bucket that is not reduced"""
         self._filled_on.clear()
         for bucket in self._buckets:
-            bucket.waiting = set(bucket.names)
+            bucket.waiting = set(bucket.names) - self._flat.idle
 
     def _shared(self) -> list[str]:
         """Return the names of the parameters that are no shards, in the order of the layout."""
         return [name for name in self._flat.places if name not in self._flat.shards]
 
     def _agree(self, completed: Sequence[str]) -> tuple[list[str], int]:
-        """Return rank 0's order of the parameters that are no shards, and how many of them got a gradient."""
+        """Return the order of the parameters that are no shards, and how many of them got a gradient on some rank.
+
+        First those that rank 0 has completed, in its order, then those of other ranks alone, then the rest.
+        """
         names = self._shared()
-        number = {name: index for index, name in enumerate(names)}
-        idle = [name for name in names if name not in set(completed)]
-        order = torch.tensor(
-            [len(completed), *(number[name] for name in (*completed, *idle))], device=self._flat.device
-        )
+        place = {name: index for index, name in enumerate(completed)}
+        places = torch.tensor([place.get(name, len(names)) for name in names], device=self._flat.device)
+        idle = (places == len(names)).int()
         if self._ranks > 1:
-            dist.broadcast(order, group=self._group, group_src=0)
-        live, *numbers = order.tolist()
-        return [names[index] for index in numbers], live
+            dist.all_reduce(idle, dist.ReduceOp.MIN, group=self._group)
+            dist.broadcast(places, group=self._group, group_src=0)
+        keys = dict(zip(names, zip(idle.tolist(), places.tolist(), strict=True), strict=True))
+        return sorted(names, key=keys.__getitem__), len(names) - int(idle.sum())
 
     def _cut(self, order: Sequence[str], live: int) -> None:
         """Cut the layout into buckets; none begins with a parameter behind the first `live` ones."""

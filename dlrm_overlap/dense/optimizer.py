@@ -10,6 +10,9 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.kernels.dense.arguments import STATES, FlatUpdate
 
+_NOT_IMPLEMENTED = ("weight_decay", "momentum", "lr_decay", "amsgrad", "maximize")
+"""settings of torch.optim's optimizers that change an update, unless they are 0 or False"""
+
 
 class FlatOptimizer(torch.optim.Optimizer):
     """torch.optim's SGD, Adagrad or Adam over flat parameters.
@@ -29,7 +32,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         flat: FlatParameters,
         kind: str,
         lr: float,
-        eps: float = 1e-8,
+        eps: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
@@ -37,7 +40,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Args:
             kind: sgd | adagrad | adam.
-            eps: of Adagrad and Adam.
+            eps: of Adagrad and Adam; None takes torch.optim's: 1e-10 and 1e-8.
             betas: of Adam.
             shadow_dtype: float16 or bfloat16 of a copy of the weights that each step writes along, see `shadow`.
 
@@ -46,6 +49,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         if kind not in STATES:
             raise InputError(f"flat optimizer: {kind!r} is not known; take one of {', '.join(STATES)}")
+        eps = {"adagrad": 1e-10}.get(kind, 1e-8) if eps is None else eps
         self.flat, self._kind = flat, kind
         """the parameters that `step` updates"""
         self._states = {name: flat.like(torch.float32) for name in STATES[kind]}
@@ -132,7 +136,18 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the state of this optimizer or of torch.optim's of the same kind into the flat tensors."""
+        """Copy the state of this optimizer or of torch.optim's of the same kind into the flat tensors.
+
+        Raises:
+            InputError: if its settings are others than those that this optimizer has; nothing is loaded then.
+        """
+        for group in state_dict["param_groups"]:
+            for name in _NOT_IMPLEMENTED:
+                if group.get(name):
+                    raise InputError(
+                        f"flat optimizer: a state dict with {name} {group[name]}, which it does not have; load it into "
+                        f"torch.optim's own optimizer, or set {name} to {type(group[name])()} in it"
+                    )
         super().load_state_dict(state_dict)
         for name, value in self.defaults.items():  # which torch.optim's optimizers have in part
             self.param_groups[0].setdefault(name, value)

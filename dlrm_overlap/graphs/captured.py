@@ -99,9 +99,11 @@ class Streams:
             yield
             return
         self.main_stream.wait_stream(current)
-        with torch.cuda.stream(self.main_stream):
-            yield
-        current.wait_stream(self.main_stream)
+        try:
+            with torch.cuda.stream(self.main_stream):
+                yield
+        finally:  # whoever catches an error may read the weights next
+            current.wait_stream(self.main_stream)
 
     def main(self) -> AbstractContextManager[Any]:
         """Return a context in which the steps' stream is the current one, behind the caller's; then the other way."""

@@ -53,7 +53,6 @@ class DenseStep:
             type(each) in (KeyedOptimizerWrapper, FlatOptimizer) for each in optimizers
         )
         """whether `update` updates the parameters; otherwise `update_behind` does"""
-        self._updates_in_ranges = self.captures_update and len(optimizers) == 1
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
@@ -80,19 +79,17 @@ class DenseStep:
         """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
-        if self._updates_in_ranges:
+        if self.captures_update and self._flat_optimizers:
             self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
-            return
-        self._buckets.finish()
-        if self.captures_update:
-            self._take_steps()
+        else:
+            self._buckets.finish()
 
     def update_behind(self) -> None:
         """Take the steps of optimizers that cannot be captured."""
-        if not self.captures_update:
-            self._take_steps()
-
-    def _take_steps(self) -> None:
+        if self.captures_update:
+            return
+        # A replay runs no Python: where `zero_grad` came since the last step, gradients are still None.
+        self._flat.show_gradients()
         for optimizer in self._optimizers:
             optimizer.step()
 

@@ -1,13 +1,19 @@
 """What a training step is made of, and whether it can be captured."""
 
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.config import InputError
@@ -64,18 +70,75 @@ def check_all_held(flat: FlatParameters, trained: Mapping[str, nn.Parameter]) ->
 
 
 def check_updates_reach(flat: FlatParameters | None, optimizer: Any) -> None:
-    """Check that flat optimizers are of `flat`: where parameters move once more, the steps of others change nothing.
+    """Check that a flat optimizer is of `flat`, all of which it updates, and the only one that updates it.
+
+    Where parameters move once more, the steps of a flat optimizer of others change nothing.
 
     Raises:
-        InputError: if one is of other flat parameters.
+        InputError: if one is of other flat parameters, or was not given all of them, or another optimizer has some.
     """
-    for each in _leaves(optimizer):
-        if isinstance(each, FlatOptimizer) and each.flat is not flat:
-            given = "flat is left out" if flat is None else "flat is another one"
+    leaves = list(_leaves(optimizer))
+    times = Counter(id(parameter) for _, given in leaves for parameter in given)
+    for each, given in leaves:
+        if not isinstance(each, FlatOptimizer):
+            continue
+        if each.flat is not flat:
+            how = "flat is left out" if flat is None else "flat is another one"
             raise InputError(
-                f"GraphTrainPipeline: {given}, and steps of the FlatOptimizer would not reach the model's parameters; "
+                f"GraphTrainPipeline: {how}, and steps of the FlatOptimizer would not reach the model's parameters; "
                 f"give as flat the FlatParameters that the optimizer was made of"
             )
+        own = {id(parameter) for parameter in given}
+        if wrong := [name for name, p in each.flat.named.items() if id(p) not in own or times[id(p)] > 1]:
+            raise InputError(
+                f"GraphTrainPipeline: a FlatOptimizer updates all of flat, but {', '.join(wrong)} are another "
+                f"optimizer's too, or were not given to it; give it all dense parameters, or take optimizers of "
+                f"torch.optim and leave flat out"
+            )
+
+
+def leave_ddp(model: DistributedModelParallel) -> None:
+    """Take the model out of DDP, which would keep the nodes of autograd where it was made, a stream of no capture.
+
+    `model.init_data_parallel` wraps it again.
+    """
+    if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
+        model._dmp_wrapped_module, model._ddp_wrapped = model.module, False
+
+
+class NoCollectives(TorchDispatchMode):
+    """Within it, a collective that is not issued by a module of this package is refused, before it begins.
+
+    A captured step has one order for all communication, see `comm.order`, and cannot put another's collective in it.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: within other modes torch.compile compiles nothing."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, unless it is such a collective.
+
+        Raises:
+            InputError: if it is.
+        """
+        if func.namespace in ("c10d", "_c10d_functional"):
+            frame = sys._getframe(1)
+            while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
+                frame = frame.f_back
+            if _package(frame) != __name__.partition(".")[0]:
+                raise InputError(
+                    f"GraphTrainPipeline: the model calls a collective, {func._opname.strip('_')} at "
+                    f"{frame.f_code.co_filename}:{frame.f_lineno}, which has no place in the order that captured steps "
+                    f"give to communication, so ranks could block each other; leave it out, or train this model by "
+                    f"TorchRec's TrainPipelineSparseDist"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _package(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def exchange_of(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
@@ -106,15 +169,17 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that combined ones and TorchRec's wrappers hold."""
+def _leaves(optimizer: Any) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """Yield the optimizers that combined ones and TorchRec's wrappers hold, each with the parameters it was given."""
     if isinstance(optimizer, CombinedOptimizer):
         for _, each in optimizer.optimizers:
             yield from _leaves(each)
+    elif isinstance(optimizer, KeyedOptimizerWrapper):
+        yield optimizer._optimizer, list(optimizer.params.values())
     elif hasattr(optimizer, "_optimizer"):
         yield from _leaves(optimizer._optimizer)
     else:
-        yield optimizer
+        yield optimizer, [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:

@@ -38,11 +38,13 @@ from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagColl
 from dlrm_overlap.graphs.captured import CapturedStep, Streams
 from dlrm_overlap.graphs.dense_step import DenseStep
 from dlrm_overlap.graphs.parts import (
+    NoCollectives,
     check_all_held,
     check_updates_reach,
     dense_parameters,
     exchange_of,
     frozen_parameters,
+    leave_ddp,
     losses_and_output,
     split_optimizer,
     why_not_captured,
@@ -59,9 +61,10 @@ _WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and l
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
     """Trains a TorchRec model as TorchRec's own pipelines do, by CUDA graphs.
 
-    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output). It is trained
-    without DDP: this pipeline sums the dense gradients itself, and starts all ranks from rank 0's dense weights. Every
-    training batch has the bound's number of samples and tensors of the same shapes.
+    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output); it calls no
+    collective of its own. It is taken out of DDP: this pipeline sums the dense gradients itself, and starts all ranks
+    from rank 0's dense weights. Every training batch has the bound's number of samples and tensors of the same shapes,
+    and gives a gradient to the same dense parameters.
 
     What cannot be captured is left to `TrainPipelineSparseDist`, which the log says once, with the reason.
 
@@ -98,7 +101,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, a dense parameter
-                that is trained is not in `flat`, or a `FlatOptimizer` is of another one.
+                that is trained is not in `flat`, or a `FlatOptimizer` is of another one or does not have all of it to
+                itself.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
@@ -117,6 +121,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         self._dense_optimizers, self._fused = split_optimizer(optimizer)
         check_updates_reach(flat, optimizer)
+        leave_ddp(model)
         self._order = CommunicationOrder()
         for layer in divided_layers(model):
             layer.ranks.order = self._order
@@ -170,7 +175,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Raises:
             StopIteration: if there is no batch left.
             InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, if the
-                forward returns no (losses, output), or if rows or windows were moved or given back since a capture.
+                forward returns no (losses, output), if the model calls a collective, if other dense parameters get a
+                gradient than in the first step, or if rows or windows were moved or given back since a capture.
             RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
         """
         if self._fallback is not None:
@@ -239,7 +245,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             return self._capture(parity).launch()
         if self._steps:
             return self._step(parity, following)
-        with self._ahead.finding_ids(), self._dense.learn():
+        with self._ahead.finding_ids(), self._dense.learn(), NoCollectives():
             loss, output = self._forward(parity)
             loss.backward()
         self._dense.update()

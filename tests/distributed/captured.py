@@ -2,7 +2,8 @@
 
 A graph's replay reads and writes the memory of its capture, with the arguments of its capture, and nothing happens on
 the host. So the stand-in gives the step the buffers of ids that it had when it was captured, puts back what a replay
-leaves alone, and checks that every window is the one of the capture, and every number that of its argument and word.
+leaves alone, such as the parameters' `grad`, and checks that every window is the one of the capture, and every number
+that of its argument and word.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ class StandIn(CapturedStep):
     exchanges: Sequence[Exchange]
     ahead: ReadAhead
     parity: int
+    parameters: Sequence[torch.nn.Parameter]
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class StandIn(CapturedStep):
         given = {
             exchange: self.ahead._working[self.parity].ids(index).tensor for exchange, index in self.ahead._senders
         }
+        gradients = [parameter.grad for parameter in self.parameters]
         for exchange, read in zip(self.exchanges, self._read, strict=True):
             exchange._sent.clear()
             exchange._sent.extend((given[exchange], _anew(arrived)) for _, arrived in read)
@@ -69,6 +72,8 @@ class StandIn(CapturedStep):
         for exchange, sent in zip(self.exchanges, on_the_host, strict=True):
             exchange._sent.clear()
             exchange._sent.extend(sent)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
         return output
 
     def _take(self) -> Any:
@@ -117,9 +122,9 @@ def captures() -> Iterator[dict[str, int]]:
 
     def stand_in(pipeline: Any, parity: int) -> CapturedStep:
         found = [parts.exchange_of(module) for module in pipeline._modules]
-        kind = type(
-            "StandIn", (StandIn,), {"taken": taken, "exchanges": found, "ahead": pipeline._ahead, "parity": parity}
-        )
+        parameters = list(pipeline._dense._flat.parameters.values())
+        own = {"ahead": pipeline._ahead, "parity": parity, "parameters": parameters}
+        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found} | own)
         with patch.object(train_pipeline, "CapturedStep", kind):
             return capture(pipeline, parity)
 

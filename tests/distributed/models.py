@@ -127,11 +127,13 @@ def train(
     batches: Sequence[Batch],
     pipeline: str = "none",
     wrap: Callable[[CombinedOptimizer], Any] = lambda optimizer: optimizer,
+    dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> dict[str, Any]:
     """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.
 
     Args:
         wrap: gives what the pipeline is given, by the optimizer of all.
+        dense_optimizer: of the dense parameters, at a learning rate of 0.1.
     """
     sharded = DistributedModelParallel(
         model, env=ShardingEnv.from_process_group(world()), device=CPU, plan=plan, sharders=[sharder]
@@ -140,10 +142,13 @@ def train(
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     for parameter in dense.values():  # the data-parallel tables among them
         nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
-    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    optimizer = wrap(CombinedOptimizer([sharded.fused_optimizer, ("dense", dense_optimizer)]))
+    keyed = KeyedOptimizerWrapper(dense, lambda parameters: dense_optimizer(parameters, lr=0.1))
+    optimizer = wrap(CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)]))
     steps, remaining = _pipeline(pipeline, sharded, optimizer, batches), iter(batches)
-    outputs = [steps.progress(remaining) for _ in batches]
+    outputs = []
+    for _ in batches:
+        outputs.append(steps.progress(remaining))
+        optimizer.zero_grad()  # as a loop of one's own may; the pipelines do without
     states = {
         f"{name}, {key}": state
         for name, states in sharded.fused_optimizer.state_dict()["state"].items()

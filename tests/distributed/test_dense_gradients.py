@@ -1,6 +1,7 @@
 """Two ranks with samples of their own get the mean of their gradients, and train as one under DDP."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -22,12 +23,13 @@ STEPS = 4
 
 
 class Branches(nn.Module):
-    """A network whose second branch is used where it is asked for."""
+    """A network whose second branch is used where it is asked for, and a layer nowhere."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.last = nn.Linear(8, 70), nn.Linear(8, 70), nn.Linear(70, 1)
+        self.unused = nn.Linear(3, 5)
 
     def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
         hidden = self.first(x).tanh()
@@ -69,14 +71,14 @@ def _check_mean(dtype: torch.dtype, learns: bool) -> None:
 
 
 def _check_parts() -> None:
-    """Each rank learns another order, and leaves out the branch in other steps."""
+    """Each rank learns another order, and rank 0 leaves out the branch: its mean is that of rank 1's and zeros."""
     rank = dist.get_rank()
     model = Branches()
     flat = FlatParameters(dict(model.named_parameters()))
     buckets = GradientBuckets(flat, world(), bucket_bytes=1)
     for step in range(STEPS):
         flat.zero()
-        both = [(step + other) % 2 == 0 or step == STEPS - 1 for other in range(2)]
+        both = [False, True]
         each = [_gradients(model, step, other, both[other]) for other in range(2)]
         if step == 0:
             with buckets.learn():
@@ -86,31 +88,34 @@ def _check_parts() -> None:
         buckets.finish()
         for key, view in flat.gradients.views.items():
             assert_same(view, (each[0][key] + each[1][key]) / 2, f"{key} in step {step}")
+            assert flat.parameters[key].grad is (None if key.startswith("unused") else view)
+    assert flat.idle == {"unused.weight", "unused.bias"}
     orders: list = [None, None]
     dist.all_gather_object(orders, list(flat.places))
     assert orders[0] == orders[1]
 
 
-def _check_ddp() -> None:
+def _check_ddp(
+    of_flat: Callable[[FlatParameters], torch.optim.Optimizer], of_torch: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Rank 0 leaves out a branch, which learns from rank 1 alone; what no rank uses neither learns nor decays."""
     rank = dist.get_rank()
     ours, theirs = Branches(), Branches()
     flat = FlatParameters(dict(ours.named_parameters()))
-    optimizer, buckets = FlatOptimizer(flat, "adagrad", 0.1), GradientBuckets(flat, world(), bucket_bytes=500)
-    wrapped = nn.parallel.DistributedDataParallel(theirs)
-    reference = torch.optim.Adagrad(theirs.parameters(), lr=0.1, eps=1e-8)
+    optimizer, buckets = of_flat(flat), GradientBuckets(flat, world(), bucket_bytes=500)
+    wrapped = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
+    reference = of_torch(theirs.parameters(), lr=0.1)
     for step in range(10):
         for model, each in ((ours, optimizer), (wrapped, reference)):
             each.zero_grad()
-            if model is ours and step == 0:
-                with buckets.learn():
-                    model(_samples(step, rank)).backward()
-            else:
-                model(_samples(step, rank)).backward()
+            with buckets.learn() if model is ours and step == 0 else nullcontext():
+                model(_samples(step, rank), rank == 1).backward()
             if model is ours:
                 buckets.finish()
             each.step()
     for (name, weight), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert_same(weight.data, expected.data, name)
+        assert (weight.grad is None) == (expected.grad is None) == name.startswith("unused")
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -119,7 +124,10 @@ CASES: dict[str, Callable[[], None]] = {
     "bfloat16": partial(_check_mean, torch.bfloat16, learns=False),
     "bfloat16 learnt": partial(_check_mean, torch.bfloat16, learns=True),
     "other parts on each rank": _check_parts,
-    "as under DDP": _check_ddp,
+    "as under DDP": partial(_check_ddp, lambda flat: FlatOptimizer(flat, "adagrad", 0.1), torch.optim.Adagrad),
+    "as under DDP, with decay": partial(
+        _check_ddp, lambda flat: torch.optim.AdamW(flat.parameters.values(), lr=0.1), torch.optim.AdamW
+    ),
 } | dense_stores.CASES
 
 

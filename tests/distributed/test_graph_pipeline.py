@@ -305,6 +305,22 @@ class Frozen(Model):
         return super().forward(replace(batch, dense=self.frozen(batch.dense)))
 
 
+class Summing(Model):
+    """A model that has a collective of its own."""
+
+    def forward(self, batch: Batch) -> Any:
+        dist.all_reduce(batch.dense)
+        return super().forward(batch)
+
+
+class Unused(Model):
+    """A model with a layer that no loss depends on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unused = torch.nn.Linear(3, 2)
+
+
 def _warm_up(optimizer: CombinedOptimizer) -> WarmupOptimizer:
     """Change the learning rates of tables and dense parameters in every step, from the first one on."""
     stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1), WarmupStage(WarmupPolicy.POLY, 9, value=2.0)]
@@ -329,15 +345,26 @@ def _check_models(kind: type[Model], reference: str, **kwargs: Any) -> None:
         assert_all_near(found["graph"][what], found[reference][what], 0.0, what)
 
 
-def _check_frozen_layers_start_alike() -> None:
-    model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
+def _own_pipeline(model: Model) -> GraphTrainPipeline:
     sharder: Any = OverlapEmbeddingBagCollectionSharder()
     plan = make_plan(model, {"a": [0]}, {"c": [0]}, sharder)
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder], init_data_parallel=False)
+    bound = BatchBound(5, dict.fromkeys("gfh", (0, 2)))
+    return GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU, bound)
+
+
+def _check_frozen_layers_start_alike() -> None:
+    model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
     model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
-    bound = BatchBound(5, dict.fromkeys("fh", (0, 2)))
-    pipeline = GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU, bound)
+    pipeline = _own_pipeline(model)
     assert model.frozen.weight.item() == 7.0
+    pipeline.close()
+
+
+def _check_collectives_of_the_models_own() -> None:
+    pipeline = _own_pipeline(Summing({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
+    with pytest.raises(InputError, match=r"calls a collective, allreduce at .*test_graph_pipeline.py:\d+, .* order"):
+        pipeline.progress(_own_batches())
     pipeline.close()
 
 
@@ -424,6 +451,8 @@ CASES: dict[str, Callable[[], None]] = {
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
     "frozen layers start alike": _check_frozen_layers_start_alike,
+    "collectives of the model's own": _check_collectives_of_the_models_own,
+    "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "data-parallel tables": _check_data_parallel,
     "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
@@ -434,6 +463,7 @@ if INTERPRETED:
         "captured, data-parallel tables": partial(_check_captured, BORDERS[0], *DATA_PARALLEL),
         "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[0], *KNOWN, *BF16),
+        "captured, an unused layer": partial(_check_captured_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
         "captured, a warm-up of all": partial(_check_captured_models, Model, "sparse_dist", wrap=_warm_up),
         "captured, evaluations within a segment": _check_captured_evaluations,
         "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),

@@ -132,6 +132,16 @@ def test_gradients_of_others_are_adopted() -> None:
     assert all(parameter.grad is flat.gradients.views[name] for name, parameter in model.named_parameters())
 
 
+def test_the_gradient_of_an_idle_parameter_is_none() -> None:
+    model = _model()
+    flat = _flat(model)
+    flat.idle = frozenset(["0.bias"])
+    views = {name: None if name in flat.idle else view for name, view in flat.gradients.views.items()}
+    for show in (flat.show_gradients, flat.zero, flat.adopt_gradients, lambda: flat.zero(["2.bias", "0.bias"])):
+        show()
+        assert all(parameter.grad is views[name] for name, parameter in model.named_parameters())
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (64,), (65, 1)])
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
     parameters = {"first": nn.Parameter(torch.full(shape, 2.0)), "second": nn.Parameter(torch.ones(3))}

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense import gradients
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
@@ -39,7 +40,9 @@ class Reductions:
         """a text where something happened, or the number of elements that were reduced"""
         self.dtypes: set[torch.dtype] = set()
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if op == dist.ReduceOp.MIN:  # which gradients there are: the same on both
+            return
         self.log.append(tensor.numel())
         self.dtypes.add(tensor.dtype)
         tensor.mul_(2)
@@ -126,9 +129,9 @@ def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None
     reductions.taken()
     flat.zero()
     expected = _backward(model)
-    assert reductions.taken() == [1024]
+    assert reductions.taken() == [1024, 2048]
     assert list(buckets.finish_in_ranges()) == [(3072, 5120), (0, 3072)]
-    assert reductions.taken() == [2048]
+    assert reductions.taken() == []
     _assert_gradients(flat, expected)
 
 
@@ -141,16 +144,51 @@ def test_without_learning_all_is_reduced_in_the_layouts_order(reductions: Reduct
     _assert_gradients(flat, expected)
 
 
-@pytest.mark.parametrize("spare", [True, False])
-def test_what_gets_a_gradient_may_change(reductions: Reductions, spare: bool) -> None:
+@pytest.mark.parametrize(
+    ("spare", "told"),
+    [
+        (True, "spare.weight got no gradient in this step, but one in the first, .* in every step"),
+        (False, "spare.weight got a gradient in this step, but none in the first, "),
+    ],
+)
+def test_what_gets_a_gradient_must_not_change(reductions: Reductions, spare: bool, told: str) -> None:
     model, flat, buckets = _make(4)
     with buckets.learn():
         _backward(model, spare)
-    buckets.finish()
-    flat.zero()
-    expected = _backward(model, not spare)
+    for _ in range(2):
+        buckets.finish()
+        flat.zero()
+        expected = _backward(model, spare)
     buckets.finish()
     _assert_gradients(flat, expected)
+    flat.zero()
+
+    def step() -> None:
+        _backward(model, not spare)
+        buckets.finish()
+
+    with pytest.raises(InputError, match=f"^dense gradients: {told}"):
+        step()
+
+
+def test_who_gets_no_gradient_keeps_none(reductions: Reductions) -> None:
+    """So AdamW leaves it alone, as under DDP; its bucket waits for the others alone."""
+    model, flat, buckets = _make(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = model.spare.weight.data.clone()
+    with buckets.learn():
+        _backward(model)
+    for _ in range(2):
+        buckets.finish()
+        assert model.spare.weight.grad is None
+        optimizer.step()
+        flat.zero()
+        reductions.taken()
+        _backward(model)
+        assert reductions.taken() == [1024, 1024, 1024, 2048]
+    assert_same(model.spare.weight.data, before, "unused weight")
+    assert model.spare.weight not in optimizer.state
+    assert model.layers[0].weight in optimizer.state
 
 
 def test_gradients_that_are_not_the_flat_tensors_are_reduced(reductions: Reductions) -> None:
@@ -169,7 +207,8 @@ def _assert_gradients_after(
     expected = backward()
     buckets.finish()
     _assert_gradients(flat, expected)
-    assert all(flat.parameters[name].grad is view for name, view in flat.gradients.views.items())
+    for name, view in flat.gradients.views.items():
+        assert flat.parameters[name].grad is (None if name in flat.idle else view)
 
 
 def test_bfloat16_is_what_is_sent(reductions: Reductions) -> None:
@@ -216,7 +255,7 @@ def test_one_rank_sends_nothing(world_of_one: dist.ProcessGroup, monkeypatch: py
         monkeypatch.setattr(gradients.dist, name, None)
     with buckets.learn():
         _backward(model)
+    buckets.finish()
     for _ in range(2):
-        buckets.finish()
         flat.zero()
         _assert_gradients_after(lambda: _backward(model), flat, buckets)

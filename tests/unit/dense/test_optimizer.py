@@ -155,6 +155,32 @@ def test_its_own_state_dict_changes_nothing() -> None:
         assert not any(tensor.any() for tensor in state.values()), "that of one that has made no step is all zeros"
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("sgd", {"momentum": 0.9}, "momentum 0.9, .* set momentum to 0.0 in it"),
+        ("adagrad", {"lr_decay": 0.1}, "lr_decay 0.1, "),
+        ("adagrad", {"maximize": True}, "maximize True, .* set maximize to False in it"),
+        ("adam", {"weight_decay": 0.01}, "weight_decay 0.01, "),
+        ("adam", {"amsgrad": True}, "amsgrad True, "),
+    ],
+)
+def test_settings_that_it_does_not_have_are_refused(kind: str, settings: dict[str, Any], told: str) -> None:
+    run, twin = Run(kind, flat=True).train(3), Run(kind, flat=True).train(3)
+    written = Run(kind, flat=False).train(1).optimizer.state_dict()
+    written["param_groups"][0] |= settings
+    with pytest.raises(InputError, match=f"^flat optimizer: a state dict with {told}"):
+        run.optimizer.load_state_dict(written)
+    twin.assert_same(run)
+
+
+@pytest.mark.parametrize(("kind", "stock"), [("adagrad", torch.optim.Adagrad), ("adam", torch.optim.Adam)])
+def test_epsilon_is_torch_optims_unless_given(kind: str, stock: Callable[..., torch.optim.Optimizer]) -> None:
+    parameters = {"weight": nn.Parameter(torch.ones(2))}
+    ours = FlatOptimizer(FlatParameters(parameters), kind, lr=0.1)
+    assert ours.param_groups[0]["eps"] == stock(parameters.values()).param_groups[0]["eps"]
+
+
 def test_shadows_follow_the_weights() -> None:
     run = Run("adagrad", flat=True, shadow=torch.bfloat16)
 

@@ -1,13 +1,20 @@
 """Which models' steps are captured, by which pipeline a run takes them, and what is said where that cannot be."""
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as _functional_collectives
+import torch.distributed.nn.functional as dist_functional
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     construct_module_sharding_plan,
@@ -15,7 +22,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -24,23 +31,28 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap import pipeline
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.graphs.captured import Streams
 from dlrm_overlap.graphs.dense_step import DenseStep
 from dlrm_overlap.graphs.parts import (
+    NoCollectives,
     check_all_held,
     check_updates_reach,
     dense_parameters,
+    leave_ddp,
     losses_and_output,
     split_optimizer,
     why_not_captured,
 )
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.pipeline import takes_graph
+from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
 ONE: Tables = {"one": (5, 4, ["f"], SUM)}
@@ -169,6 +181,25 @@ def test_a_flat_optimizer_of_other_flat_parameters_is_refused(wrapped: int) -> N
     check_updates_reach(None, _around(_sgd(parameters))[wrapped])
 
 
+def test_a_flat_optimizer_beside_another_one_is_refused() -> None:
+    """It updates all of its flat parameters, whatever it is given, so those of the other would be updated twice."""
+    every = dict(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).named_parameters())
+    first, second = ({name: p for name, p in every.items() if name[0] == layer} for layer in "01")
+    flat = FlatParameters(every)
+
+    def ours(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
+        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "sgd", lr=0.1))
+
+    cure = "give it all dense parameters, or take optimizers of torch.optim and leave flat out"
+    for optimizers in ([ours(first), _sgd(second)], [ours(every), _sgd({"again": every["1.weight"]})], [ours(first)]):
+        with pytest.raises(
+            InputError, match=f"FlatOptimizer updates all of flat, but 1.weight.* are another .*; {cure}"
+        ):
+            check_updates_reach(flat, CombinedOptimizer([(f"{i}", each) for i, each in enumerate(optimizers)]))
+    check_updates_reach(flat, ours(every))
+    check_updates_reach(None, CombinedOptimizer([_sgd(first), _sgd(second)]))
+
+
 def test_a_pipeline_without_the_flat_parameters_of_its_optimizer_is_refused(world_of_one: dist.ProcessGroup) -> None:
     model: Any = nn.Module()
     model.embedding = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
@@ -225,6 +256,110 @@ def test_wrappers_that_count_on_the_host_take_their_steps_behind_the_graph(
     step = DenseStep([optimizer], flat, None, world_of_one, order, torch.float32, None)
     assert step.captures_update == (not wrapped)
     step.close()
+
+
+def test_gradients_are_there_for_optimizers_that_step_behind_a_replay(world_of_one: dist.ProcessGroup) -> None:
+    """A replay writes the flat gradient and no attribute, so `zero_grad` since the last step would leave None."""
+    model = nn.ModuleDict({"used": nn.Linear(2, 2, bias=False), "unused": nn.Linear(2, 2, bias=False)})
+    parameters = dict(model.named_parameters())
+    flat, sgd = FlatParameters(parameters), _sgd(parameters)
+    step = DenseStep([sgd], flat, None, world_of_one, CommunicationOrder(), torch.float32, None)
+    step.begin()
+    with step.learn():
+        model["used"](torch.ones(1, 2)).sum().backward()
+    step.update()
+    sgd.zero_grad()
+    before = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    flat.gradients.views["used.weight"].fill_(3.0)
+    step.update_behind()
+    assert parameters["used.weight"].grad is flat.gradients.views["used.weight"]
+    assert_near(parameters["used.weight"].data, before["used.weight"] - 0.1 * 3.0, 1e-6, "used")
+    assert parameters["unused.weight"].grad is None
+    step.close()
+
+
+def test_the_pipeline_takes_a_model_out_of_ddp(world_of_one: dist.ProcessGroup) -> None:
+    """DDP keeps the nodes that accumulate gradients, and they run on the stream where it made them."""
+    env = ShardingEnv.from_process_group(world_of_one)
+    model = DistributedModelParallel(nn.Linear(2, 3), env, CPU, ShardingPlan({}))
+    inner: Any = model.module
+    names, node = list(model.state_dict()), lambda: cast(Any, get_gradient_edge(inner.weight).node)
+    node().metadata["kept by"] = "DDP"
+    leave_ddp(model)
+    assert model._dmp_wrapped_module is inner
+    assert node().metadata == {}
+    leave_ddp(model)
+    assert list(model.state_dict()) == names
+    model.init_data_parallel()
+    assert isinstance(model._dmp_wrapped_module, nn.parallel.DistributedDataParallel)
+    assert model.module is inner
+
+
+class _FakeStream:
+    """A stream that notes for which others it waits."""
+
+    def __init__(self) -> None:
+        self.awaited: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.awaited.append(other)
+
+
+@pytest.mark.parametrize("error", [None, InputError, StopIteration])
+def test_the_callers_stream_waits_for_the_steps_also_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    """Whoever catches the error may write a checkpoint next."""
+    streams: Any = object.__new__(Streams)
+    callers = _FakeStream()
+    streams._on_gpu, streams._device, streams.main_stream, streams._called = True, CPU, _FakeStream(), Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: callers)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    with pytest.raises(error) if error else nullcontext(), streams.main():
+        assert callers.awaited == []
+        if error:
+            raise error
+    assert streams.main_stream.awaited == [callers]
+    assert callers.awaited == [streams.main_stream]
+
+
+class _SummedBehind(torch.autograd.Function):
+    """The tensor itself; its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(gradients[0])
+        return gradients[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: _SummedBehind.apply(x).sum().backward(), "allreduce"),
+        (lambda x: dist.all_gather([torch.empty_like(x)], x), "allgather"),
+        (lambda x: dist_functional.all_reduce(x), "allreduce"),
+        (lambda x: _functional_collectives.all_reduce(x, "sum", [0]), "all_reduce"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_collectives_of_the_models_own_are_refused(
+    world_of_one: dist.ProcessGroup, call: Callable[[torch.Tensor], Any], name: str
+) -> None:
+    x = torch.ones(3, requires_grad=True)
+    told = rf"calls a collective, {name} at {__file__}:\d+, .*; leave it out, or train .* TrainPipelineSparseDist$"
+    with pytest.raises(InputError, match=told), NoCollectives():
+        call(x * 2)
+
+
+def test_our_collectives_and_compiled_functions_are_as_without(world_of_one: dist.ProcessGroup) -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="eager")
+    with NoCollectives():
+        assert greatest([2.0], CPU, world_of_one) == [2.0]
+        assert_same(compiled(torch.zeros(3)), torch.ones(3), "compiled")
 
 
 @pytest.mark.parametrize("where", ["post_lookup", "post_odist"])
