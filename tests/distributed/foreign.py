@@ -177,6 +177,14 @@ class OneFeature(Plain):
         return self.bottom(batch.dense) + self.own(padded.long()).sum(1) + self.own(one.values())
 
 
+class UnusedTower(Plain):
+    """Has a tower that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(3, 3)
+
+
 class TwinLosses(Plain):
     """Returns a loss for each of two tasks."""
 
@@ -243,6 +251,7 @@ PROGRAMS: dict[str, Program] = {
     "clipped_adamw": Program(optimizer=_clipped_adamw),
     "fails_at_first": Program(FailsAtFirst),
     "frozen_tower": Program(FrozenTower),
+    "unused_tower": Program(UnusedTower, optimizer=_clipped_adamw),
     "growing_bags": Program(Offsets, growing=True),
 }
 
@@ -298,7 +307,6 @@ def train(
         device=device,
         plan=_plan(model, sharder, group.size(), device),
         sharders=[sharder],
-        init_data_parallel=not captured,
     )
     sharded.to(device)
     initialise_tables(sharded, seed=0)
@@ -314,7 +322,10 @@ def train(
         model.fails = True
         with suppress(ArithmeticError):
             pipeline.progress(batches)
-    given = {f"output of step {step}": pipeline.progress(batches).clone() for step in range(STEPS)}
+    given: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        given[f"output of step {step}"] = pipeline.progress(batches).clone()
+        optimizer.zero_grad()
     given |= dict(local_tensors(sharded.state_dict()))
     if captured:
         assert device.type == "cpu" or all(pipeline._graphs), "steps were not captured"
