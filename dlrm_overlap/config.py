@@ -54,6 +54,10 @@ class InputError(ValueError):
     """A user's mistake. Its message is one line: value, rule, cure. The command line prints it and ends with code 2."""
 
 
+class PeerError(RuntimeError):
+    """Another rank has failed where this one needs it. Its message is one line: that rank, and its error."""
+
+
 def in_one_line(error: BaseException | str) -> str:
     """Return what an error of others says, for a message that is one line: each run of white space is one blank."""
     return " ".join(str(error).split())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
@@ -163,13 +163,14 @@ def _one_rank_reports() -> Iterator[None]:
 
     Most mistakes of a user are found by every rank: rank 0 reports them at once, the others wait. Any other error may
     follow from the end of a peer, as a broken connection does: every rank waits before it reports one, rank 0 shorter
-    than the others.
+    than the others. A `PeerError` has followed, and comes last.
     """
     try:
         yield
     except Exception as error:
         rank = launcher.announced_rank()
-        if rank is not None and (held_back := (rank > 0) + (not isinstance(error, InputError))):
+        held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
+        if rank is not None and held_back:
             heed_asks()  # torchrun and mpirun end a rank by SIGTERM
             time.sleep(_HOLD_BACK_S * held_back)
         raise

@@ -28,6 +28,9 @@ that take turns would save the hand-shake.
 collectives of others, all that awaits a peer is to be in one order on all ranks, see `comm.order`.
 """
 
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import gcd
 
@@ -40,7 +43,7 @@ from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.comm.record import settle
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
 _LONGEST_WAIT_S = 1e9  # kernels count nanoseconds in 64 bits
@@ -66,6 +69,10 @@ def choose(row_bytes: int, beside: str, captured: bool) -> str:
     return "dma" if row_bytes >= COPIED_FROM_BYTES[beside, captured] else "stores"
 
 
+def _nothing() -> None:
+    """Wait for no call; prepare nothing."""
+
+
 class Work:
     """A collective under way."""
 
@@ -76,7 +83,8 @@ class Work:
         """Make the current stream wait until all rows of the output are here and the input has been read.
 
         To be called once for every call, on its stream or on one that is ordered behind it; again, it does nothing. On
-        a CPU it is the host that waits.
+        a CPU it is the host that waits. Where nobody holds a call's `Work` any more, as after an exception, the next
+        call waits for it.
 
         Raises:
             ExchangeTimeoutError: on a CPU, if a peer's rows have not come in time. A GPU records that and stops, see
@@ -133,9 +141,11 @@ class PeerCollectives:
         """on all ranks, each of which has made them once"""
         self._known: set[tuple[Call, Place]] = set()
         """of this rank: what is prepared, and needs no check"""
-        self._under_way: Work | None = None
+        self._under_way: weakref.ref[Work] | None = None
         self._wait = _nothing
         """for the call under way, whose tensors it keeps alive"""
+        self._failure = ""
+        """what has failed between the ranks on this one"""
         self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
@@ -243,16 +253,40 @@ class PeerCollectives:
             into_shares.offset,
             input.dtype,
         )
-        self._under_way, self._wait = Work(self), partial(self._flow.wait_average, averaging)
-        self._flow.begin_average(averaging)
-        return self._under_way
+        begin, wait = partial(self._flow.begin_average, averaging), partial(self._flow.wait_average, averaging)
+        return self._start("all_reduce", begin, wait)
 
     def _check_free(self, name: str) -> None:
         self._check_open(name)
-        if self._under_way is not None:
+        if self._under_way is None:
+            return
+        if self._under_way() is not None:
             raise InputError(
                 f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
             )
+        self._end()  # its caller has lost the Work by an exception, so nobody can call that
+
+    def _start(self, name: str, begin: Callable[[], None], wait: Callable[[], None]) -> Work:
+        with self._failing_for_good(name):
+            begin()
+        work = Work(self)
+        self._under_way, self._wait = weakref.ref(work), wait
+        return work
+
+    def _end(self) -> None:
+        self._check_open("wait")
+        with self._failing_for_good("wait"):
+            self._wait()
+        self._under_way, self._wait = None, _nothing
+
+    @contextmanager
+    def _failing_for_good(self, name: str) -> Iterator[None]:
+        """Refuse all later calls if this one fails: peers that wait for its rows would take a later call's for them."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = f"{name} has failed ({type(error).__name__}: {in_one_line(error)})"
+            raise
 
     @staticmethod
     def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,36 +316,39 @@ class PeerCollectives:
         self._check_free(name)
         row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
         call, place = self._call(name, output, input, row_bytes, way, beside)
-        new = (call, place) not in self._known
-        if new:
-            self._admit(call, place)
-        transfer = Transfer(
-            source=self._bytes(input),
-            stride=row_bytes if name == "all_to_all" else 0,
-            row_bytes=row_bytes,
-            offset=call.offset + self._rank * row_bytes,
-            in_place=place.placed == "in place",
-            way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
-        )
-        if new:
-            self._flow.prepare(transfer)
+
+        def transfer() -> Transfer:
+            return Transfer(
+                source=self._bytes(input),
+                stride=row_bytes if name == "all_to_all" else 0,
+                row_bytes=row_bytes,
+                offset=call.offset + self._rank * row_bytes,
+                in_place=place.placed == "in place",
+                way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
+            )
+
+        if (call, place) not in self._known:
+            self._admit(call, place, lambda: self._flow.prepare(transfer()))
             self._known.add((call, place))
-        self._under_way, self._wait = Work(self), partial(self._flow.wait, transfer)
-        self._flow.begin(transfer)
-        return self._under_way
+        made = transfer()
+        return self._start(name, partial(self._flow.begin, made), partial(self._flow.wait, made))
 
     def _check_open(self, name: str) -> None:
         if self._closed:
             raise InputError(f"PeerCollectives.{name}: after close, which gave the memory back; make another one")
+        if self._failure:
+            raise RuntimeError(
+                f"PeerCollectives.{name}: {self._failure} on this rank, and the others wait for that call; close it on "
+                f"all ranks, and make another one"
+            )
 
     @property
     def _captured(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _finish(self, work: Work) -> None:
-        if work is self._under_way:
-            self._wait()
-            self._under_way, self._wait = None, _nothing
+        if self._under_way is not None and self._under_way() is work:
+            self._end()
 
     def _placed(self, output: torch.Tensor, input: torch.Tensor, row_offset: int) -> str:
         """Return how `input` lies to `output`: apart, in place (the row that this rank sends to itself) or across."""
@@ -321,8 +358,8 @@ class PeerCollectives:
             return "apart"
         return "in place" if first == self._base + row_offset else "across"
 
-    def _admit(self, call: Call, place: Place) -> None:
-        """Check a call that this rank has not made so before: on all ranks, if it is new to them.
+    def _admit(self, call: Call, place: Place, prepare: Callable[[], None] = _nothing) -> None:
+        """Check a call that this rank has not made so before, and `prepare` it: on all ranks, if it is new to them.
 
         One that all have made asks none of them: where the tensors lie is this rank's affair, and the others, whose own
         may lie as before, would not answer.
@@ -340,6 +377,7 @@ class PeerCollectives:
         def check() -> None:
             if fault := call.fault(place, self._world_size, self._used):
                 raise InputError(f"PeerCollectives.{call.name}: {fault}")
+            prepare()
 
         if call in self._agreed:
             check()
@@ -372,10 +410,6 @@ class PeerCollectives:
         self._memory = torch.empty(0, device="cpu")
         del self._flow  # which has views of all ranks' memory
         self._arena.close()
-
-
-def _nothing() -> None:
-    """Wait for no call."""
 
 
 def _check_made_with(capacity_bytes: int, wait_timeout_s: float) -> None:

@@ -2,33 +2,61 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, PeerError, in_one_line
 
 Made = TypeVar("Made")
+
+
+class _Fault(NamedTuple):
+    """An exception, as the other ranks need it; the least one decides for all ranks."""
+
+    is_mistake: bool
+    """whether it is an `InputError`"""
+    rank: int
+    text: str
+
+    def error(self) -> InputError | PeerError:
+        """Return what is raised on the ranks that have no such exception of their own."""
+        if self.is_mistake:
+            return InputError(f"{self.text} (rank {self.rank})")
+        return PeerError(f"rank {self.rank} has failed: {self.text}")
 
 
 def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
     """Return what `work` makes on this rank, once it has been made on every rank of `group`; a collective.
 
+    A rank whose `work` raises an exception raises it when all ranks know of it, so that none waits for one that is
+    gone. All ranks raise the same kind of error, since a caller may go on after a mistake: where one rank raises an
+    `InputError` and another is out of memory, the former raises a `PeerError`.
+
     Raises:
-        InputError: on every rank, if `work` has raised one on some rank, so that none waits for one that is gone.
+        InputError: on every rank, if `work` has raised one on some rank, and nothing else on any.
+        PeerError: on the ranks that have no such exception of their own, if `work` has raised another one on some rank.
     """
-    made, fault = None, ""
     try:
         made = work()
-    except InputError as error:
-        fault = str(error)
-    faults = [""] * group.size()
+    except Exception as error:
+        is_mistake = isinstance(error, InputError)
+        text = str(error) if is_mistake else f"{type(error).__name__}: {in_one_line(error):.300}"
+        first = _first_fault(_Fault(is_mistake, group.rank(), text), group)
+        assert first is not None
+        if first.is_mistake == is_mistake:
+            raise
+        raise first.error() from error
+    if (first := _first_fault(None, group)) is not None:
+        raise first.error()
+    return made
+
+
+def _first_fault(fault: _Fault | None, group: dist.ProcessGroup) -> _Fault | None:
+    faults = [fault] * group.size()
     dist.all_gather_object(faults, fault, group)
-    for rank, text in enumerate(faults):
-        if text:
-            raise InputError(text if rank == group.rank() else f"{text} (rank {rank})")
-    return cast(Made, made)
+    return min((each for each in faults if each is not None), default=None)
 
 
 def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> None:

@@ -91,7 +91,7 @@ class NvshmemHeap(Heap):
         self._size, self._address = size_bytes, 0
 
         def allocate() -> None:
-            self._address = self._nvshmem.allocate(size_bytes)
+            self._address = self._nvshmem.allocate(size_bytes, group)
             if not self._address:
                 raise InputError(
                     f"embedding.between_hosts: no room for {size_bytes} bytes of messages in NVSHMEM's heap on "
@@ -225,7 +225,11 @@ class _Nvshmem:
         calls.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
         self.verdict: str | None = None
         """what a start has come to on all ranks: empty where all have started; None before it"""
-        self._free: dict[int, list[int]] = {}
+        self._allocated = 0
+        self._numbers: dict[int, int] = {}
+        """address of a block -> its number in the order in which all ranks have allocated"""
+        self._free: dict[int, dict[int, int]] = {}
+        """size -> number of a block that is kept -> its address"""
 
     def unique_id(self) -> bytes:
         """Return what all ranks start with; of one rank."""
@@ -253,20 +257,25 @@ class _Nvshmem:
         started = self._calls.nvshmem_my_pe(), self._calls.nvshmem_n_pes()
         return "" if started == (rank, world_size) else "NVSHMEM was started with other ranks"
 
-    def allocate(self, size_bytes: int) -> int:
-        """Return the address of a block, 0 if there is no room; a collective of all ranks.
+    def allocate(self, size_bytes: int, group: dist.ProcessGroup) -> int:
+        """Return the address of a block, 0 if there is no room; a collective of all ranks, `group`.
 
-        Of several kept ones of this size it is the first in the heap, so that all ranks take the same one, in whatever
-        order each of them has kept them.
+        It is the first block of this size that all ranks have kept. One that some rank still has may be put into there,
+        and that rank would wait in NVSHMEM's allocation for the others, without a bound.
         """
-        if kept := self._free.get(size_bytes):
-            kept.sort(reverse=True)
-            return kept.pop()
-        return self._calls.nvshmem_malloc(size_bytes) or 0
+        mine = self._free.get(size_bytes, {})
+        kept = [set(mine)] * group.size()
+        dist.all_gather_object(kept, set(mine), group)
+        if common := set.intersection(*kept):
+            return mine.pop(min(common))
+        address = self._calls.nvshmem_malloc(size_bytes) or 0
+        self._numbers[address] = self._allocated
+        self._allocated += 1
+        return address
 
     def keep(self, size_bytes: int, address: int) -> None:
         """Take a block back."""
-        self._free.setdefault(size_bytes, []).append(address)
+        self._free.setdefault(size_bytes, {})[self._numbers[address]] = address
 
     def prepare(self, module: int) -> None:
         """Make a loaded module of kernels know this rank's heap."""

@@ -11,7 +11,9 @@ takes as long, by `pushes` longer.
 
 import json
 import logging
+import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 
 import dlrm_overlap
 from dlrm_overlap.config import InputError
+from dlrm_overlap.files import read_file
 from dlrm_overlap.gemm.plan import WHOLE, Part, gathered_parts, halve, head, scattered_parts, turns
 from dlrm_overlap.gemm.ways import Problem
 from dlrm_overlap.launching import stack
@@ -67,21 +70,46 @@ def tuned_file(device: torch.device, world_size: int) -> Path:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     parts = [gpu, f"{world_size} ranks", *(f"{package} {version}" for package, version in versions.items() if version)]
     name = re.sub(r"[^\w.+]+", "-", " ".join(["gemm", *parts]))
+    return _own_folder() / f"{name}.json"
+
+
+def _own_folder() -> Path:
     try:
         home = Path.home()
     except RuntimeError:  # a container's user that has none
         home = Path(tempfile.gettempdir())
-    return home / ".cache" / "dlrm_overlap" / f"{name}.json"
+    return home / ".cache" / "dlrm_overlap"
+
+
+def check_own(path: Path) -> None:
+    """Check that no other user can have put a file at `path`, where that is one of `tuned_file`'s.
+
+    A user without a home, or whose home is `/tmp`, has that folder where everybody may make one of its name.
+
+    Raises:
+        InputError: if its folder is a link or not this user's, or others may write to it.
+        OSError: if the folder cannot be looked at.
+    """
+    folder = path.parent
+    if folder != _own_folder() or not os.path.lexists(folder):
+        return
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InputError(
+            f"{folder}: must be a folder, no link, that is this user's and that nobody else can write to, or its file "
+            f"of choices could be anybody's; remove it, or make it so (chmod 700)"
+        )
 
 
 def read_tuned(path: Path) -> dict[str, dict[str, Any]]:
     """Return the entries of a file of choices; none if there is no such file, or it is another user's alone.
 
     Raises:
-        InputError: if what is there are no such entries.
+        InputError: if what is there are no such entries, or another user may have put it there.
     """
     try:
-        entries = json.loads(path.read_text())
+        check_own(path)
+        entries = json.loads(read_file(path))
         for entry in entries.values():
             if (type(entry["way"]), type(entry["parts"])) != (str, int):
                 raise TypeError(f"way {entry['way']!r}, parts {entry['parts']!r}")
@@ -90,7 +118,9 @@ def read_tuned(path: Path) -> dict[str, dict[str, Any]]:
     except PermissionError as error:  # a container whose HOME is root's
         log.warning("%s; ways of products are predicted", error)
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: {error!r}, but it must hold choices of ways; remove it, and tune again") from None
     return entries
 

@@ -31,7 +31,7 @@ from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
 from dlrm_overlap.gemm.gathering import Gathering
 from dlrm_overlap.gemm.linear import Layer, linear_into
-from dlrm_overlap.gemm.plan import WHOLE, gathered_parts, halve, scattered_parts, turns
+from dlrm_overlap.gemm.plan import WHOLE, gathered_parts, halve, head, scattered_parts, turns
 from dlrm_overlap.gemm.scattering import Scattering, lines_of
 from dlrm_overlap.gemm.ways import Finish, Problem, Products
 from dlrm_overlap.gemm.window import SLOTS, Window
@@ -114,7 +114,7 @@ class Copies(Products):
         """Multiply this rank's rows, then the peers' as they come."""
         self._join_last()
         window = self._window(x_shard.numel() * x_shard.dtype.itemsize)
-        gathering = Gathering(window, x_shard, layer.columns, parts, keep)
+        gathering = Gathering(window, x_shard, layer.columns, head(x_shard.shape[0], parts), keep)
         rows, engine, x, out = gathering.rows, window.engine, gathering.x, gathering.out
         linear_into(out[gathering.own], gathering.x_shard, layer)
         for part, event in zip(gathered_parts(self.rank, self.world_size, rows, parts), window.events, strict=False):
@@ -130,8 +130,9 @@ class Copies(Products):
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply the peers' rows and send them, then this rank's."""
         self._join_last()
+        partial = x.new_empty(x.shape[0], layer.columns)
         scattering = Scattering(self._window(self._summed_bytes(x.shape[0], layer.columns, x.dtype)), x, layer)
-        window, rows, partial = scattering.window, scattering.rows, x.new_empty(x.shape[0], layer.columns)
+        window, rows = scattering.window, scattering.rows
         engine, product = window.engine, Layer(layer.weight)
         targets = [scattering.target(owner) for owner in range(self.world_size)]
         pieces = [(0, rows)] if parts == WHOLE else halve(rows, parts)

@@ -2,7 +2,6 @@
 
 import torch
 
-from dlrm_overlap.gemm.plan import head
 from dlrm_overlap.gemm.window import Window
 from dlrm_overlap.kernels.gemm.publish import publish_rows
 
@@ -12,14 +11,15 @@ _SMALL_BYTES = 4 << 20  # a shard up to so large is published at once
 class Gathering:
     """One call's rows: this rank's are announced to all ranks when it is made, the peers' are read part by part."""
 
-    def __init__(self, window: Window, x_shard: torch.Tensor, columns: int, parts: int, keep: bool) -> None:
+    def __init__(self, window: Window, x_shard: torch.Tensor, columns: int, first: int, keep: bool) -> None:
         """Copy this rank's rows to its window; let the engine follow when the first of all ranks' are there.
 
         Args:
             window: of at least the shard's bytes.
             x_shard: [M / W, K] of this rank, contiguous, at a multiple of 16 bytes.
             columns: N, of the product.
-            parts: into which the rows are cut: more than one, and the links need not wait for all of them.
+            first: rows of each rank that the links need not wait for the others to be published. The caller reads
+                these of the first peer by themselves; all of them, if it cuts none.
             keep: whether this rank's rows are to be in `x`, too.
         """
         (rows, inner), ranks = x_shard.shape, window.world_size
@@ -31,7 +31,7 @@ class Gathering:
         self.out = x_shard.new_empty(ranks * rows, columns)
         """[M, N], for the product"""
         self._shards = [window.at(rank, x_shard.dtype)[: rows * inner].view(rows, inner) for rank in range(ranks)]
-        self._first = head(rows, parts) if x_shard.numel() * x_shard.dtype.itemsize > _SMALL_BYTES else rows
+        self._first = min(first, rows) if x_shard.numel() * x_shard.dtype.itemsize > _SMALL_BYTES else rows
         self._publish(self.x[self.own] if keep else None)
         self._only_first = self._first < rows
 

@@ -64,7 +64,8 @@ def all_gather_matmul(
             step exchanges, as a `comm.order.CommunicationOrder` does.
 
     Returns:
-        [M, N], of the type of `x_shard`; the sums are float32.
+        [M, N], of the type of `x_shard`; the sums are float32, but for what cuBLAS adds up in that type where it splits
+        K, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
         InputError: on every rank, if these are not such tensors, or not alike on all ranks, or the way cannot run them.
@@ -196,12 +197,14 @@ class _AllGatherMatmul(torch.autograd.Function):
         with run.order:
             if ctx.needs_input_grad[0]:
                 finish = run.products.begin_reduce_scatter(dz, Layer(weight.t()), run.way)
-            if ctx.needs_input_grad[1]:  # beside what travels
-                dw = dz.t() @ x
-            if ctx.needs_input_grad[2]:
-                db = dz.sum(0)
-            if finish is not None:
-                dx = finish()
+            try:
+                if ctx.needs_input_grad[1]:  # beside what travels
+                    dw = dz.t() @ x
+                if ctx.needs_input_grad[2]:
+                    db = dz.sum(0)
+            finally:  # peers await the end of what has begun, also where no memory is left for `dw`
+                if finish is not None:
+                    dx = finish()
         return dx, dw, db, None, None
 
 

@@ -138,7 +138,11 @@ class ParallelProducts:
             if self.group.rank() != 0:
                 return None
             if self._tuned is None:
-                self._tuned = read_tuned(self.tuned_file)
+                try:
+                    self._tuned = read_tuned(self.tuned_file)
+                except InputError as error:
+                    log.warning("%s; ways of products are predicted", error)
+                    self._tuned = {}
             return choose(problem, self.group.size(), self.candidates(problem), self._tuned)
 
         choices: list[Choice | None] = [None] * self.group.size()

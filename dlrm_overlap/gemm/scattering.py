@@ -16,7 +16,10 @@ def lines_of(rows: int, columns: int) -> int:
 
 
 class Scattering:
-    """One call's partial products; when it is made, the current stream waits until all windows may be written to."""
+    """One call's partial products; when it is made, the current stream waits until all windows may be written to.
+
+    Peers await the end of a call from then on, so who makes it takes all other memory of the call before.
+    """
 
     def __init__(self, window: Window, x: torch.Tensor, layer: Layer) -> None:
         """Begin the call.
@@ -31,10 +34,10 @@ class Scattering:
         self.offset_bytes = window.rank * lines * LINE * x.dtype.itemsize
         """of this rank's partial products in every window"""
         self._lines, self._dtype = lines, x.dtype
-        begin_call(window.flags, window.rank)
         self._out = x.new_empty(lines * LINE)  # sums are stored 16 bytes at a time
         received = window.at(window.rank, x.dtype)[: window.world_size * lines * LINE]
         self._parts = Parts(received, lines, self._out, self.columns, layer.bias, layer.activation == "relu")
+        begin_call(window.flags, window.rank)
 
     def target(self, owner: int) -> torch.Tensor:
         """Return where this rank's partial products lie at `owner`, [M / W, N]."""

@@ -13,7 +13,13 @@ long as the product runs, and no partial product is ever read again here; then t
     current stream | await DONE | tiles of all ranks in turn, flags behind each part | await, add up a part | .. | DONE
 
 Where the product bounds, what is exposed is the first part's copy, or the last tiles' and the sum. A part here costs a
-flag, not a product, so there may be many.
+flag, not a product, so there may be many. The first part of all ranks' rows is published before the others, so that
+the links wait for that alone.
+
+**What is assumed.** The kernel of an all-gather waits for copies of the same GPU, with no edge between them where a
+CUDA graph holds both: an edge would end the overlap. So the branch of the copies has to run beside the kernel, which
+CUDA does not promise. Where it does not, the kernel's bounded wait expires. Where it cannot, since there is one queue
+for all streams, the way is refused.
 
 Source: Flux (Chang et al., arXiv 2406.06858).
 """
@@ -31,6 +37,7 @@ from dlrm_overlap.gemm.ways import Finish, Problem
 from dlrm_overlap.gemm.window import SLOTS, Window
 from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals
 from dlrm_overlap.kernels.gemm.product import ALIGNED, TILING, gathered_product, scattered_product
+from dlrm_overlap.launching.environment import one_queue
 
 
 class Tiles(Copies):
@@ -52,6 +59,11 @@ class Tiles(Copies):
         """Return why tiles cannot run a problem, or an empty text."""
         if fault := super().fault(problem):
             return fault
+        if one_queue():
+            return (
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1, so a kernel and the copies that it waits for, or that wait for it, "
+                "need not run side by side; unset it, or take copies"
+            )
         if problem.columns % ALIGNED or problem.inner % ALIGNED:
             return f"tiles take N and K that are multiples of {ALIGNED}; pad them, or take copies"
         return ""
@@ -74,17 +86,18 @@ class Tiles(Copies):
         """Multiply all rows, this rank's first, the peers' as they come."""
         self._join_last()
         window = self._window(x_shard.numel() * x_shard.dtype.itemsize)
-        gathering = Gathering(window, x_shard, layer.columns, parts, keep=True)
-        rows, slot_rows = gathering.rows, self._slot_rows(gathering.rows, parts)
-        arrived = self._arrived.setdefault(window, torch.zeros_like(window.flags.ready[0].local))
+        if window not in self._arrived:
+            self._arrived[window] = torch.zeros_like(window.flags.ready[0].local)
+        arrived, weight, slot_rows = self._arrived[window], laid_out(layer.weight), self._slot_rows(len(x_shard), parts)
+        gathering = Gathering(window, x_shard, layer.columns, first=slot_rows, keep=True)
+        rows = gathering.rows
         for peer in self._turns:
             for slot, begin in enumerate(range(0, rows, slot_rows)):
                 gathering.read(peer, begin, min(begin + slot_rows, rows))
                 # Read at the peer, where this rank has raised it: a copy within this GPU would be a kernel.
                 window.engine.write_flag(arrived[peer, slot : slot + 1], window.ready_at[peer][:1])
         signals = Signals(replace(window.flags.ready[0], local=arrived), slot_rows)
-        x, out, weight = gathering.x, gathering.out, laid_out(layer.weight)
-        order = self._own_first
+        x, out, order = gathering.x, gathering.out, self._own_first
         gathered_product(x, weight, layer.bias, layer.activation, out, self.rank, order, signals, self.tiling)
         window.engine.copy_each((window.done_at[peer], window.word) for peer in self._turns)
         window.engine.join()
@@ -93,12 +106,12 @@ class Tiles(Copies):
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply all rows and store them at their owners."""
         self._join_last()
+        weight = laid_out(layer.weight)
         scattering = Scattering(self._window(self._summed_bytes(x.shape[0], layer.columns, x.dtype)), x, layer)
         window, rows, slot_rows = scattering.window, scattering.rows, self._slot_rows(scattering.rows, parts)
         signals = Signals(window.flags.ready[0], slot_rows)
         destinations = Destinations(window.addresses + scattering.offset_bytes, self._done)
-        order = self._own_last
-        scattered_product(x, laid_out(layer.weight), self.rank, order, signals, destinations, self.tiling)
+        scattered_product(x, weight, self.rank, self._own_last, signals, destinations, self.tiling)
         self._under_way = True
 
         def finish() -> torch.Tensor:

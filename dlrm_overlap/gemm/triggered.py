@@ -8,7 +8,8 @@ for which the copy engine waits, and which sends the part to its owner:
     copy engine    |                     | send r^1, flag | send r^2, flag | send r^3, flag
 
 Where `copies` has a product a part, this has a word a part, so parts leave before a product of theirs would have ended,
-and no multiprocessor is idle between two products. All-gathers are those of `tiles`.
+and no multiprocessor is idle between two products. All-gathers are those of `tiles`. As there, copies and kernel have
+to run side by side, also in a CUDA graph; here it is the copies that wait, and they have no bound of their own.
 
 Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA; regions are
 staggered by rank.
@@ -51,14 +52,15 @@ class Triggered(Tiles):
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply all rows, and send each part of the peers' when it is complete."""
         self._join_last()
+        partial, weight = x.new_empty(x.shape[0], layer.columns), laid_out(layer.weight)
         scattering = Scattering(self._window(self._summed_bytes(x.shape[0], layer.columns, x.dtype)), x, layer)
         window, rows, slot_rows = scattering.window, scattering.rows, self._slot_rows(scattering.rows, parts)
-        partial, engine, pieces = x.new_empty(x.shape[0], layer.columns), window.engine, self._pieces(rows, slot_rows)
+        engine, pieces = window.engine, self._pieces(rows, slot_rows)
         self._words.zero_()
         engine.follow()
         flags = replace(window.flags.ready[0], addresses=self._addresses, local=self._words)
         destinations = Destinations(self._stored_at(scattering, partial), self._done, "remote_first")
-        signals, weight = Signals(flags, slot_rows), laid_out(layer.weight)
+        signals = Signals(flags, slot_rows)
         scattered_product(x, weight, self.rank, self._own_last, signals, destinations, self.tiling)
         sent = window.events[-len(pieces) :]
         for peer in self._turns:

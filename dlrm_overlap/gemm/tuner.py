@@ -21,7 +21,7 @@ from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.comm.turns import Turns
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import hold_folder, replacing
-from dlrm_overlap.gemm.choose import Choice, key, read_tuned
+from dlrm_overlap.gemm.choose import Choice, check_own, key, read_tuned
 from dlrm_overlap.gemm.linear import Layer
 from dlrm_overlap.gemm.products import ParallelProducts
 from dlrm_overlap.gemm.ways import Problem
@@ -83,7 +83,8 @@ def _keep_on_rank_0(group: dist.ProcessGroup, path: Path, name: str, times: dict
 def _keep(path: Path, name: str, times: dict[str, float]) -> None:
     """Write the entry of a problem to the file, whole or not at all, while no other process does."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(path)
         with hold_folder(path.parent, "the file of choices"):
             entries = read_tuned(path) | {name: entry(times)}
             with replacing(path) as stream:

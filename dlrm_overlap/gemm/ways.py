@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.gemm.linear import Layer, activate
+from dlrm_overlap.kernels.gemm.reference import sum_parts
 
 # Names since torch 2.13, and before.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -141,9 +142,7 @@ class Serial(Products):
 
         def finish() -> torch.Tensor:
             work.wait()
-            total = received.unflatten(0, (self.world_size, len(received) // self.world_size)).float().sum(0)
-            if layer.bias is not None:
-                total += layer.bias.float()
-            return activate(total, layer._replace(bias=None)).to(partial.dtype)
+            parts = received.unflatten(0, (self.world_size, len(received) // self.world_size))
+            return sum_parts(parts, layer.bias, layer.activation == "relu")
 
         return finish

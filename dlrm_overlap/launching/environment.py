@@ -1,6 +1,7 @@
 """What a result depends on besides its configuration: versions, GPUs, CPU and commit."""
 
 import itertools
+import os
 import platform
 import re
 import subprocess
@@ -28,6 +29,14 @@ def environment() -> dict[str, str]:
         "commit": _commit(),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def one_queue() -> bool:
+    """Return whether CUDA is to have one queue for all streams, so that none of a graph's branches runs beside another.
+
+    Who overlaps NCCL with products often asks for that, by CUDA_DEVICE_MAX_CONNECTIONS=1.
+    """
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def _cpu() -> str:

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from dlrm_overlap.comm import device_flow, reach
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
 from dlrm_overlap.comm.device_flow import DeviceFlow
+from dlrm_overlap.comm.flows import HostFlow
 from dlrm_overlap.comm.reach import Place
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, PeerError
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import assert_same
 from tests.distributed.interpreted import without_streams
@@ -186,6 +187,28 @@ def check_mistakes() -> None:
     assert "after close" in _told(lambda: collectives.empty((ranks,), torch.int8))
 
 
+def check_a_kernel_that_one_rank_cannot_load() -> None:
+    """In a first call all ranks raise, and none waits for that rank's rows; the call may be made again."""
+    wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
+
+    def prepare(self: HostFlow, transfer: Any) -> None:
+        if wrong:
+            raise RuntimeError("ptxas has failed")
+
+    collectives = open_on_host()
+    output, sent = collectives.empty((ranks, 4), torch.float32), torch.zeros(ranks, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostFlow, "prepare", prepare)
+        began = time.monotonic()
+        expected = "ptxas" if wrong else f"^rank {CULPRIT} has failed: RuntimeError: ptxas has failed$"
+        with pytest.raises(RuntimeError if wrong else PeerError, match=expected):
+            collectives.all_to_all(output, sent)
+        assert time.monotonic() - began < 5
+    collectives.all_to_all(output, sent).wait()
+    dist.barrier()
+    collectives.close()
+
+
 def check_inputs_that_lie_unlike() -> None:
     """Where its input lies is each rank's own affair, in a first call and in later ones, which ask nobody."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -301,6 +324,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "rows on the host": partial(check_rows, open_on_host),
     "means on the host": partial(check_means, open_on_host),
     "mistakes": check_mistakes,
+    "a kernel that one rank cannot load": check_a_kernel_that_one_rank_cannot_load,
     "inputs that lie unlike": check_inputs_that_lie_unlike,
     "a mistake in a known call": check_a_mistake_in_a_known_call,
     "close": check_close,

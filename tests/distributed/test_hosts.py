@@ -23,10 +23,11 @@ from dlrm_overlap.embedding.backends import carriers, id_carriers
 from dlrm_overlap.embedding.backends import puts as by_puts
 from dlrm_overlap.embedding.backends.carriers import rows_of_ranks
 from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.messages import MessageBuffers
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.protocol import cache, gradients
-from dlrm_overlap.embedding.protocol.crossing import arrival_regions
+from dlrm_overlap.embedding.protocol.crossing import Messages, arrival_regions
 from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.protocol.windows import WindowPair
@@ -122,19 +123,38 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"
 
 
+class _Work:
+    """A collective under way that notes whether somebody waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self.waited = work, False
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.waited = True
+
+
 def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
+    under_way, exchange_ = list[_Work](), MessageBuffers.exchange
+
+    def begin(buffers: MessageBuffers, messages: Messages) -> _Work:
+        under_way.append(_Work(exchange_(buffers, messages)))
+        return under_way[-1]
+
+    noted = "exchange", begin
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
     ways = [
         ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", False),
-        ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, "2 of 2", False),
+        ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, "1 and 3", False),  # two receive no gradients
         ("fused", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", True),
         ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "3 and 1", True),
         ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", True),  # one has no tables
     ]
     for backend, backward, optimizer, more, hosts, puts in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
+        under_way.clear()
         exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
-        with without_streams(), patch.object(gradients, "_PART_BYTES", 64):
+        with without_streams(), patch.object(gradients, "_PART_BYTES", 64), patch.object(MessageBuffers, *noted):
             options = ExchangeOptions(backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, **more)
             reach = Reach(rank, HOSTS[hosts], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 9, puts, reach)
@@ -156,6 +176,8 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
                 if number < 2:  # the third step has the window of the first, the last one the other
                     halves.forward.skip()
                     halves.backward.skip()
+            assert puts or len(under_way) == 8, "a message each way in each step"
+            assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
             pushed = [halves.backward.own, *halves.backward._passed_on.values()]
             assert all(len(each.launches) == 3 for each in pushed), "those of the first step serve the third"
             halves.close()

@@ -175,8 +175,9 @@ class PushAcross(Push):
         with torch.cuda.stream(current if self.order.active else self._pass_stream):
             if not self.order.active:
                 self._pass_stream.wait_event(sent)
+            self._carrier.receive(step)
             for slot, message in enumerate(self._crossing.gradients(step.batch).received):
-                received = self._carrier.receive(step, slot)
+                received = self._carrier.arrived(step, slot)
                 self.store_of(self._passed_on[message.peer], step, received, 1.0, 0, self.gradients.parts)
 
     def skip(self) -> None:

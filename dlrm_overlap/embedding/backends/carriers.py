@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -68,8 +69,12 @@ class GradientCarrier(Carrier, ABC):
         """Fill each message by `pack`, and start to send it, on the current stream."""
 
     @abstractmethod
-    def receive(self, step: Step, slot: int) -> torch.Tensor:
-        """Make the current stream wait for the message of the `slot`-th rank that sends here, and return it."""
+    def receive(self, step: Step) -> None:
+        """Receive, and send the rest, on the current stream; every rank calls this, also one that receives nothing."""
+
+    @abstractmethod
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
+        """Return the message of the `slot`-th rank that sends here, for which the current stream waits."""
 
 
 def rows_of_ranks(rows: torch.Tensor, host: range, batch: BatchSizes) -> Windows:
@@ -117,7 +122,8 @@ class GradientsByCollective(GradientCarrier):
     """Gradients in one call of the group's backend."""
 
     def __init__(self, context: ExchangeContext, crossing: Crossing) -> None:
-        self._crossing, self._work = crossing, None
+        self._crossing = crossing
+        self._work: Any = None
         self._buffers = MessageBuffers(context, crossing.gradients(context.largest_batch))
 
     def send(self, step: Step, pack: Pack) -> None:
@@ -128,9 +134,12 @@ class GradientsByCollective(GradientCarrier):
                 pack(message, message.within(self._buffers.sent))
         self._work = self._buffers.exchange(messages)
 
-    def receive(self, step: Step, slot: int) -> torch.Tensor:
-        """Return a message that has arrived; the first call of a step waits for all of them."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+    def receive(self, step: Step) -> None:
+        """Wait until all messages are here, and those of this rank are sent."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
+        """Return a message that `receive` has waited for."""
         return self._crossing.gradients(step.batch).received[slot].within(self._buffers.received)

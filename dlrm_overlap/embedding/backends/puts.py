@@ -120,7 +120,10 @@ class GradientsByPuts(GradientCarrier):
                 pack(message, self._heap.staged(number, message, self._heap.parity))
             self._heap.put(number, message, message.rows if message.elements else 0)
 
-    def receive(self, step: Step, slot: int) -> torch.Tensor:
+    def receive(self, step: Step) -> None:
+        """Each message is awaited where it is passed on."""
+
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
         message = self._crossing.gradients(step.batch).received[slot]
         self._heap.await_run(slot, message, message.rows if message.elements else 0)

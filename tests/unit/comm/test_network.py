@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dlrm_overlap.comm.network import _Nvshmem
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.starting import start_together
 from dlrm_overlap.config import InputError
+from tests.unit.comm.threads import Rank, Threads
 
 CUDA = torch.device("cuda", 0)
 TWO_HOSTS = Reach(0, (range(1), range(1, 2)))
@@ -122,13 +124,25 @@ def test_many_ranks_that_start_do_not_swamp_the_store() -> None:
     assert store.asked <= 4
 
 
-def test_all_ranks_take_the_same_kept_block_in_whatever_order_they_kept_them() -> None:
-    """A rank's blocks lie in its heap in the order of all ranks' heaps, wherever the heap begins."""
-    taken = []
-    for heap, order in ((1 << 20, (256, 512, 768)), (1 << 30, (512, 768, 256))):
-        nvshmem = _Nvshmem.__new__(_Nvshmem)  # without the library
-        nvshmem._free = {}
-        for place in order:
-            nvshmem.keep(64, heap + place)
-        taken.append([nvshmem.allocate(64) - heap for _ in order])
-    assert taken == [[256, 512, 768]] * 2
+def test_ranks_take_a_kept_block_only_if_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has kept blocks 0 and 2, rank 1, whose heap begins elsewhere, 1 and 2."""
+    ranks = Threads(2)
+    monkeypatch.setattr(dist, "all_gather_object", ranks.gather)
+
+    def taken(rank: int) -> list[int]:
+        nvshmem, group, heap = _Nvshmem.__new__(_Nvshmem), Rank(rank, 2), (1 + rank) << 20  # without the library
+        blocks = iter(range(heap, heap + 100))
+
+        def malloc(size_bytes: int) -> int:
+            ranks.meet()
+            return next(blocks)
+
+        nvshmem._calls = SimpleNamespace(nvshmem_malloc=malloc)  # type: ignore[assignment]
+        nvshmem._allocated, nvshmem._numbers, nvshmem._free = 0, {}, {}
+        made = [nvshmem.allocate(64, group) for _ in range(3)]  # type: ignore[arg-type]
+        for number in ((0, 2), (2, 1))[rank]:
+            nvshmem.keep(64, made[number])
+        return [nvshmem.allocate(64, group) - heap for _ in range(2)]  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(taken, range(2))) == [[2, 3]] * 2

@@ -1,5 +1,7 @@
 """Which way is taken: as measured, else as predicted."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,7 +85,7 @@ def test_a_home_that_is_not_there_or_not_ones_own_ends_no_training(
     assert tuned_file(CPU, 2).is_absolute()
     (tmp_path / "file").touch()
     assert read_tuned(tmp_path / "file" / "tuned.json") == {}
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr("dlrm_overlap.gemm.choose.read_file", refused)
     assert read_tuned(tmp_path / "tuned.json") == {}
     assert "Permission denied: '/root/.cache'; ways of products are predicted" in caplog.text
 
@@ -96,6 +98,46 @@ def test_a_damaged_file_is_told(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match="remove it, and tune again"):
         read_tuned(path)
+
+
+def _writable_by_all(folder: Path, elsewhere: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _of_another_user(folder: Path, elsewhere: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+
+
+def _a_link(folder: Path, elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    folder.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("plant", [_writable_by_all, _of_another_user, _a_link])
+def test_a_folder_that_another_user_may_have_planted_is_not_used(
+    plant: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user without a home has the folder of choices in the temporary folder, which all users share."""
+    if plant is _of_another_user and os.geteuid():
+        pytest.skip("needs the right to give a folder away: root")
+    monkeypatch.setattr("dlrm_overlap.gemm.choose.Path.home", lambda: tmp_path)
+    path, elsewhere = tuned_file(CPU, 2), tmp_path / "elsewhere"
+    path.parent.parent.mkdir()
+    plant(path.parent, elsewhere)
+    for use in (lambda: read_tuned(path), lambda: _keep(path, "mine", {"serial/1": 90.0})):
+        with pytest.raises(InputError, match="must be a folder, no link, that is this user's"):
+            use()
+    assert not list(path.parent.iterdir()), "no lock is written there either"
+
+
+def test_the_folder_of_choices_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_overlap.gemm.choose.Path.home", lambda: tmp_path)
+    path = tuned_file(CPU, 2)
+    _keep(path, "mine", {"serial/1": 90.0})
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert set(read_tuned(path)) == {"mine"}
 
 
 def test_serial_stays_unless_another_way_gains() -> None:

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -36,6 +38,17 @@ def _calls_of(call: Callable[[], torch.Tensor]) -> tuple[list[tuple[str, list[to
     with _Calls() as calls:
         out = call()
     return calls.made, out
+
+
+def test_a_damaged_file_of_choices_ends_no_training(
+    tmp_path: Path, world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    products = ParallelProducts(world_of_one, torch.device("cpu"))
+    products.tuned_file = tmp_path / "tuned.json"
+    products.tuned_file.write_text("{")
+    out = products.begin_reduce_scatter(torch.ones(8, 3), Layer(torch.ones(4, 3)), "auto")()
+    assert_same(out, torch.full((8, 4), 3.0), "by a way that is predicted")
+    assert "remove it, and tune again; ways of products are predicted" in caplog.text
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -76,3 +89,22 @@ def test_what_is_made_in_inference_mode_serves_training(
     made[0].add_(1)
     assert not made[0].is_inference()
     assert out.is_inference()
+
+
+def test_on_cpus_partial_products_are_added_up_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own sum has four totals from five rows on."""
+    generator, ranks = torch.Generator().manual_seed(0), 7
+    parts = torch.randn(ranks, 2, 3, generator=generator)
+
+    def exchange(received: torch.Tensor, *_: Any, **__: Any) -> MagicMock:
+        received.copy_(parts.flatten(0, 1))
+        return MagicMock()
+
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    layer = Layer(torch.ones(3, 3))
+    out = Serial(group, torch.device("cpu")).begin_reduce_scatter(torch.ones(2 * ranks, 3), layer, 1)()
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    assert_same(out, expected, "the sums")

@@ -15,7 +15,7 @@ import torch
 import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import main, run
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.ranks import run_on_ranks
 from tests.conftest import configuration
 
@@ -261,6 +261,7 @@ def test_nproc_auto(
         (1, InputError("found by all"), 2),
         (0, RuntimeError("a peer's end, perhaps"), 2),
         (1, RuntimeError("a peer's end, perhaps"), 4),
+        (0, PeerError("rank 1 has failed"), 6),
     ],
 )
 def test_one_rank_reports_an_error(
