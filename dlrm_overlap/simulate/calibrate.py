@@ -1,7 +1,7 @@
-"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of rows on four.
+"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of other rows.
 
-Two numbers describe a lookup, a rate and a time a bag; the two shapes of `weak.csv` and `strong.csv` on one GPU give
-both. What the exchange adds comes from the rows on two GPUs.
+Four numbers describe a lookup: rates of the memory and of the cache, a time a bag and one on top. Every other shape of
+`sweep.csv`, and the shape of `weak_two_gpus.csv`, give them. What the exchange adds comes from rows on two GPUs.
 """
 
 import ast
@@ -23,15 +23,16 @@ from dlrm_overlap.simulate.config import (
     SimulateConfig,
     WorkConfig,
 )
-from dlrm_overlap.simulate.stage import build_cluster, forward
+from dlrm_overlap.simulate.stage import build_cluster, forward, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
-from dlrm_overlap.simulate.workload import build_workload
+from dlrm_overlap.simulate.workload import Workload, build_workload
 
 Row = Mapping[str, str]
 
-_LOOKUPS = {"baseline": "baseline", "pgas": "pgas", "fused": "fused"}
-_STEPS_IN_A_ROW = 16  # half of them until the ranks are as far apart as they stay
-_BACKENDS = {"torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+_LOOKUPS = ("baseline", "pgas", "fused")
+_BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+_LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
+_MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
 
 
 class Prediction(NamedTuple):
@@ -60,20 +61,18 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def fit(rows: Sequence[Row], base: GpuConfig) -> GpuConfig:
+def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConfig:
     """Return `base` with what rows of the embedding stage on one and on two GPUs tell; other rows are not looked at.
 
     Args:
-        rows: of `bench weak` and `bench strong`.
+        rows: of `bench weak` and `bench strong`, which tell the rates of memory, links, and the collective library.
+        lookups: rows of the stage with the lookups of today.
         base: the rates that these rows do not tell.
     """
     one = [row for row in rows if row["world_size"] == "1"]
     two = [row for row in rows if row["world_size"] == "2"]
     assert one, "there are rows on one GPU"
     assert two, "there are rows on two GPUs"
-    memory = float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))
-    link = float(np.mean([float(row["link_gb_per_s"]) for row in two]))
-    lookups = {contender: _fit_lookup([row for row in one if row["contender"] == contender]) for contender in _LOOKUPS}
     baseline = [row for row in two if row["contender"] == "baseline"]
     slope, latency_ms = line_through(
         [float(row["link_bytes"]) for row in baseline], [float(row["all_to_all_ms"]) for row in baseline]
@@ -82,17 +81,26 @@ def fit(rows: Sequence[Row], base: GpuConfig) -> GpuConfig:
     unpack_ms = sum(float(row["unpack_ms"]) for row in baseline)
     gpu = replace(
         base,
-        memory_gb_per_s=round_rate(memory),
-        link_gb_per_s=round_rate(link),
+        memory_gb_per_s=round_rate(float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))),
+        link_gb_per_s=round_rate(float(np.mean([float(row["link_gb_per_s"]) for row in two]))),
         collective_gb_per_s=round_rate(1 / slope / 1e6),
         collective_us=round_rate(latency_ms * 1e3),
         copy_gb_per_s=round_rate(copied / unpack_ms / 1e6),
-        **lookups,
     )
-    fused = [row for row in two if row["contender"] == "fused"]
-    more_ms = sum(float(row["median_ms"]) - stage_ms(row, gpu, put="in_place") for row in fused)
-    staged = sum(float(row["link_bytes"]) for row in fused) / more_ms / 1e6
-    return replace(gpu, staged_gb_per_s=round_rate(staged))
+    return replace(gpu, **{name: _fit_lookup([r for r in lookups if r["contender"] == name], gpu) for name in _LOOKUPS})
+
+
+def split_sweep(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the shapes that lookups are fitted to, and those that are held out: like a chessboard's fields.
+
+    A shape's place is that of its dim, bag and batch among all of them, in order.
+    """
+    keys = ("dim", "pooling_factor", "global_batch")
+    places = {key: sorted({float(row[key]) for row in rows}) for key in keys}
+    fields: tuple[list[Row], list[Row]] = [], []
+    for row in rows:
+        fields[sum(places[key].index(float(row[key])) for key in keys) % 2].append(row)
+    return fields
 
 
 def round_rate(value: float) -> float:
@@ -100,11 +108,44 @@ def round_rate(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _fit_lookup(rows: Sequence[Row]) -> LookupConfig:
-    table = np.array([[float(row["hbm_bytes"]), int(row["tables"]) * int(row["global_batch"])] for row in rows])
-    seconds = np.array([float(row["lookup_ms"] or row["median_ms"]) / 1e3 for row in rows])
-    per_byte, per_bag = np.linalg.lstsq(table, seconds, rcond=None)[0]
-    return LookupConfig(round_rate(1 / per_byte / 1e9), round_rate(per_bag * 1e9))
+def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
+    """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%."""
+    best = np.inf, LookupConfig()
+    measured = [(row, measured_ms(row) / 1e3, _work_of(row)) for row in rows]
+    for memory in _MEMORY_GB_PER_S:
+        for cache in _CACHE_GB_PER_S:
+            rates = LookupConfig(round_rate(float(memory)), 0.0, round_rate(float(cache)))
+            equations, left, known = [], [], []
+            for row, seconds, work in measured:
+                several, baseline = work.world_size > 1, row["contender"] == "baseline"
+                pooled_s, other_s = float(pooling_s(rates, work).mean()), gpu.peer_us / 1e6 if several else 0.0
+                link_s = float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e9 if several else 0.0
+                if baseline:
+                    link_s, collective_s = 0.0, gpu.collective_us / 1e6 + work.link_bytes / gpu.collective_gb_per_s / 1e9
+                    other_s = collective_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9 if several else 0.0
+                linked = link_s > _LINKED * seconds
+                known.append((pooled_s, link_s, other_s))
+                equations.append([1 / seconds, 0.0 if linked else work.bags / seconds])
+                left.append(1 - ((link_s if linked else pooled_s) + other_s) / seconds)
+            scale = np.abs(equations).max(axis=0)
+            us, bag = np.maximum(np.linalg.lstsq(np.array(equations) / scale, np.array(left), rcond=None)[0] / scale, 0)
+            errors = [
+                (us + max(pooled_s + work.bags * bag, link_s) + other_s) / seconds - 1
+                for (_, seconds, work), (pooled_s, link_s, other_s) in zip(measured, known, strict=True)
+            ]
+            found = replace(rates, bag_ns=round_rate(bag * 1e9), us=round_rate(us * 1e6))
+            best = min(best, (float(np.square(errors).sum()), found), key=lambda each: each[0])
+    return best[1]
+
+
+def measured_ms(row: Row) -> float:
+    """Return the GPU's time alone, where a row has it."""
+    return float(row.get("gpu_ms") or row["median_ms"])
+
+
+def _work_of(row: Row) -> Workload:
+    config = stage_config(row, GpuConfig())
+    return build_workload(config.model, config.work, config.network.world_size)
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -122,12 +163,13 @@ def _value(text: str) -> Any:
     return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
 
 
-def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateConfig:
-    """Return the simulation of what a row of `bench weak`, `strong`, `stage`, `schedule` or `slice` has measured."""
+def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
+    """Return the simulation of what a row of the embedding stage has measured, over the links of its machine."""
     dim, world_size = int(row["dim"]), int(row["world_size"])
+    link = float(row["link_gb_per_s"]) or gpu.link_gb_per_s  # 0 on one GPU
     return SimulateConfig(
         what="stage",
-        gpu=gpu,
+        gpu=replace(gpu, link_gb_per_s=link),
         network=NetworkConfig(gpus_per_host=world_size),
         model=ModelConfig(dim=dim, bottom_mlp=[dim]),
         work=WorkConfig(
@@ -138,40 +180,21 @@ def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateCo
             global_batch=int(row["global_batch"]),
         ),
         exchange=ExchangeConfig(
-            backend=backend,  # pyright: ignore[reportArgumentType]
-            schedule=row["schedule"] or "auto",  # pyright: ignore[reportArgumentType]
-            put=put,  # pyright: ignore[reportArgumentType]
+            backend=_BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
+            schedule=row.get("schedule") or "auto",  # pyright: ignore[reportArgumentType]
         ),
-        host=HostConfig(),
     )
 
 
-def stage_ms(row: Row, gpu: GpuConfig, put: str = "stores") -> float:
+def stage_ms(row: Row, gpu: GpuConfig) -> float:
     """Return the simulated time of what a row has measured."""
-    backend = row["contender"]
-    if backend == "baseline":  # TorchRec copies its output into the send buffer; this one sends it as it is
-        config = stage_config(row, gpu, "torchrec", put)
-        return simulate_stage_ms(config, copies=False)
-    config = stage_config(row, gpu, backend, put)
-    return simulate_stage_ms(config, steps=_STEPS_IN_A_ROW if backend == "fused" and put == "stores" else 1)
-
-
-def simulate_stage_ms(config: SimulateConfig, copies: bool = True, steps: int = 1) -> float:
-    """Return the simulated time of the stage's forward, of many in a row the time of one.
-
-    In a row ranks need not keep step: where each slice has a flag of its own, a rank that has got all of its slices
-    begins the next step, whatever the others still send to each other.
-    """
+    config = stage_config(row, gpu)
     cluster = build_cluster(config)
     work = build_workload(config.model, config.work, cluster.world_size)
     engine = cluster.engine()
-    ends = [forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)]
-    for _ in range(steps - 1):
-        ends.append(forward(engine, cluster, config, work, [[end] for end in ends[-1]], copies=copies))
-    timeline = engine.run()
-    last_s = [float(timeline.end_s[numbers].max()) for numbers in ends]
-    warm = len(ends) // 2  # the first ones begin together
-    return (last_s[-1] - (last_s[warm - 1] if warm else 0.0)) / (len(ends) - warm) * 1e3
+    copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
+    forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)
+    return engine.run().seconds * 1e3
 
 
 def fit_loop(rows: Sequence[Row]) -> dict[str, float]:
@@ -215,7 +238,7 @@ def predict(
     """
     found = []
     for row in rows:
-        if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
+        if row["contender"] in _BACKENDS and chosen(row):
             schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
             name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
             on_gpus_ms, on_host_ms = stage_ms(row, gpu), host_ms(row)

@@ -55,26 +55,6 @@ def arrival(engine: Engine, cluster: Cluster, rank: int, sends: Sequence[int], n
     return engine.add(f"{name}: arrived", {}, after=sends, rank=rank, lane="flags", delay_s=latency_s)
 
 
-def pairwise_all_to_all(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-to-all"
-) -> list[int]:
-    """Send to rank + 1, then to rank + 2, .., one peer after the other, a latency after each."""
-    W = cluster.world_size
-    last = [list(each) for each in after]
-    for turn in range(1, W):
-        begun = []
-        for rank in range(W):
-            demands, latency_s = _demands(cluster, rank, [(rank + turn) % W], nbytes / W)
-            size = max(nbytes / W, 1.0)
-            begun.append(engine.add(name, demands, size, last[rank], rank=rank, lane="links", delay_s=latency_s))
-        last = [[begun[rank], begun[(rank - turn) % W]] for rank in range(W)]
-    every = np.arange(W)
-    return [
-        engine.add(f"{name}: here", {}, after=last[r], rank=r, lane="flags", delay_s=cluster.latency_s(r, every))
-        for r in range(W)
-    ]
-
-
 def _demands(cluster: Cluster, source: int, to: Sequence[int], nbytes: float) -> tuple[Demands, float]:
     """Return what it takes to send to others in equal parts, and the longest latency."""
     bytes_to = np.zeros(cluster.world_size)
@@ -164,18 +144,6 @@ def hierarchical_all_reduce(
         summed = ring(engine, cluster, 2 * (H - 1) / H * nbytes / g, steps, rails, began, name)
         gathered = [[number] for number in summed]
     return [number for (number,) in scatter(nbytes, hosts, gathered, False)]
-
-
-def hierarchical_all_to_all(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-to-all"
-) -> list[int]:
-    """Bring what is for GPU j of any host to GPU j of the own host, then send it along rail j."""
-    W, g = cluster.world_size, cluster.topology.gpus_per_host
-    ranks = np.arange(W)
-    inside = np.where(ranks[:, None] // g == ranks // g, nbytes / g, 0.0)
-    first = exchange(engine, cluster, inside, after, name)
-    across = np.where(ranks[:, None] % g == ranks % g, nbytes / (W // g), 0.0)
-    return exchange(engine, cluster, across, [[n] for n in first], name)
 
 
 def all_to_all_s(topology: Topology, nbytes: float) -> float:

@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
 from dlrm_overlap.simulate.step import Simulated, simulate
+from dlrm_overlap.simulate.training import read_training
 
 _TRACED_RANKS = 8
 _SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
@@ -31,8 +33,20 @@ def run(argv: Sequence[str], description: str) -> int:
     Raises:
         InputError: if a key, a value or a file is wrong.
     """
+    try:
+        return _run(argv, description)
+    except MemoryError:
+        raise InputError("the simulation needs more memory than there is; take fewer GPUs, tables or waves") from None
+
+
+def _run(argv: Sequence[str], description: str) -> int:
     prog = "dlrm-overlap simulate"
-    first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options)
+    train = [text for _, _, text in _options_at(argv, "--train")]
+    hosts = [text for _, _, text in _options_at(argv, "--hosts")]
+    defaults = read_training(Path(train[-1]), hosts[-1] if hosts else "1") if train else None
+    if train and not any("exchange.backend" in text for _, _, text in _options_at(argv, "--vary")):
+        argv = [*argv, "--vary", f"exchange.backend=torchrec,{defaults['exchange']['backend']}"]
+    first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options, defaults)
     output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
     for path in filter(None, (output, trace)):
         _check_file(path)
@@ -46,7 +60,7 @@ def run(argv: Sequence[str], description: str) -> int:
     if combinations[0]:
         # All are read before the first is simulated, so that a mistake in the last value costs no time.
         options = [[*_without_vary(argv), *_options(each)] for each in combinations]
-        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in options]
+        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options, defaults)[0] for each in options]
     if len({config.what == "product" for config in configs}) > 1:
         raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
     rows, last = [], None
@@ -73,6 +87,8 @@ def run(argv: Sequence[str], description: str) -> int:
         print(format_table([[*more, *shown], *([*a, *b] for a, b in zip(values_varied, lines, strict=True))]))
         if last is not None and len(rows) == 1:
             print(f"\nrank 0, us\n{format_table(phases(last))}")
+        if train:
+            print(_verdict(rows))
     if trace and last is not None:
         with _one_line(trace):
             trace.write_text(json.dumps(chrome_trace(last)))
@@ -83,6 +99,9 @@ def run(argv: Sequence[str], description: str) -> int:
 def _add_options(parser: Parser) -> None:
     parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
     parser.add_argument("--append", action="store_true", help="instead: write the rows behind those of the file")
+    text = "instead of the sections model, work and exchange: a training configuration; says whether its backend pays"
+    parser.add_argument("--train", metavar="FILE", help=text)
+    parser.add_argument("--hosts", help="of a training configuration: hosts of 8 GPUs that a fat tree joins")
     parser.add_argument("--trace", help="file for a trace of the first ranks, for chrome://tracing or Perfetto")
     text = (
         "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations, and keys "
@@ -131,30 +150,33 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], found: Sequence[str], app
         writer.writerows(rows)
 
 
-def _vary_at(argv: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield for each --vary the index of its first and behind its last part, and its text."""
+def _options_at(argv: Sequence[str], name: str) -> Iterator[tuple[int, int, str]]:
+    """Yield for each option `name` the index of its first and behind its last part, and its text."""
     for i, option in enumerate(argv):
-        if option.startswith("--vary="):
+        if option.startswith(f"{name}="):
             yield i, i + 1, option.partition("=")[2]
-        elif option == "--vary":
+        elif option == name:
             if i + 1 == len(argv):
-                raise InputError("--vary: no key is named; write --vary network.hosts=1,2,4")
+                raise InputError(f"{name}: no value follows; see --help")
             yield i, i + 2, argv[i + 1]
 
 
 def _without_vary(argv: Sequence[str]) -> list[str]:
-    taken = {i for first, end, _ in _vary_at(argv) for i in range(first, end)}
+    taken = {i for first, end, _ in _options_at(argv, "--vary") for i in range(first, end)}
     return [option for i, option in enumerate(argv) if i not in taken]
 
 
 def _combinations(argv: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield for each simulation the value of each key that varies."""
     varied = []
-    for _, _, text in _vary_at(argv):
+    for _, _, text in _options_at(argv, "--vary"):
         key, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
             raise InputError(f"--vary {text}: it takes a key and its values; write --vary network.hosts=1,2,4")
         varied.append([_together(key.split("/"), value.split("/"), text) for value in values.split(",")])
+    keys = [key for each in varied for key in each[0]]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise InputError(f"--vary {min(twice)}: the key is there twice; give all its values in one --vary")
     for chosen in itertools.product(*varied):
         yield {key: value for each in chosen for key, value in each.items()}
 
@@ -192,7 +214,6 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "backend": exchange.backend,
         "schedule": exchange.schedule,
         "slice_bags": exchange.slice_bags,
-        "put": exchange.put,
         "aggregate_bytes": exchange.aggregate_bytes,
         "aggregate_us": exchange.aggregate_us,
         "network": network.kind,
@@ -206,6 +227,11 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "dim": config.model.dim,
         "tables": round(work.features * work.world_size),
         "samples": work.samples,
+        "id_bytes": config.work.id_bytes,
+        "ids": exchange.ids,
+        "plan": config.work.plan,
+        **{f"fullest_{name}": f"{float(each.max()):.4g}" for name, each in work.shares._asdict().items()},
+        "idle_ranks": work.shares.idle_ranks,
         "hbm_bytes": round(work.hbm_bytes),
         "link_bytes": round(work.link_bytes),
         "ms": f"{simulated.ms:.4g}",
@@ -214,6 +240,7 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "busiest_link": f"{busy:.3f}",
         "activities": len(timeline.activities),
         "events": timeline.events,
+        "commit": environment()["commit"],
     }
 
 
@@ -240,7 +267,18 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
         "scatter_ms": f"{simulated.scatter_ms:.4g}",
         "memory_mb": f"{memory.total / 1e6:.4g}",
         **{f"{name}_mb": f"{nbytes / 1e6:.4g}" for name, nbytes in asdict(memory).items()},
+        "commit": environment()["commit"],
     }
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Return one line: does the backend of the last row pay, compared with the first row's of torchrec?"""
+    first, last = rows[0], rows[-1]
+    over = float(first["ms"]) / float(last["ms"])
+    return (
+        f"\nsimulated, on {last['world_size']} GPUs: {last['backend']} {'pays' if over > 1 else 'does not pay'}, "
+        f"{over:.2f} times as fast as {first['backend']}'s exchange in a captured step"
+    )
 
 
 def phases(simulated: Simulated | SimulatedProduct) -> list[tuple[str, ...]]:

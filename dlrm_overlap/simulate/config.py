@@ -1,7 +1,7 @@
 """The configuration of a simulation: frozen dataclasses, a section each, as those of a run in `dlrm_overlap.config`."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Literal
 
 from dlrm_overlap.config import (
     InputError,
@@ -14,17 +14,24 @@ from dlrm_overlap.config import (
 )
 from dlrm_overlap.simulate.product_config import ProductConfig
 
+_MEMORY_BOUND = {
+    "copy_gb_per_s", "optimizer_gb_per_s", "baseline", "pgas", "fused", "update", "baseline_update"
+}  # fmt: skip
 _MOST_GPUS, _MOST_WAVES, _MOST_TABLES, _MOST_TILES = 4096, 4096, 1 << 20, 1 << 18  # more take minutes, or the memory
 
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """How fast a kernel pools: its bytes at a rate, and a time for each bag."""
+    """How fast a kernel pools: bytes from the memory at a rate, and a time for each bag."""
 
-    gb_per_s: PositiveFloat = 4520.0
-    """of rows, ids, offsets and pooled embeddings together"""
-    bag_ns: NonNegativeFloat = 0.1034
+    gb_per_s: PositiveFloat = 4225.0
+    """of rows that are not in the cache, ids, offsets and pooled embeddings together"""
+    bag_ns: NonNegativeFloat = 0.0
     """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
+    cached_gb_per_s: PositiveFloat | None = None
+    """of all rows of a table, those in the cache included, where that takes longer; null: no row stays in the cache"""
+    us: NonNegativeFloat = 0.0
+    """that a lookup takes whatever its bytes"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,8 @@ class GpuConfig:
     """Rates of one GPU and of what runs on it. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
 
     memory_gb_per_s: PositiveFloat = 4225.0
-    """of a copy within the memory, bytes read and written"""
+    """of a copy within the memory, bytes read and written; of another GPU's, the rates below that are those of an
+    H200's memory and cache are as much greater or smaller, but for those that are given"""
     link_gb_per_s: PositiveFloat = 354.1
     """out of a GPU to its peers in the host by stores or copies, and into it"""
     collective_gb_per_s: PositiveFloat = 292.0
@@ -78,13 +86,11 @@ class GpuConfig:
     """from a store to a peer until who waits for its flag goes on"""
     copy_gb_per_s: PositiveFloat = 3781.0
     """of the passes that unpack a collective's output or pack its input, bytes read and written"""
-    staged_gb_per_s: PositiveFloat = 1138.0
-    """at which programs that pool put staged slices to peers, instead of pooling"""
     tflop_per_s: PositiveFloat = 790.0
     """of matrix products in bf16, at best"""
-    dense_efficiency: PositiveFloat = 0.618
+    dense_efficiency: PositiveFloat = 0.6157
     """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
-    kernel_us: NonNegativeFloat = 3.751
+    kernel_us: NonNegativeFloat = 3.66
     """that each kernel of a captured step takes beside its work, where the next one waits for it"""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     """of the dense part"""
@@ -94,18 +100,33 @@ class GpuConfig:
     """that a captured step takes around its kernels: its launch, counters, what awaits the next batch's ids"""
     optimizer_gb_per_s: PositiveFloat = 4044.0
     """of the dense optimizer's 26 bytes a parameter"""
-    baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3841.0, 0.2038))
+    baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3442.0, 0.2919, 4090.0, 6.632))
     """FBGEMM's lookup, of the backend torchrec"""
-    pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4520.0, 0.1034))
+    pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.06192, 6789.0, 18.98))
     """the lookup of the backend pgas"""
-    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
+    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4230.0, 0.09812, 5373.0, 12.57))
     """the lookup of the backend fused"""
     update: UpdateConfig = field(
-        default_factory=lambda: UpdateConfig(4382.0, 4382.0, 4382.0, us=41.72, sort_ns=0.05676)
+        default_factory=lambda: UpdateConfig(4238.0, 4238.0, 4238.0, us=43.67, sort_ns=0.05676)
     )
     """the update of rows of the backward push"""
-    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(1849.0, 1849.0, 1849.0))
+    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2680.0, 2680.0, 2680.0, sort_ns=0.05678, sort_us=79.97))
     """FBGEMM's, of the backward collective"""
+
+    def __post_init__(self) -> None:
+        factor = self.memory_gb_per_s / type(self).memory_gb_per_s
+        for each in fields(self):
+            default = each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
+            if each.name in _MEMORY_BOUND and getattr(self, each.name) == default:
+                object.__setattr__(self, each.name, _scaled(default, factor))
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """Return a rate, or a section of rates, of a memory that is so much faster."""
+    if isinstance(value, float):
+        return value * factor
+    rates = {each.name: getattr(value, each.name) for each in fields(value) if each.name.endswith("_per_s")}
+    return replace(value, **{name: rate and rate * factor for name, rate in rates.items()})
 
 
 @dataclass(frozen=True)
@@ -179,10 +200,9 @@ class WorkConfig:
     """instead: samples of all ranks, so that a rank's share shrinks with the number of ranks"""
     dense_features: PositiveInt = 13
     """dense inputs of a sample"""
-    fullest: PositiveFloat = 1.0
-    """work of the fullest rank over the mean; all others have the mean"""
-    fullest_ids: PositiveFloat = 1.0
-    """ids that the fullest rank sorts over the mean: a table that is cut by columns has all its ids at each part"""
+    plan: Literal["auto", "even"] = "auto"
+    """auto: as `embedding.plan: auto` places the tables on so many ranks; even: as if every table could be divided
+    evenly over all ranks"""
     row_bytes: PositiveInt = 4
     """of an element of a row"""
     id_bytes: PositiveInt = 8
@@ -207,9 +227,6 @@ class WorkConfig:
                 parse_multi_hot(each)
             except InputError as error:
                 raise InputError(str(error).replace("data.tables.", "work.", 1)) from None
-        for name in ("fullest", "fullest_ids"):
-            if getattr(self, name) < 1:
-                raise InputError(f"work.{name}: {getattr(self, name)} must be 1 or more; 1 makes all ranks alike")
 
 
 @dataclass(frozen=True)
@@ -225,12 +242,12 @@ class ExchangeConfig:
     """order of the destinations, as embedding.schedule"""
     slice_bags: PositiveInt = 32
     """fused: bags a slice; a slice for another host is one put"""
-    put: Literal["in_place", "stores"] = "in_place"
-    """fused, to peers in the host: rows are stored at once, or slices are staged and copied"""
     aggregate_bytes: int = 0
     """puts to one host are gathered until they have so many bytes; 0 gathers none"""
     aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
+    ids: Literal["beside", "behind"] = "beside"
+    """the next batch's ids share links with the step's transfers in equal parts, or take what these leave of them"""
     waves: PositiveInt = 16
     """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
 

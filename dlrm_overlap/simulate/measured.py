@@ -13,10 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from dlrm_overlap.config import ModelConfig, parse_multi_hot
-from dlrm_overlap.embedding.balance import TableLoad, balance
+from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.gemm.plan import WHOLE
 from dlrm_overlap.simulate.calibrate import (
     Measured,
@@ -27,11 +24,15 @@ from dlrm_overlap.simulate.calibrate import (
     fit_loop,
     fit_step,
     predict,
+    measured_ms,
     read_rows,
+    split_sweep,
+    stage_ms,
 )
 from dlrm_overlap.simulate.calibrate_updates import (
     fit_backward,
     fit_shared_updates,
+    fit_traced_sorts,
     fit_traced_updates,
     predict_backward,
 )
@@ -50,7 +51,6 @@ from dlrm_overlap.simulate.step import simulate
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
-_CAPACITY_BYTES = 80 << 30  # of a rank's tables: all those of the rows fit on one
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
 _FREE = 1e9  # GB/s: what takes no time
 _PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
@@ -59,36 +59,10 @@ _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_gr
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
 
 
-class Fullest(NamedTuple):
-    """What the fullest rank of a plan has over the mean that `build_workload` gives to all."""
-
-    work: float
-    """row elements that it reads, or columns that it sends, whichever is more"""
-    ids: float
-    """ids that it sorts"""
-
-
-def find_fullest(row: Row) -> Fullest:
-    """Return how full the fullest rank is by the balanced plan of the tables of a row of `bench step`."""
-    world_size, dim = int(row["world_size"]), int(row["dim"])
-    pooling = [float(np.mean(parse_multi_hot(each))) for each in ast.literal_eval(row["multi_hot"])]
-    rows = ast.literal_eval(row["rows"])
-    loads = [
-        TableLoad(hot, dim, 4 * dim, 4 * dim * count * (2 if row["optimizer"] == "adagrad" else 1))
-        for hot, count in zip(pooling, rows, strict=True)
-    ]
-    placed = balance(loads, world_size, _CAPACITY_BYTES, cut=row["optimizer"] != "rowwise_adagrad")
-    assert placed is not None, "the tables fit"
-    ids = [sum(hot for hot, ranks in zip(pooling, placed.ranks, strict=True) if r in ranks) for r in range(world_size)]
-    return Fullest(placed.worst, max(ids) * world_size / sum(pooling))
-
-
 def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench step` has measured."""
     world_size, dim = int(row["world_size"]), int(row["dim"])
     bottom, top = _LAYERS[dim]
-    backend = _CONTENDERS[row["contender"]]
-    fullest = find_fullest(row)
     return SimulateConfig(
         what="step",
         gpu=gpu,
@@ -100,15 +74,12 @@ def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> Sim
             multi_hot=ast.literal_eval(row["multi_hot"]),
             zipf_alpha=float(row["zipf_alpha"]),
             global_batch=int(row["global_batch"]),
-            fullest=fullest.work,
-            fullest_ids=fullest.ids,
             id_bytes=4,
             wire_bytes=2 if row["precision"] == "bf16" else 4,
             optimizer=row["optimizer"],  # pyright: ignore[reportArgumentType]
         ),
         exchange=ExchangeConfig(
-            backend=backend,  # pyright: ignore[reportArgumentType]
-            put="stores" if backend == "fused" else "in_place",
+            backend=_CONTENDERS[row["contender"]],  # pyright: ignore[reportArgumentType]
         ),
         host=host,
     )
@@ -156,13 +127,16 @@ def calibrate_from(folder: Path) -> GpuConfig:
 
     One time is on the page step.md alone, that of the head on one GPU.
     """
-    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), GpuConfig())
+    lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(folder / "weak_two_gpus.csv")]
+    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), lookups, GpuConfig())
     traced = read_rows(folder / "calibration" / "timeline.csv")
     sort_ns = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu).update.sort_ns
-    pgas, torchrec = _traced_updates(traced, "pgas_graph", ["update"]), ["update", "sort"]
+    pgas = _traced_updates(traced, "pgas_graph", "update")
     # What a sort takes on top of its ids is the host's, which issues its kernels one by one; not so in a captured step.
     update = replace(fit_traced_updates(pgas), sort_ns=sort_ns)
-    baseline = fit_traced_updates(_traced_updates(traced, "torchrec_strongest", torchrec))
+    rows, sorts = (_traced_updates(traced, "torchrec_strongest", kind) for kind in ("update", "sort"))
+    baseline_ns, baseline_us = fit_traced_sorts(sorts)
+    baseline = replace(fit_traced_updates(rows), sort_ns=baseline_ns, sort_us=baseline_us)
     gpu = replace(gpu, update=update, baseline_update=baseline)
     quickstart = next(row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and _captured(row))
     shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu, HostConfig())
@@ -182,14 +156,14 @@ def _captured(row: Row) -> bool:
     return row["contender"] == "pgas_graph"
 
 
-def _traced_updates(rows: Sequence[Row], contender: str, kinds: Sequence[str]) -> list[Measured]:
-    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kinds`."""
+def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Measured]:
+    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kind`."""
     chosen = [row for row in rows if row["contender"] == contender]
     steps = {(row["arch"], row["global_batch"]): row for row in chosen}
     traced = []
     for key, step in steps.items():
         ranks = [row for row in chosen if (row["arch"], row["global_batch"]) == key]
-        ms = [sum(float(row[f"{kind}_kernels_ms"]) for kind in kinds) for row in ranks]
+        ms = [float(row[f"{kind}_kernels_ms"]) for row in ranks]
         traced.append(Measured(step_config(step, GpuConfig(), HostConfig()), sum(ms) / len(ms)))
     return traced
 
@@ -226,6 +200,29 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
             host = HostConfig(torchrec_ms=float(row["host_ms"]))
             name = f"step {row['contender']} {row['arch']}, {samples} samples{OWN_HOST if torchrec else ''}"
             found.append(Prediction(name, float(row["median_ms"]), simulate(step_config(row, gpu, host)).ms))
+    return found
+
+
+def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
+    """Return the predictions of rows on one and two GPUs that nothing was fitted to, by the file that has them.
+
+    The GPU's time alone is predicted where the rows tell it. Of the sweep they are the shapes that were held out.
+    """
+    found: dict[str, list[Prediction]] = {}
+    for name in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
+        rows: Sequence[Row] = read_rows(folder / f"{name}.csv")
+        if name == "sweep":
+            rows = split_sweep(rows)[1]
+        known = [row for row in rows if row["contender"] in ("baseline", *_CONTENDERS.values())]
+        found[name] = [
+            Prediction(
+                f"{row['contender']}, {row['tables']} tables of {row['multi_hot']} x {row['dim']}, "
+                f"{row['global_batch']} samples on {row['world_size']}",
+                measured_ms(row),
+                stage_ms(row, gpu),
+            )
+            for row in known
+        ]
     return found
 
 
