@@ -6,6 +6,7 @@ Four numbers describe a lookup: rates of the memory and of the cache, a time a b
 
 import ast
 import csv
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,12 @@ from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
-    HostConfig,
     LookupConfig,
     NetworkConfig,
     SimulateConfig,
     WorkConfig,
 )
-from dlrm_overlap.simulate.stage import build_cluster, forward, pooling_s
+from dlrm_overlap.simulate.stage import build_cluster, forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
@@ -91,9 +91,9 @@ def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConf
 
 
 def split_sweep(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of the shapes that lookups are fitted to, and those that are held out: like a chessboard's fields.
+    """Return the rows of the shapes that lookups are fitted to, and those that are held out.
 
-    A shape's place is that of its dim, bag and batch among all of them, in order.
+    They take turns like the fields of a chessboard, whose sides are the sweep's dims, bags and batches.
     """
     keys = ("dim", "pooling_factor", "global_batch")
     places = {key: sorted({float(row[key]) for row in rows}) for key in keys}
@@ -108,44 +108,60 @@ def round_rate(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+class _Lookup(NamedTuple):
+    """A measured lookup with its exchange, in seconds."""
+
+    work: Workload
+    seconds: float
+    links_s: float
+    """that stores to peers need beside the lookup"""
+    exchange_s: float
+    """that the exchange takes besides"""
+
+
+def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
+    config = stage_config(row, GpuConfig())
+    work = build_workload(config.model, config.work, config.network.world_size)
+    seconds = measured_ms(row) / 1e3
+    if work.world_size == 1:
+        return _Lookup(work, seconds, 0.0, 0.0)
+    if row["contender"] != "baseline":
+        return _Lookup(work, seconds, float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e9, gpu.peer_us / 1e6)
+    collective_s = gpu.collective_us / 1e6 + work.link_bytes / gpu.collective_gb_per_s / 1e9
+    return _Lookup(work, seconds, 0.0, collective_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9)
+
+
 def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
-    """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%."""
+    """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%.
+
+    Where the links take most of the time, it tells the time on top alone.
+    """
     best = np.inf, LookupConfig()
-    measured = [(row, measured_ms(row) / 1e3, _work_of(row)) for row in rows]
-    for memory in _MEMORY_GB_PER_S:
-        for cache in _CACHE_GB_PER_S:
-            rates = LookupConfig(round_rate(float(memory)), 0.0, round_rate(float(cache)))
-            equations, left, known = [], [], []
-            for row, seconds, work in measured:
-                several, baseline = work.world_size > 1, row["contender"] == "baseline"
-                pooled_s, other_s = float(pooling_s(rates, work).mean()), gpu.peer_us / 1e6 if several else 0.0
-                link_s = float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e9 if several else 0.0
-                if baseline:
-                    link_s, collective_s = 0.0, gpu.collective_us / 1e6 + work.link_bytes / gpu.collective_gb_per_s / 1e9
-                    other_s = collective_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9 if several else 0.0
-                linked = link_s > _LINKED * seconds
-                known.append((pooled_s, link_s, other_s))
-                equations.append([1 / seconds, 0.0 if linked else work.bags / seconds])
-                left.append(1 - ((link_s if linked else pooled_s) + other_s) / seconds)
-            scale = np.abs(equations).max(axis=0)
-            us, bag = np.maximum(np.linalg.lstsq(np.array(equations) / scale, np.array(left), rcond=None)[0] / scale, 0)
-            errors = [
-                (us + max(pooled_s + work.bags * bag, link_s) + other_s) / seconds - 1
-                for (_, seconds, work), (pooled_s, link_s, other_s) in zip(measured, known, strict=True)
-            ]
-            found = replace(rates, bag_ns=round_rate(bag * 1e9), us=round_rate(us * 1e6))
-            best = min(best, (float(np.square(errors).sum()), found), key=lambda each: each[0])
+    lookups = [_lookup_of(row, gpu) for row in rows]
+    linked = np.array([each.links_s > _LINKED * each.seconds for each in lookups])
+    bags = np.array([each.work.bags for each in lookups])
+    few = bags * [
+        row["contender"] == "fused" and has_few_bags(each.work) for row, each in zip(rows, lookups, strict=True)
+    ]
+    seconds, links_s, exchange_s = (np.array(column) for column in list(zip(*lookups, strict=True))[1:])
+    unknown = np.stack([np.ones(len(bags)), bags, few], axis=1)
+    equations = np.where(linked[:, None], unknown * [1, 0, 0], unknown) / seconds[:, None]
+    scale = np.maximum(equations.max(axis=0), 1e-30)
+    for memory, cache in itertools.product(_MEMORY_GB_PER_S, _CACHE_GB_PER_S):
+        rates = LookupConfig(round_rate(float(memory)), 0.0, round_rate(float(cache)))
+        pooled_s = np.array([pooling_s(rates, each.work).mean() for each in lookups])
+        left = 1 - (np.where(linked, links_s, pooled_s) + exchange_s) / seconds
+        found = np.maximum(np.linalg.lstsq(equations / scale, left, rcond=None)[0] / scale, 0.0)
+        errors = (found[0] + np.maximum(pooled_s + unknown[:, 1:] @ found[1:], links_s) + exchange_s) / seconds - 1
+        us, bag_ns, few_bag_ns = (round_rate(each) for each in found * [1e6, 1e9, 1e9])
+        lookup = replace(rates, us=us, bag_ns=bag_ns, few_bag_ns=few_bag_ns)
+        best = min(best, (float(np.square(errors).sum()), lookup), key=lambda each: each[0])
     return best[1]
 
 
 def measured_ms(row: Row) -> float:
     """Return the GPU's time alone, where a row has it."""
     return float(row.get("gpu_ms") or row["median_ms"])
-
-
-def _work_of(row: Row) -> Workload:
-    config = stage_config(row, GpuConfig())
-    return build_workload(config.model, config.work, config.network.world_size)
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.environment import environment
+from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
@@ -40,13 +40,16 @@ def run(argv: Sequence[str], description: str) -> int:
 
 
 def _run(argv: Sequence[str], description: str) -> int:
-    prog = "dlrm-overlap simulate"
     train = [text for _, _, text in _options_at(argv, "--train")]
     hosts = [text for _, _, text in _options_at(argv, "--hosts")]
     defaults = read_training(Path(train[-1]), hosts[-1] if hosts else "1") if train else None
     if train and not any("exchange.backend" in text for _, _, text in _options_at(argv, "--vary")):
         argv = [*argv, "--vary", f"exchange.backend=torchrec,{defaults['exchange']['backend']}"]
-    first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options, defaults)
+
+    def read(options: Sequence[str]) -> tuple[SimulateConfig, Any]:
+        return parse_sections(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)
+
+    first, values = read(_without_vary(argv))
     output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
     for path in filter(None, (output, trace)):
         _check_file(path)
@@ -59,8 +62,7 @@ def _run(argv: Sequence[str], description: str) -> int:
     configs = [first]
     if combinations[0]:
         # All are read before the first is simulated, so that a mistake in the last value costs no time.
-        options = [[*_without_vary(argv), *_options(each)] for each in combinations]
-        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options, defaults)[0] for each in options]
+        configs = [read([*_without_vary(argv), *_options(each)])[0] for each in combinations]
     if len({config.what == "product" for config in configs}) > 1:
         raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
     rows, last = [], None
@@ -76,7 +78,8 @@ def _run(argv: Sequence[str], description: str) -> int:
             last = simulate_product(config, tell) if config.what == "product" else simulate(config, tell)
             rows.append(describe_product(last) if isinstance(last, SimulatedProduct) else describe(last))
     if output:
-        _write(output, rows, header, values.append)
+        made_by = {"commit": commit() or ""}
+        _write(output, [row | made_by for row in rows], header, values.append)
     with reader_may_leave():
         print("simulated, not measured")
         shown = _SHOWN_OF_PRODUCTS if first.what == "product" else _SHOWN
@@ -240,7 +243,6 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "busiest_link": f"{busy:.3f}",
         "activities": len(timeline.activities),
         "events": timeline.events,
-        "commit": environment()["commit"],
     }
 
 
@@ -267,7 +269,6 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
         "scatter_ms": f"{simulated.scatter_ms:.4g}",
         "memory_mb": f"{memory.total / 1e6:.4g}",
         **{f"{name}_mb": f"{nbytes / 1e6:.4g}" for name, nbytes in asdict(memory).items()},
-        "commit": environment()["commit"],
     }
 
 

@@ -32,6 +32,8 @@ class LookupConfig:
     """of all rows of a table, those in the cache included, where that takes longer; null: no row stays in the cache"""
     us: NonNegativeFloat = 0.0
     """that a lookup takes whatever its bytes"""
+    few_bag_ns: NonNegativeFloat = 0.0
+    """for each bag on top where a rank has fewer than 131072 of more than one id: fused then has twice as many tasks"""
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,15 @@ class GpuConfig:
     """FBGEMM's lookup, of the backend torchrec"""
     pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.06192, 6789.0, 18.98))
     """the lookup of the backend pgas"""
-    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4230.0, 0.09812, 5373.0, 12.57))
+    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.08768, 4970.0, 11.3, 0.2982))
     """the lookup of the backend fused"""
     update: UpdateConfig = field(
         default_factory=lambda: UpdateConfig(4238.0, 4238.0, 4238.0, us=43.67, sort_ns=0.05676)
     )
     """the update of rows of the backward push"""
-    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2680.0, 2680.0, 2680.0, sort_ns=0.05678, sort_us=79.97))
+    baseline_update: UpdateConfig = field(
+        default_factory=lambda: UpdateConfig(2680.0, 2680.0, 2680.0, sort_ns=0.05678, sort_us=79.97)
+    )
     """FBGEMM's, of the backward collective"""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.gemm.plan import WHOLE
@@ -23,8 +22,8 @@ from dlrm_overlap.simulate.calibrate import (
     fit_host,
     fit_loop,
     fit_step,
-    predict,
     measured_ms,
+    predict,
     read_rows,
     split_sweep,
     stage_ms,
@@ -169,7 +168,7 @@ def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Meas
 
 
 def _on_four(row: Row) -> bool:
-    return row["world_size"] == "4"
+    return row["world_size"] == "4" and row["contender"] != "fused"
 
 
 def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
@@ -178,6 +177,7 @@ def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
     Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
     Of the others, of machines of which nothing else tells the host's time, those that the host bounds are marked with
     OWN_HOST: the time of issuing a step is that of the row itself, `host_ms`, and all else of the step is simulated.
+    Rows of `fused` alone are left out: they put staged slices, as no exchange does by itself now.
     Those of the backward are the rows without skew, by the rates of updates without skew, which a step does not use.
     """
     found: list[Prediction] = []

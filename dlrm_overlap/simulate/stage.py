@@ -4,7 +4,8 @@
 tasks. A wave is one activity: it takes the rank's memory for what it pools, and the links to peers in the host for what
 it stores there, in proportion, so a full link holds the pooling up, as it does when programs store. What is for other
 hosts is put when the wave ends, and travels beside the next waves: a put is not waited for. Puts to the same ranks
-follow one another, those to others share the links with them. Waves of equal destinations, all within the host, count as one.
+follow one another, those to others share the links with them. Waves of equal destinations, all within the host, count
+as one.
 
 **torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
 """
@@ -24,6 +25,8 @@ from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
 from dlrm_overlap.simulate.workload import Workload
+
+_MANY_BAGS = 1 << 17
 
 
 def build_topology(config: SimulateConfig) -> Topology:
@@ -66,15 +69,23 @@ def waves(rank: int, world_size: int, schedule: str, count: int) -> np.ndarray:
     return first if schedule == "linear" else np.roll(first, rank, axis=1)
 
 
+def has_few_bags(work: Workload) -> bool:
+    """Return whether a persistent kernel takes tasks of one group of bags, as `backends.sliced` cuts them."""
+    return work.bags < _MANY_BAGS and work.ids > work.bags
+
+
 def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
     """Return [W]: how long each rank pools if nothing holds it up, after `lookup.us`.
 
     Tables are read one after the other. Each takes as long as the memory needs for what is not in the cache, or as the
     cache needs for all of its rows, whichever is longer.
     """
-    rows_s = work.missed_bytes / lookup.gb_per_s if lookup.cached_gb_per_s else work.read_bytes / lookup.gb_per_s
-    rows_s = np.maximum(rows_s, work.read_bytes / (lookup.cached_gb_per_s or np.inf)).sum() / 1e9
-    other_s = (work.hbm_bytes - work.read_bytes.sum()) / lookup.gb_per_s / 1e9 + work.bags * lookup.bag_ns / 1e9
+    from_memory = work.missed_bytes if lookup.cached_gb_per_s else work.read_bytes
+    through_cache_s = work.read_bytes / (lookup.cached_gb_per_s or np.inf)
+    with np.errstate(over="ignore"):  # the engine refuses what takes so long
+        rows_s = np.maximum(from_memory / lookup.gb_per_s, through_cache_s).sum() / 1e9
+    bag_ns = lookup.bag_ns + lookup.few_bag_ns * has_few_bags(work)
+    other_s = (work.hbm_bytes - work.read_bytes.sum()) / lookup.gb_per_s / 1e9 + work.bags * bag_ns / 1e9
     return rows_s * work.shares.memory + other_s * work.shares.links
 
 
@@ -126,9 +137,7 @@ def send_all(
         demands = cluster.sent(rank, bytes_to, issue_s=away * config.network.message_ns / 1e9, peer_factor=factor)
         size = max(float(bytes_to.sum()), 1.0)
         sends.append(
-            engine.add(
-                name, demands, size, after[rank], rank=rank, lane="links", delay_s=delay_s, priority=priority
-            )
+            engine.add(name, demands, size, after[rank], rank=rank, lane="links", delay_s=delay_s, priority=priority)
         )
     return arrivals(engine, cluster, sends, name)
 

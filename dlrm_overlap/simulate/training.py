@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.parsing import parse_config
 
 
