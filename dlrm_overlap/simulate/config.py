@@ -120,17 +120,17 @@ class GpuConfig:
     def __post_init__(self) -> None:
         factor = self.memory_gb_per_s / type(self).memory_gb_per_s
         for each in fields(self):
-            default = each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
-            if each.name in _MEMORY_BOUND and getattr(self, each.name) == default:
-                object.__setattr__(self, each.name, _scaled(default, factor))
+            if each.name in _MEMORY_BOUND:
+                default = each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
+                object.__setattr__(self, each.name, _scaled(getattr(self, each.name), default, factor))
 
 
-def _scaled(value: Any, factor: float) -> Any:
-    """Return a rate, or a section of rates, of a memory that is so much faster."""
-    if isinstance(value, float):
-        return value * factor
-    rates = {each.name: getattr(value, each.name) for each in fields(value) if each.name.endswith("_per_s")}
-    return replace(value, **{name: rate and rate * factor for name, rate in rates.items()})
+def _scaled(value: Any, default: Any, factor: float) -> Any:
+    """Return a rate, or a section of rates, of a memory that is so much faster; what is not the default stays."""
+    if isinstance(default, float):
+        return value * factor if value == default else value
+    rates = {each.name: getattr(default, each.name) for each in fields(default) if each.name.endswith("_per_s")}
+    return replace(value, **{n: _scaled(getattr(value, n), rate, factor) for n, rate in rates.items() if rate})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_sections
 from dlrm_overlap.simulate.command import describe, describe_product
-from dlrm_overlap.simulate.config import ExchangeConfig, GpuConfig, LookupConfig, NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.config import ExchangeConfig, GpuConfig, NetworkConfig, SimulateConfig
 from dlrm_overlap.simulate.product import simulate_product
 from dlrm_overlap.simulate.stage import puts_to_host, waves
 from dlrm_overlap.simulate.step import Simulated, simulate
@@ -256,11 +256,13 @@ def test_a_training_configuration_is_told_whether_it_pays(capsys: pytest.Capture
 
 
 def test_a_gpu_with_a_faster_memory_is_faster_where_memory_bounds() -> None:
-    usual, fast = GpuConfig(), GpuConfig(memory_gb_per_s=8450.0, pgas=LookupConfig(5000.0))
+    usual = GpuConfig()
+    fast = GpuConfig(memory_gb_per_s=8450.0, pgas=replace(usual.pgas, gb_per_s=5000.0))
     assert fast.update.adagrad_gb_per_s == 2 * usual.update.adagrad_gb_per_s
-    assert fast.fused.cached_gb_per_s == 2 * (usual.fused.cached_gb_per_s or 0)
     assert fast.optimizer_gb_per_s == 2 * usual.optimizer_gb_per_s
     assert (fast.pgas.gb_per_s, fast.fused.us, fast.update.us) == (5000.0, usual.fused.us, usual.update.us), "as given"
+    for name in ("pgas", "fused"):
+        assert getattr(fast, name).cached_gb_per_s == 2 * getattr(usual, name).cached_gb_per_s
     assert replace(fast, kernel_us=1.0).fused == fast.fused
     config = _read(Path("configs/simulate/mlperf_step.yaml"))
     faster = replace(config, gpu=GpuConfig(memory_gb_per_s=8450.0))
