@@ -21,25 +21,10 @@ def all_to_all(
 ) -> list[int]:
     """Send 1 / W of the buffer to every rank at once, in equal progress; all links are used for the whole time."""
     W = cluster.world_size
-    return exchange(engine, cluster, np.full((W, W), nbytes / W), after, name)
-
-
-def exchange(
-    engine: Engine, cluster: Cluster, bytes_to: np.ndarray, after: Sequence[Sequence[int]], name: str
-) -> list[int]:
-    """Send `bytes_to[r, d]` from each rank r to each rank d; a rank is done when all that comes to it has come."""
-    W = cluster.world_size
-    sends = [
-        engine.add(
-            name,
-            cluster.sent(rank, bytes_to[rank]),
-            float(max(bytes_to[rank].sum(), 1.0)),
-            after[rank],
-            rank=rank,
-            lane="links",
-        )
-        for rank in range(W)
-    ]
+    sends = []
+    for rank in range(W):
+        demands = cluster.sent(rank, np.full(W, nbytes / W))
+        sends.append(engine.add(name, demands, nbytes, after[rank], rank=rank, lane="links"))
     return arrivals(engine, cluster, sends, name)
 
 
@@ -103,14 +88,6 @@ def ring_all_reduce(
     """Sum over all ranks by a ring: each rank sends 2 (W - 1) / W of the buffer in 2 (W - 1) steps."""
     W = cluster.world_size
     return ring(engine, cluster, 2 * (W - 1) / W * nbytes, 2 * (W - 1), [range(W)], after, name)
-
-
-def ring_all_gather(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-gather"
-) -> list[int]:
-    """Gather, or scatter sums, by a ring: each rank sends (W - 1) / W of the buffer in W - 1 steps."""
-    W = cluster.world_size
-    return ring(engine, cluster, (W - 1) / W * nbytes, W - 1, [range(W)], after, name)
 
 
 def hierarchical_all_reduce(

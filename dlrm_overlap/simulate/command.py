@@ -42,8 +42,10 @@ def run(argv: Sequence[str], description: str) -> int:
 def _run(argv: Sequence[str], description: str) -> int:
     train = [text for _, _, text in _options_at(argv, "--train")]
     hosts = [text for _, _, text in _options_at(argv, "--hosts")]
+    if hosts and not train:
+        raise InputError(f"--hosts {hosts[-1]}: it goes with --train; set network.hosts")
     defaults = read_training(Path(train[-1]), hosts[-1] if hosts else "1") if train else None
-    if train and not any("exchange.backend" in text for _, _, text in _options_at(argv, "--vary")):
+    if defaults:
         argv = [*argv, "--vary", f"exchange.backend=torchrec,{defaults['exchange']['backend']}"]
 
     def read(options: Sequence[str]) -> tuple[SimulateConfig, Any]:
@@ -90,8 +92,8 @@ def _run(argv: Sequence[str], description: str) -> int:
         print(format_table([[*more, *shown], *([*a, *b] for a, b in zip(values_varied, lines, strict=True))]))
         if last is not None and len(rows) == 1:
             print(f"\nrank 0, us\n{format_table(phases(last))}")
-        if train:
-            print(_verdict(rows))
+        for base, ours in zip(rows[::2], rows[1::2], strict=True) if train else ():
+            print(_verdict(base, ours))
     if trace and last is not None:
         with _one_line(trace):
             trace.write_text(json.dumps(chrome_trace(last)))
@@ -272,13 +274,13 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
     }
 
 
-def _verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Return one line: does the backend of the last row pay, compared with the first row's of torchrec?"""
-    first, last = rows[0], rows[-1]
-    over = float(first["ms"]) / float(last["ms"])
+def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Return one line: does the backend of a row pay, compared with that of torchrec?"""
+    over = float(torchrec["ms"]) / float(ours["ms"])
+    idle = f"; {ours['idle_ranks']} ranks hold no table" if ours["idle_ranks"] else ""
     return (
-        f"\nsimulated, on {last['world_size']} GPUs: {last['backend']} {'pays' if over > 1 else 'does not pay'}, "
-        f"{over:.2f} times as fast as {first['backend']}'s exchange in a captured step"
+        f"simulated, on {ours['world_size']} GPUs: {ours['backend']} {'pays' if over > 1 else 'does not pay'}, "
+        f"{over:.2f} times as fast as torchrec's exchange in a captured step{idle}"
     )
 
 

@@ -65,7 +65,9 @@ def test_held_out_rows_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path:
     shutil.copytree(RESULTS / "calibration", tmp_path / "calibration")
     for name in ("weak", "strong", "step", "weak_two_gpus", "sweep"):
         rows: list[Any] = read_rows(RESULTS / f"{name}.csv")
-        held_out = split_sweep(rows)[1] if name == "sweep" else [row for row in rows if row["world_size"] == "4"]
+        held_out: list[Any] = (
+            split_sweep(rows)[1] if name == "sweep" else [row for row in rows if row["world_size"] == "4"]
+        )
         for row in held_out:
             for column in {"median_ms", "gpu_ms"} & set(row):
                 row[column] = str(2 * float(row[column]))
