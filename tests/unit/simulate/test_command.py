@@ -78,8 +78,10 @@ def test_the_stage_is_never_faster_than_its_fullest_resource() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_the_time_converges_with_the_number_of_waves(schedule: str) -> None:
-    coarse, fine = (_stage(backend="fused", schedule=schedule, aggregate_bytes=65536, waves=w).ms for w in (16, 128))
-    assert fine == pytest.approx(coarse, rel=0.02)
+    config = _read(Path("configs/simulate/slices.yaml"), "--network.hosts", "8", "--network.gpus_per_host", "4")
+    options = (replace(config.exchange, schedule=schedule, aggregate_bytes=65536, waves=count) for count in (16, 64))  # pyright: ignore[reportArgumentType]
+    coarse, fine = (simulate(replace(config, exchange=exchange)).ms for exchange in options)
+    assert fine == pytest.approx(coarse, rel=0.05)
 
 
 def test_the_order_of_sends_matters_little() -> None:
@@ -136,7 +138,7 @@ def test_the_page_shows_the_table_of_products() -> None:
 def test_the_page_shows_the_tables_of_steps_and_stages() -> None:
     page = Path("docs/simulator.md").read_text()
     tables = runpy.run_path("docs/results/simulated_tables.py")["tables"]()
-    assert len(tables) == 6
+    assert len(tables) == 5
     for name, lines in tables.items():
         assert "\n".join(lines) in page, name
 
