@@ -7,7 +7,7 @@ Four numbers describe a lookup: rates of the memory and of the cache, a time a b
 import ast
 import csv
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from dlrm_overlap.simulate.workload import Workload, build_workload
 Row = Mapping[str, str]
 
 _LOOKUPS = ("baseline", "pgas", "fused")
-_BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
 _LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
 _MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
 
@@ -196,7 +196,7 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
             global_batch=int(row["global_batch"]),
         ),
         exchange=ExchangeConfig(
-            backend=_BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
+            backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
             schedule=row.get("schedule") or "auto",  # pyright: ignore[reportArgumentType]
         ),
     )
@@ -211,56 +211,6 @@ def stage_ms(row: Row, gpu: GpuConfig) -> float:
     copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
     forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)
     return engine.run().seconds * 1e3
-
-
-def fit_loop(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how long a step of each contender takes over the host's time to issue it, where the host bounds it.
-
-    It is more than 1, since what times the steps takes the host's time as well. Rows on one and on two GPUs tell it.
-    """
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if row["world_size"] in ("1", "2"):
-            found.setdefault(row["contender"], []).append(float(row["median_ms"]) / float(row["host_ms"]))
-    return {contender: float(np.mean(ratios)) for contender, ratios in found.items()}
-
-
-def fit_host(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the host's time in ms to issue each contender's stage, from rows on two GPUs which it bounds.
-
-    It is the 10th percentile: what else the machine does only adds to it. The same calls are made on two ranks and on
-    more, so that it holds for any number of ranks of this machine; and for none of another machine.
-    """
-    return {row["contender"]: float(row["p10_ms"]) for row in rows if row["world_size"] == "2"}
-
-
-def predict(
-    rows: Sequence[Row],
-    gpu: GpuConfig,
-    host_ms: Callable[[Row], float],
-    chosen: Callable[[Row], bool],
-    column: str = "median_ms",
-    mark: str = "",
-) -> list[Prediction]:
-    """Return what the simulator says to those rows that are `chosen`, of contenders that it knows.
-
-    Args:
-        rows: of a figure of the stage.
-        gpu: what does the work.
-        host_ms: of a row, how long a step takes if only the host is waited for.
-        chosen: tells which rows to look at.
-        column: of the measured time.
-        mark: put behind the name of a row that `host_ms` bounds.
-    """
-    found = []
-    for row in rows:
-        if row["contender"] in _BACKENDS and chosen(row):
-            schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
-            name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
-            on_gpus_ms, on_host_ms = stage_ms(row, gpu), host_ms(row)
-            name += mark if on_host_ms > on_gpus_ms else ""
-            found.append(Prediction(name, float(row[column]), max(on_gpus_ms, on_host_ms)))
-    return found
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:

@@ -13,10 +13,8 @@ import yaml
 
 from dlrm_overlap.simulate.calibrate import Prediction, read_rows
 from dlrm_overlap.simulate.measured import (
-    OWN_HOST,
     calibrate_from,
-    predict_all,
-    predict_cut,
+    predict_four,
     predict_held_out,
     predict_parts,
     predict_products,
@@ -28,21 +26,15 @@ WITHIN = 0.1
 
 
 def predictions() -> dict[str, list[Prediction]]:
-    """Return all predictions, by what they are of; those that a row's own host time bounds are left out."""
+    """Return all predictions, by what they are of."""
     gpu, calibration = calibrate_from(FOLDER), FOLDER / "calibration"
     found: dict[str, list[Prediction]] = {}
     for name, rows in predict_held_out(FOLDER, gpu).items():
         for each in rows:
             found.setdefault(f"held out: {name}.csv, {each.name.partition(',')[0]}", []).append(each)
-    for each in predict_all(FOLDER, gpu):
-        if not each.name.endswith(OWN_HOST):
-            kind = (
-                "backward" if each.name.startswith("backward") else "step" if each.name.startswith("step") else "stage"
-            )
-            found.setdefault(f"four GPUs: {kind}", []).append(each)
-    found["two GPUs: step, a table cut"] = predict_cut(read_rows(calibration / "cut.csv"), gpu)
-    for name in ("parts", "clock"):
-        found[f"two GPUs: step without a part, {name}.csv"] = predict_parts(read_rows(calibration / f"{name}.csv"), gpu)
+    found |= {f"four GPUs: {kind}": rows for kind, rows in predict_four(FOLDER, gpu).items()}
+    for name in ("cut", "parts", "clock"):
+        found[f"two GPUs: step, {name}.csv"] = predict_parts(read_rows(calibration / f"{name}.csv"), gpu)
     found["four GPUs: reduce-scatter, gemm.csv"] = predict_products(read_rows(FOLDER / "gemm.csv"), gpu)
     return found
 

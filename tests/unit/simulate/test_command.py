@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -127,6 +128,13 @@ def test_the_shown_products_are_what_is_simulated_now(way: str) -> None:
     now = describe_product(simulate_product(config))
     assert shown[0].pop("commit")
     assert shown == [{name: str(value) for name, value in now.items()}]
+
+
+@pytest.mark.parametrize("path", sorted(Path("docs/results").glob("simulated_*.csv")), ids=lambda path: path.stem)
+def test_published_rows_name_the_commit_that_made_them(path: Path) -> None:
+    with path.open(newline="") as file:
+        commits = {row["commit"] for row in csv.DictReader(file)}
+    assert all(re.fullmatch("[0-9a-f]{12}", each) for each in commits), commits
 
 
 def test_the_page_shows_the_table_of_products() -> None:

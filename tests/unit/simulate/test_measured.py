@@ -56,7 +56,9 @@ def test_the_page_says_how_far_rows_are_off_that_were_not_fitted(check: dict[str
         each for name, rows in found.items() if name.startswith("four GPUs") and "gemm" not in name for each in rows
     ]
     runs = len({each.simulated_ms for each in four})
-    assert f"{within(four)} of the {len(four)} rows on four GPUs are, which are {runs} distinct simulations" in told
+    assert (
+        f"{within(four)} of the {len(four)} rows on four GPUs are as near; they are {runs} distinct simulations" in told
+    )
 
 
 def test_held_out_rows_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuCo
 def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None:
     """`uncached_hbm_bytes` of MLPerf's step: the ids are drawn in the same skew, hashed or not."""
     row = next(row for row in read_rows(RESULTS / "step.csv") if row["contender"] == "pgas_graph")
-    config: SimulateConfig = step_config(row, gpu, SimulateConfig().host)
+    config: SimulateConfig = step_config(row, gpu)
     found = build_workload(config.model, config.work, NetworkConfig(gpus_per_host=4).world_size)
     dense = count_dense(config.model, 26, 13, 8192)
     total = found.hbm_bytes + found.update.hbm + 4 * dense.parameters + 2 * dense.outputs
