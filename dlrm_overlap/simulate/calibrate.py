@@ -15,14 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    LookupConfig,
-    NetworkConfig,
-    SimulateConfig,
-    WorkConfig,
-)
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig
 from dlrm_overlap.simulate.stage import build_cluster, forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload

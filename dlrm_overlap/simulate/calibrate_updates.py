@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from dlrm_overlap.simulate.calibrate import Measured, Prediction, Row, line_through, round_rate, stage_config
-from dlrm_overlap.simulate.config import GpuConfig, SimulateConfig, UpdateConfig
+from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, UpdateConfig
 from dlrm_overlap.simulate.step import simulate
 from dlrm_overlap.simulate.workload import build_workload
 from dlrm_overlap.traffic import UpdateBytes

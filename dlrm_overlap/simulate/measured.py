@@ -33,14 +33,8 @@ from dlrm_overlap.simulate.calibrate_updates import (
     fit_traced_updates,
     predict_backward,
 )
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    NetworkConfig,
-    SimulateConfig,
-    UpdateConfig,
-    WorkConfig,
-)
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, UpdateConfig
 from dlrm_overlap.simulate.product import simulate_product, with_product_ms
 from dlrm_overlap.simulate.product_config import ProductConfig
 from dlrm_overlap.simulate.step import simulate

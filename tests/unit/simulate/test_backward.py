@@ -9,16 +9,8 @@ import yaml
 
 from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    KernelsConfig,
-    LookupConfig,
-    NetworkConfig,
-    SimulateConfig,
-    UpdateConfig,
-    WorkConfig,
-)
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, KernelsConfig, LookupConfig, UpdateConfig
 from dlrm_overlap.simulate.stage import build_cluster
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload

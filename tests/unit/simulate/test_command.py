@@ -16,9 +16,10 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_sections
-from dlrm_overlap.simulate.command import describe, describe_product
-from dlrm_overlap.simulate.config import ExchangeConfig, GpuConfig, NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig
 from dlrm_overlap.simulate.product import simulate_product
+from dlrm_overlap.simulate.rows import describe, describe_product
 from dlrm_overlap.simulate.stage import puts_to_host, waves
 from dlrm_overlap.simulate.step import Simulated, simulate
 from dlrm_overlap.simulate.workload import build_workload, misses

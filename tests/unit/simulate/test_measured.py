@@ -14,7 +14,8 @@ import yaml
 
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.simulate.calibrate import read_rows, split_sweep
-from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.config import NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig
 from dlrm_overlap.simulate.measured import (
     calibrate_from,
     product_config,
