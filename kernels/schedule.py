@@ -86,12 +86,6 @@ def staggered_peers(rank: int, world_size: int) -> list[int]:
     return [(rank + turn) % world_size for turn in range(1, world_size)]
 
 
-def resolve_schedule(schedule: str, load_store_peers: bool) -> str:
-    """Return the schedule that `auto` stands for; any other is returned as it is.
-
-    `auto` is balanced where peers are reached by loads and stores. It is remote_first where a put crosses hosts, and
-    takes so long that it must start early.
-    """
-    if schedule != "auto":
-        return schedule
-    return "balanced" if load_store_peers else "remote_first"
+def resolve_schedule(schedule: str) -> str:
+    """Return the schedule that `auto` stands for, balanced; any other is returned as it is."""
+    return "balanced" if schedule == "auto" else schedule

@@ -81,7 +81,7 @@ class ExchangeOptions:
     @property
     def resolved_schedule(self) -> str:
         """The order of the tasks that is taken: `schedule`, or what auto stands for."""
-        return resolve_schedule(self.schedule, load_store_peers=True)
+        return resolve_schedule(self.schedule)
 
     @property
     def resolved_put(self) -> str:

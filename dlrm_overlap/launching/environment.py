@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
         "numpy": stack.version_of("numpy"),
         "gpu": ", ".join(f"{len(list(same))} x {name}" for name, same in itertools.groupby(gpus)),
         "cpu": _cpu(),
-        "commit": _commit(),
+        "commit": commit(),
     }
     return {name: value for name, value in found.items() if value}
 
@@ -47,7 +47,7 @@ def _cpu() -> str:
     return model[1] if model else platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the checkout's commit, with `-dirty` if files differ from it."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed: a repository further up would be someone else's

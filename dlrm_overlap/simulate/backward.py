@@ -10,10 +10,13 @@ each fill the multiprocessors, so beside each other they take turns.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from dlrm_overlap.simulate import stage
 from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.config import SimulateConfig, UpdateConfig
+from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
+from dlrm_overlap.simulate.gpu_config import UpdateConfig
 from dlrm_overlap.simulate.workload import Workload
 
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.protocol.gradients` cuts a rank's window
@@ -45,15 +48,15 @@ class Sort(NamedTuple):
     """altogether, where nothing holds it up"""
 
 
-def sort_of(config: SimulateConfig, work: Workload, rank: int | None = None) -> Sort:
-    """Return the sort of a rank's ids, of which rank 0 has the most; of the mean rank's without a rank."""
+def sort_of(config: SimulateConfig, work: Workload, rank: int) -> Sort:
+    """Return the sort of a rank's ids."""
     rates = _rates(config)
-    busy_s = work.ids * (config.work.fullest_ids if rank == 0 else 1.0) * rates.sort_ns / 1e9
+    busy_s = work.ids * float(work.shares.ids[rank]) * rates.sort_ns / 1e9
     return Sort(busy_s, busy_s + rates.sort_us / 1e6)
 
 
 def rows_s(config: SimulateConfig, work: Workload) -> float:
-    """Return how long the rows of a rank take to be updated, in seconds, those of the whole rank at once."""
+    """Return how long the rows of the mean rank take to be updated, in seconds, all at once."""
     rates = _rates(config)
     once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
     update = work.update
@@ -95,13 +98,11 @@ def add_backward(
         sorted_ids: for each rank, what ends when its ids are sorted; the collective sorts them itself.
     """
     gpu, ranks, several = config.gpu, range(cluster.world_size), cluster.world_size > 1
+    received = work.pair_bytes * work.shares.links
 
-    def memory(
-        name: str, seconds: float, begins: Sequence[Sequence[int]], scaled: bool = False, alone: bool = False
-    ) -> list[int]:
+    def memory(name: str, seconds: np.ndarray, begins: Sequence[Sequence[int]], alone: bool = False) -> list[int]:
         numbers = []
-        for r in ranks:
-            taken = seconds * (config.work.fullest if scaled and r == 0 else 1.0)
+        for r, taken in enumerate(seconds.tolist()):
             # What goes on alone leaves the products no multiprocessor, and they leave it none.
             demands = {cluster.memory(r): taken} | ({cluster.products(r): taken} if alone else {})
             numbers.append(
@@ -112,21 +113,24 @@ def add_backward(
         return numbers
 
     if collective_backward(config):
-        begun = memory("pack", 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9, after) if several else None
+        pack_s = np.full(cluster.world_size, 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9)
+        begun = memory("pack", pack_s, after) if several else None
         gradients = [[number] for number in begun] if begun else after
         arrived = gradients
         if several:
-            numbers = stage.send_all(engine, cluster, config, work.pair_bytes, gradients, "push", collective=True)
+            numbers = stage.send_all(engine, cluster, config, received, gradients, "push", collective=True)
             arrived = [[number] for number in numbers]
-        seconds = sort_of(config, work).least_s + rows_s(config, work)
-        return Backward(_joined(engine, arrived), memory("rows", seconds, arrived, scaled=True))
+        sorts_s = np.array([sort_of(config, work, r).least_s for r in ranks])
+        seconds = sorts_s + rows_s(config, work) * work.shares.memory
+        return Backward(_joined(engine, arrived), memory("rows", seconds, arrived))
     sent, rows = [list(each) for each in after], [list(each) for each in sorted_ids]
     for share in gradient_parts(config, work):
         if several:
-            numbers = stage.send_all(engine, cluster, config, work.pair_bytes * share, sent, "push", collective=False)
+            numbers = stage.send_all(engine, cluster, config, received * share, sent, "push", collective=False)
             sent = [[number] for number in numbers]
         begins = [[*sent[r], *rows[r]] for r in ranks]
-        rows = [[number] for number in memory("rows", rows_s(config, work) * share, begins, scaled=True, alone=True)]
+        seconds = rows_s(config, work) * work.shares.memory * share
+        rows = [[number] for number in memory("rows", seconds, begins, alone=True)]
     return Backward(_joined(engine, sent), [number for (number,) in rows])
 
 

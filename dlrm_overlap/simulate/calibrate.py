@@ -1,12 +1,13 @@
-"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of rows on four.
+"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of other rows.
 
-Two numbers describe a lookup, a rate and a time a bag; the two shapes of `weak.csv` and `strong.csv` on one GPU give
-both. What the exchange adds comes from the rows on two GPUs.
+Four numbers describe a lookup: rates of the memory and of the cache, a time a bag and one on top. Every other shape of
+`sweep.csv`, and the shape of `weak_two_gpus.csv`, give them. What the exchange adds comes from rows on two GPUs.
 """
 
 import ast
 import csv
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,24 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    HostConfig,
-    LookupConfig,
-    NetworkConfig,
-    SimulateConfig,
-    WorkConfig,
-)
-from dlrm_overlap.simulate.stage import build_cluster, forward
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig
+from dlrm_overlap.simulate.stage import build_cluster, forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
-from dlrm_overlap.simulate.workload import build_workload
+from dlrm_overlap.simulate.workload import Workload, build_workload
 
 Row = Mapping[str, str]
 
-_LOOKUPS = {"baseline": "baseline", "pgas": "pgas", "fused": "fused"}
-_STEPS_IN_A_ROW = 16  # half of them until the ranks are as far apart as they stay
-_BACKENDS = {"torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+_LOOKUPS = ("baseline", "pgas", "fused")
+BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+_LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
+_MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
 
 
 class Prediction(NamedTuple):
@@ -60,20 +55,18 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def fit(rows: Sequence[Row], base: GpuConfig) -> GpuConfig:
+def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConfig:
     """Return `base` with what rows of the embedding stage on one and on two GPUs tell; other rows are not looked at.
 
     Args:
-        rows: of `bench weak` and `bench strong`.
+        rows: of `bench weak` and `bench strong`, which tell the rates of memory, links, and the collective library.
+        lookups: rows of the stage with the lookups of today.
         base: the rates that these rows do not tell.
     """
     one = [row for row in rows if row["world_size"] == "1"]
     two = [row for row in rows if row["world_size"] == "2"]
     assert one, "there are rows on one GPU"
     assert two, "there are rows on two GPUs"
-    memory = float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))
-    link = float(np.mean([float(row["link_gb_per_s"]) for row in two]))
-    lookups = {contender: _fit_lookup([row for row in one if row["contender"] == contender]) for contender in _LOOKUPS}
     baseline = [row for row in two if row["contender"] == "baseline"]
     slope, latency_ms = line_through(
         [float(row["link_bytes"]) for row in baseline], [float(row["all_to_all_ms"]) for row in baseline]
@@ -82,17 +75,26 @@ def fit(rows: Sequence[Row], base: GpuConfig) -> GpuConfig:
     unpack_ms = sum(float(row["unpack_ms"]) for row in baseline)
     gpu = replace(
         base,
-        memory_gb_per_s=round_rate(memory),
-        link_gb_per_s=round_rate(link),
+        memory_gb_per_s=round_rate(float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))),
+        link_gb_per_s=round_rate(float(np.mean([float(row["link_gb_per_s"]) for row in two]))),
         collective_gb_per_s=round_rate(1 / slope / 1e6),
         collective_us=round_rate(latency_ms * 1e3),
         copy_gb_per_s=round_rate(copied / unpack_ms / 1e6),
-        **lookups,
     )
-    fused = [row for row in two if row["contender"] == "fused"]
-    more_ms = sum(float(row["median_ms"]) - stage_ms(row, gpu, put="in_place") for row in fused)
-    staged = sum(float(row["link_bytes"]) for row in fused) / more_ms / 1e6
-    return replace(gpu, staged_gb_per_s=round_rate(staged))
+    return replace(gpu, **{name: _fit_lookup([r for r in lookups if r["contender"] == name], gpu) for name in _LOOKUPS})
+
+
+def split_sweep(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the shapes that lookups are fitted to, and those that are held out.
+
+    They take turns like the fields of a chessboard, whose sides are the sweep's dims, bags and batches.
+    """
+    keys = ("dim", "pooling_factor", "global_batch")
+    places = {key: sorted({float(row[key]) for row in rows}) for key in keys}
+    fields: tuple[list[Row], list[Row]] = [], []
+    for row in rows:
+        fields[sum(places[key].index(float(row[key])) for key in keys) % 2].append(row)
+    return fields
 
 
 def round_rate(value: float) -> float:
@@ -100,11 +102,60 @@ def round_rate(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _fit_lookup(rows: Sequence[Row]) -> LookupConfig:
-    table = np.array([[float(row["hbm_bytes"]), int(row["tables"]) * int(row["global_batch"])] for row in rows])
-    seconds = np.array([float(row["lookup_ms"] or row["median_ms"]) / 1e3 for row in rows])
-    per_byte, per_bag = np.linalg.lstsq(table, seconds, rcond=None)[0]
-    return LookupConfig(round_rate(1 / per_byte / 1e9), round_rate(per_bag * 1e9))
+class _Lookup(NamedTuple):
+    """A measured lookup with its exchange, in seconds."""
+
+    work: Workload
+    seconds: float
+    links_s: float
+    """that stores to peers need beside the lookup"""
+    exchange_s: float
+    """that the exchange takes besides"""
+
+
+def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
+    config = stage_config(row, GpuConfig())
+    work = build_workload(config.model, config.work, config.network.world_size)
+    seconds = measured_ms(row) / 1e3
+    if work.world_size == 1:
+        return _Lookup(work, seconds, 0.0, 0.0)
+    if row["contender"] != "baseline":
+        return _Lookup(work, seconds, float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e9, gpu.peer_us / 1e6)
+    collective_s = gpu.collective_us / 1e6 + work.link_bytes / gpu.collective_gb_per_s / 1e9
+    return _Lookup(work, seconds, 0.0, collective_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9)
+
+
+def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
+    """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%.
+
+    Where the links take most of the time, it tells the time on top alone.
+    """
+    best = np.inf, LookupConfig()
+    lookups = [_lookup_of(row, gpu) for row in rows]
+    linked = np.array([each.links_s > _LINKED * each.seconds for each in lookups])
+    bags = np.array([each.work.bags for each in lookups])
+    few = bags * [
+        row["contender"] == "fused" and has_few_bags(each.work) for row, each in zip(rows, lookups, strict=True)
+    ]
+    seconds, links_s, exchange_s = (np.array(column) for column in list(zip(*lookups, strict=True))[1:])
+    unknown = np.stack([np.ones(len(bags)), bags, few], axis=1)
+    equations = np.where(linked[:, None], unknown * [1, 0, 0], unknown) / seconds[:, None]
+    scale = np.maximum(equations.max(axis=0), 1e-30)
+    for memory, cache in itertools.product(_MEMORY_GB_PER_S, _CACHE_GB_PER_S):
+        rates = LookupConfig(round_rate(float(memory)), 0.0, round_rate(float(cache)))
+        pooled_s = np.array([pooling_s(rates, each.work).mean() for each in lookups])
+        left = 1 - (np.where(linked, links_s, pooled_s) + exchange_s) / seconds
+        found = np.maximum(np.linalg.lstsq(equations / scale, left, rcond=None)[0] / scale, 0.0)
+        errors = (found[0] + np.maximum(pooled_s + unknown[:, 1:] @ found[1:], links_s) + exchange_s) / seconds - 1
+        us, bag_ns, few_bag_ns = (round_rate(each) for each in found * [1e6, 1e9, 1e9])
+        lookup = replace(rates, us=us, bag_ns=bag_ns, few_bag_ns=few_bag_ns)
+        best = min(best, (float(np.square(errors).sum()), lookup), key=lambda each: each[0])
+    return best[1]
+
+
+def measured_ms(row: Row) -> float:
+    """Return the GPU's time alone, where a row has it."""
+    return float(row.get("gpu_ms") or row["median_ms"])
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -122,12 +173,13 @@ def _value(text: str) -> Any:
     return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
 
 
-def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateConfig:
-    """Return the simulation of what a row of `bench weak`, `strong`, `stage`, `schedule` or `slice` has measured."""
+def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
+    """Return the simulation of what a row of the embedding stage has measured, over the links of its machine."""
     dim, world_size = int(row["dim"]), int(row["world_size"])
+    link = float(row["link_gb_per_s"]) or gpu.link_gb_per_s  # 0 on one GPU
     return SimulateConfig(
         what="stage",
-        gpu=gpu,
+        gpu=replace(gpu, link_gb_per_s=link),
         network=NetworkConfig(gpus_per_host=world_size),
         model=ModelConfig(dim=dim, bottom_mlp=[dim]),
         work=WorkConfig(
@@ -138,90 +190,21 @@ def stage_config(row: Row, gpu: GpuConfig, backend: str, put: str) -> SimulateCo
             global_batch=int(row["global_batch"]),
         ),
         exchange=ExchangeConfig(
-            backend=backend,  # pyright: ignore[reportArgumentType]
-            schedule=row["schedule"] or "auto",  # pyright: ignore[reportArgumentType]
-            put=put,  # pyright: ignore[reportArgumentType]
+            backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
+            schedule=row.get("schedule") or "auto",  # pyright: ignore[reportArgumentType]
         ),
-        host=HostConfig(),
     )
 
 
-def stage_ms(row: Row, gpu: GpuConfig, put: str = "stores") -> float:
+def stage_ms(row: Row, gpu: GpuConfig) -> float:
     """Return the simulated time of what a row has measured."""
-    backend = row["contender"]
-    if backend == "baseline":  # TorchRec copies its output into the send buffer; this one sends it as it is
-        config = stage_config(row, gpu, "torchrec", put)
-        return simulate_stage_ms(config, copies=False)
-    config = stage_config(row, gpu, backend, put)
-    return simulate_stage_ms(config, steps=_STEPS_IN_A_ROW if backend == "fused" and put == "stores" else 1)
-
-
-def simulate_stage_ms(config: SimulateConfig, copies: bool = True, steps: int = 1) -> float:
-    """Return the simulated time of the stage's forward, of many in a row the time of one.
-
-    In a row ranks need not keep step: where each slice has a flag of its own, a rank that has got all of its slices
-    begins the next step, whatever the others still send to each other.
-    """
+    config = stage_config(row, gpu)
     cluster = build_cluster(config)
     work = build_workload(config.model, config.work, cluster.world_size)
     engine = cluster.engine()
-    ends = [forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)]
-    for _ in range(steps - 1):
-        ends.append(forward(engine, cluster, config, work, [[end] for end in ends[-1]], copies=copies))
-    timeline = engine.run()
-    last_s = [float(timeline.end_s[numbers].max()) for numbers in ends]
-    warm = len(ends) // 2  # the first ones begin together
-    return (last_s[-1] - (last_s[warm - 1] if warm else 0.0)) / (len(ends) - warm) * 1e3
-
-
-def fit_loop(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how long a step of each contender takes over the host's time to issue it, where the host bounds it.
-
-    It is more than 1, since what times the steps takes the host's time as well. Rows on one and on two GPUs tell it.
-    """
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if row["world_size"] in ("1", "2"):
-            found.setdefault(row["contender"], []).append(float(row["median_ms"]) / float(row["host_ms"]))
-    return {contender: float(np.mean(ratios)) for contender, ratios in found.items()}
-
-
-def fit_host(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the host's time in ms to issue each contender's stage, from rows on two GPUs which it bounds.
-
-    It is the 10th percentile: what else the machine does only adds to it. The same calls are made on two ranks and on
-    more, so that it holds for any number of ranks of this machine; and for none of another machine.
-    """
-    return {row["contender"]: float(row["p10_ms"]) for row in rows if row["world_size"] == "2"}
-
-
-def predict(
-    rows: Sequence[Row],
-    gpu: GpuConfig,
-    host_ms: Callable[[Row], float],
-    chosen: Callable[[Row], bool],
-    column: str = "median_ms",
-    mark: str = "",
-) -> list[Prediction]:
-    """Return what the simulator says to those rows that are `chosen`, of contenders that it knows.
-
-    Args:
-        rows: of a figure of the stage.
-        gpu: what does the work.
-        host_ms: of a row, how long a step takes if only the host is waited for.
-        chosen: tells which rows to look at.
-        column: of the measured time.
-        mark: put behind the name of a row that `host_ms` bounds.
-    """
-    found = []
-    for row in rows:
-        if row["contender"] in (*_LOOKUPS, *_BACKENDS) and chosen(row):
-            schedule = f" {row['schedule']}" if row["kind"] == "schedule" else ""
-            name = f"{row['kind']} {row['contender']}{schedule}, {row['multi_hot']} x {row['dim']}"
-            on_gpus_ms, on_host_ms = stage_ms(row, gpu), host_ms(row)
-            name += mark if on_host_ms > on_gpus_ms else ""
-            found.append(Prediction(name, float(row[column]), max(on_gpus_ms, on_host_ms)))
-    return found
+    copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
+    forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)
+    return engine.run().seconds * 1e3
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:

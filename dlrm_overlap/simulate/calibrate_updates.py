@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from dlrm_overlap.simulate.calibrate import Measured, Prediction, Row, line_through, round_rate, stage_config
-from dlrm_overlap.simulate.config import GpuConfig, SimulateConfig, UpdateConfig
+from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, UpdateConfig
 from dlrm_overlap.simulate.step import simulate
 from dlrm_overlap.simulate.workload import build_workload
 from dlrm_overlap.traffic import UpdateBytes
@@ -17,7 +18,7 @@ _FREE = 1e9  # GB/s: what takes no time
 
 def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench backward` has measured, of the contenders baseline and push."""
-    found = stage_config(row, gpu, "torchrec" if row["contender"] == "baseline" else "pgas", "in_place")
+    found = stage_config({**row, "contender": "baseline" if row["contender"] == "baseline" else "pgas"}, gpu)
     work = replace(found.work, optimizer=row["optimizer"])  # pyright: ignore[reportArgumentType]
     return replace(found, what="backward", work=work)
 
@@ -111,6 +112,14 @@ def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
     nbytes = sum(_update_of(each.config).hbm for each in traced)
     rate = round_rate(nbytes / sum(each.ms for each in traced) / 1e6)
     return UpdateConfig(rate, rate, rate)
+
+
+def fit_traced_sorts(traced: Sequence[Measured]) -> tuple[float, float]:
+    """Return the ns that a traced sort takes an id, and the us on top: the line of its time over a rank's ids."""
+    works = [build_workload(each.config.model, each.config.work, each.config.network.world_size) for each in traced]
+    ids = [work.ids * float(work.shares.ids.mean()) for work in works]
+    slope, constant_ms = line_through(ids, [each.ms for each in traced])
+    return round_rate(slope * 1e6), round_rate(constant_ms * 1e3)
 
 
 def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConfig:

@@ -21,25 +21,10 @@ def all_to_all(
 ) -> list[int]:
     """Send 1 / W of the buffer to every rank at once, in equal progress; all links are used for the whole time."""
     W = cluster.world_size
-    return exchange(engine, cluster, np.full((W, W), nbytes / W), after, name)
-
-
-def exchange(
-    engine: Engine, cluster: Cluster, bytes_to: np.ndarray, after: Sequence[Sequence[int]], name: str
-) -> list[int]:
-    """Send `bytes_to[r, d]` from each rank r to each rank d; a rank is done when all that comes to it has come."""
-    W = cluster.world_size
-    sends = [
-        engine.add(
-            name,
-            cluster.sent(rank, bytes_to[rank]),
-            float(max(bytes_to[rank].sum(), 1.0)),
-            after[rank],
-            rank=rank,
-            lane="links",
-        )
-        for rank in range(W)
-    ]
+    sends = []
+    for rank in range(W):
+        demands = cluster.sent(rank, np.full(W, nbytes / W))
+        sends.append(engine.add(name, demands, nbytes, after[rank], rank=rank, lane="links"))
     return arrivals(engine, cluster, sends, name)
 
 
@@ -53,26 +38,6 @@ def arrival(engine: Engine, cluster: Cluster, rank: int, sends: Sequence[int], n
     """Return an activity that ends when `sends`, of any ranks, have ended and arrived at `rank`."""
     latency_s = cluster.latency_s(rank, np.arange(cluster.world_size))
     return engine.add(f"{name}: arrived", {}, after=sends, rank=rank, lane="flags", delay_s=latency_s)
-
-
-def pairwise_all_to_all(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-to-all"
-) -> list[int]:
-    """Send to rank + 1, then to rank + 2, .., one peer after the other, a latency after each."""
-    W = cluster.world_size
-    last = [list(each) for each in after]
-    for turn in range(1, W):
-        begun = []
-        for rank in range(W):
-            demands, latency_s = _demands(cluster, rank, [(rank + turn) % W], nbytes / W)
-            size = max(nbytes / W, 1.0)
-            begun.append(engine.add(name, demands, size, last[rank], rank=rank, lane="links", delay_s=latency_s))
-        last = [[begun[rank], begun[(rank - turn) % W]] for rank in range(W)]
-    every = np.arange(W)
-    return [
-        engine.add(f"{name}: here", {}, after=last[r], rank=r, lane="flags", delay_s=cluster.latency_s(r, every))
-        for r in range(W)
-    ]
 
 
 def _demands(cluster: Cluster, source: int, to: Sequence[int], nbytes: float) -> tuple[Demands, float]:
@@ -125,14 +90,6 @@ def ring_all_reduce(
     return ring(engine, cluster, 2 * (W - 1) / W * nbytes, 2 * (W - 1), [range(W)], after, name)
 
 
-def ring_all_gather(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-gather"
-) -> list[int]:
-    """Gather, or scatter sums, by a ring: each rank sends (W - 1) / W of the buffer in W - 1 steps."""
-    W = cluster.world_size
-    return ring(engine, cluster, (W - 1) / W * nbytes, W - 1, [range(W)], after, name)
-
-
 def hierarchical_all_reduce(
     engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
 ) -> list[int]:
@@ -164,18 +121,6 @@ def hierarchical_all_reduce(
         summed = ring(engine, cluster, 2 * (H - 1) / H * nbytes / g, steps, rails, began, name)
         gathered = [[number] for number in summed]
     return [number for (number,) in scatter(nbytes, hosts, gathered, False)]
-
-
-def hierarchical_all_to_all(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-to-all"
-) -> list[int]:
-    """Bring what is for GPU j of any host to GPU j of the own host, then send it along rail j."""
-    W, g = cluster.world_size, cluster.topology.gpus_per_host
-    ranks = np.arange(W)
-    inside = np.where(ranks[:, None] // g == ranks // g, nbytes / g, 0.0)
-    first = exchange(engine, cluster, inside, after, name)
-    across = np.where(ranks[:, None] % g == ranks % g, nbytes / (W // g), 0.0)
-    return exchange(engine, cluster, across, [[n] for n in first], name)
 
 
 def all_to_all_s(topology: Topology, nbytes: float) -> float:

@@ -5,22 +5,22 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
 from dlrm_overlap.observe.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
-from dlrm_overlap.simulate.step import Simulated, simulate
+from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product, phases
+from dlrm_overlap.simulate.step import simulate
+from dlrm_overlap.simulate.training import read_training
 
-_TRACED_RANKS = 8
 _SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
 _SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
 
@@ -31,8 +31,25 @@ def run(argv: Sequence[str], description: str) -> int:
     Raises:
         InputError: if a key, a value or a file is wrong.
     """
-    prog = "dlrm-overlap simulate"
-    first, values = parse_sections(SimulateConfig, prog, description, _without_vary(argv), _add_options)
+    try:
+        return _run(argv, description)
+    except MemoryError:
+        raise InputError("the simulation needs more memory than there is; take fewer GPUs, tables or waves") from None
+
+
+def _run(argv: Sequence[str], description: str) -> int:
+    train = [text for _, _, text in _options_at(argv, "--train")]
+    hosts = [text for _, _, text in _options_at(argv, "--hosts")]
+    if hosts and not train:
+        raise InputError(f"--hosts {hosts[-1]}: it goes with --train; set network.hosts")
+    defaults = read_training(Path(train[-1]), hosts[-1] if hosts else "1") if train else None
+    if defaults:
+        argv = [*argv, "--vary", f"exchange.backend=torchrec,{defaults['exchange']['backend']}"]
+
+    def read(options: Sequence[str]) -> tuple[SimulateConfig, Any]:
+        return parse_sections(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)
+
+    first, values = read(_without_vary(argv))
     output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
     for path in filter(None, (output, trace)):
         _check_file(path)
@@ -45,8 +62,7 @@ def run(argv: Sequence[str], description: str) -> int:
     configs = [first]
     if combinations[0]:
         # All are read before the first is simulated, so that a mistake in the last value costs no time.
-        options = [[*_without_vary(argv), *_options(each)] for each in combinations]
-        configs = [parse_sections(SimulateConfig, prog, description, each, _add_options)[0] for each in options]
+        configs = [read([*_without_vary(argv), *_options(each)])[0] for each in combinations]
     if len({config.what == "product" for config in configs}) > 1:
         raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
     rows, last = [], None
@@ -62,7 +78,8 @@ def run(argv: Sequence[str], description: str) -> int:
             last = simulate_product(config, tell) if config.what == "product" else simulate(config, tell)
             rows.append(describe_product(last) if isinstance(last, SimulatedProduct) else describe(last))
     if output:
-        _write(output, rows, header, values.append)
+        made_by = {"commit": commit() or ""}
+        _write(output, [row | made_by for row in rows], header, values.append)
     with reader_may_leave():
         print("simulated, not measured")
         shown = _SHOWN_OF_PRODUCTS if first.what == "product" else _SHOWN
@@ -73,6 +90,8 @@ def run(argv: Sequence[str], description: str) -> int:
         print(format_table([[*more, *shown], *([*a, *b] for a, b in zip(values_varied, lines, strict=True))]))
         if last is not None and len(rows) == 1:
             print(f"\nrank 0, us\n{format_table(phases(last))}")
+        for base, ours in zip(rows[::2], rows[1::2], strict=True) if train else ():
+            print(_verdict(base, ours))
     if trace and last is not None:
         with _one_line(trace):
             trace.write_text(json.dumps(chrome_trace(last)))
@@ -83,6 +102,9 @@ def run(argv: Sequence[str], description: str) -> int:
 def _add_options(parser: Parser) -> None:
     parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
     parser.add_argument("--append", action="store_true", help="instead: write the rows behind those of the file")
+    text = "instead of the sections model, work and exchange: a training configuration; says whether its backend pays"
+    parser.add_argument("--train", metavar="FILE", help=text)
+    parser.add_argument("--hosts", help="of a training configuration: hosts of 8 GPUs that a fat tree joins")
     parser.add_argument("--trace", help="file for a trace of the first ranks, for chrome://tracing or Perfetto")
     text = (
         "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations, and keys "
@@ -131,30 +153,33 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], found: Sequence[str], app
         writer.writerows(rows)
 
 
-def _vary_at(argv: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield for each --vary the index of its first and behind its last part, and its text."""
+def _options_at(argv: Sequence[str], name: str) -> Iterator[tuple[int, int, str]]:
+    """Yield for each option `name` the index of its first and behind its last part, and its text."""
     for i, option in enumerate(argv):
-        if option.startswith("--vary="):
+        if option.startswith(f"{name}="):
             yield i, i + 1, option.partition("=")[2]
-        elif option == "--vary":
+        elif option == name:
             if i + 1 == len(argv):
-                raise InputError("--vary: no key is named; write --vary network.hosts=1,2,4")
+                raise InputError(f"{name}: no value follows; see --help")
             yield i, i + 2, argv[i + 1]
 
 
 def _without_vary(argv: Sequence[str]) -> list[str]:
-    taken = {i for first, end, _ in _vary_at(argv) for i in range(first, end)}
+    taken = {i for first, end, _ in _options_at(argv, "--vary") for i in range(first, end)}
     return [option for i, option in enumerate(argv) if i not in taken]
 
 
 def _combinations(argv: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield for each simulation the value of each key that varies."""
     varied = []
-    for _, _, text in _vary_at(argv):
+    for _, _, text in _options_at(argv, "--vary"):
         key, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
             raise InputError(f"--vary {text}: it takes a key and its values; write --vary network.hosts=1,2,4")
         varied.append([_together(key.split("/"), value.split("/"), text) for value in values.split(",")])
+    keys = [key for each in varied for key in each[0]]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise InputError(f"--vary {min(twice)}: the key is there twice; give all its values in one --vary")
     for chosen in itertools.product(*varied):
         yield {key: value for each in chosen for key, value in each.items()}
 
@@ -180,99 +205,11 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
-def describe(simulated: Simulated) -> dict[str, Any]:
-    """Return a simulation's row."""
-    config, timeline, work = simulated.config, simulated.timeline, simulated.work
-    network, exchange = config.network, config.exchange
-    links = 3 * work.world_size
-    busy = float((timeline.carried[links:] / timeline.capacities[links:]).max(initial=0.0)) / timeline.seconds
-    return {
-        "kind": "simulated",
-        "what": config.what,
-        "backend": exchange.backend,
-        "schedule": exchange.schedule,
-        "slice_bags": exchange.slice_bags,
-        "put": exchange.put,
-        "aggregate_bytes": exchange.aggregate_bytes,
-        "aggregate_us": exchange.aggregate_us,
-        "network": network.kind,
-        "hosts": network.hosts,
-        "gpus_per_host": network.gpus_per_host,
-        "world_size": work.world_size,
-        "nic_gbit_per_s": network.nic_gbit_per_s,
-        "latency_ns": network.latency_ns,
-        "message_ns": network.message_ns,
-        "arch": config.model.arch,
-        "dim": config.model.dim,
-        "tables": round(work.features * work.world_size),
-        "samples": work.samples,
-        "hbm_bytes": round(work.hbm_bytes),
-        "link_bytes": round(work.link_bytes),
-        "ms": f"{simulated.ms:.4g}",
-        "gpu_ms": f"{simulated.gpu_ms:.4g}",
-        "samples_per_s": f"{work.samples * work.world_size / simulated.ms * 1e3:.4g}",
-        "busiest_link": f"{busy:.3f}",
-        "activities": len(timeline.activities),
-        "events": timeline.events,
-    }
-
-
-def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
-    """Return the row of a simulated product."""
-    config, product, memory = simulated.config, simulated.config.product, simulated.memory
-    return {
-        "kind": "simulated",
-        "what": config.what,
-        "name": product.name,
-        "layer": product.layer if product.k is None else "",
-        "ranks": config.network.world_size,
-        "m": product.m,
-        "n": product.n,
-        "k": product.terms,
-        "way": product.way,
-        "pattern": product.pattern,
-        "gather": product.gather,
-        "link_gb_per_s": config.gpu.link_gb_per_s,
-        "tflop_per_s": f"{config.gpu.tflop_per_s * config.gpu.dense_efficiency:.4g}",
-        "update_factor": product.update_factor,
-        "ms": f"{simulated.ms:.4g}",
-        "product_ms": f"{simulated.product_ms:.4g}",
-        "scatter_ms": f"{simulated.scatter_ms:.4g}",
-        "memory_mb": f"{memory.total / 1e6:.4g}",
-        **{f"{name}_mb": f"{nbytes / 1e6:.4g}" for name, nbytes in asdict(memory).items()},
-    }
-
-
-def phases(simulated: Simulated | SimulatedProduct) -> list[tuple[str, ...]]:
-    """Return a table of what rank 0 does: name, lane, first start and last end."""
-    timeline = simulated.timeline
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for activity, start, end in zip(timeline.activities, timeline.start_s, timeline.end_s, strict=True):
-        if activity.rank == 0 and len(activity.resources):
-            known = found.get((activity.name, activity.lane), (np.inf, 0.0))
-            found[activity.name, activity.lane] = min(known[0], start), max(known[1], end)
-    lines = [(name, lane, f"{1e6 * a:.1f}", f"{1e6 * b:.1f}") for (name, lane), (a, b) in found.items()]
-    return [("what", "lane", "from", "to"), *lines]
-
-
-def chrome_trace(simulated: Simulated | SimulatedProduct) -> dict[str, Any]:
-    """Return a trace of the first ranks, a process a rank and a thread a lane, times in us."""
-    timeline = simulated.timeline
-    events = [
-        {
-            "name": activity.name,
-            "cat": "simulated",
-            "ph": "X",
-            "pid": activity.rank,
-            "tid": activity.lane,
-            "ts": round(1e6 * float(start), 3),
-            "dur": round(1e6 * float(end - start), 3),
-        }
-        for activity, start, end in zip(timeline.activities, timeline.start_s, timeline.end_s, strict=True)
-        if activity.rank < _TRACED_RANKS and len(activity.resources)
-    ]
-    names = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}, simulated"}}
-        for rank in sorted({event["pid"] for event in events})
-    ]
-    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
+def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Return one line: does the backend of a row pay, compared with that of torchrec?"""
+    over = float(torchrec["ms"]) / float(ours["ms"])
+    idle = f"; {ours['idle_ranks']} ranks hold no table" if ours["idle_ranks"] else ""
+    return (
+        f"simulated, on {ours['world_size']} GPUs: {ours['backend']} {'pays' if over > 1 else 'does not pay'}, "
+        f"{over:.2f} times as fast as torchrec's exchange in a captured step{idle}"
+    )

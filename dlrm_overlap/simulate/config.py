@@ -7,105 +7,14 @@ from dlrm_overlap.config import (
     InputError,
     ModelConfig,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     parse_multi_hot,
 )
+from dlrm_overlap.simulate.gpu_config import GpuConfig
 from dlrm_overlap.simulate.product_config import ProductConfig
 
 _MOST_GPUS, _MOST_WAVES, _MOST_TABLES, _MOST_TILES = 4096, 4096, 1 << 20, 1 << 18  # more take minutes, or the memory
-
-
-@dataclass(frozen=True)
-class LookupConfig:
-    """How fast a kernel pools: its bytes at a rate, and a time for each bag."""
-
-    gb_per_s: PositiveFloat = 4520.0
-    """of rows, ids, offsets and pooled embeddings together"""
-    bag_ns: NonNegativeFloat = 0.1034
-    """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """How fast rows are updated once their gradients are there."""
-
-    sgd_gb_per_s: PositiveFloat = 4225.0
-    """of rows, places and gradients, each gradient read once, under sgd"""
-    adagrad_gb_per_s: PositiveFloat = 4225.0
-    """the same under rowwise_adagrad and adagrad"""
-    repeated_gb_per_s: PositiveFloat = 4225.0
-    """of gradients that are read again, for further ids of a bag"""
-    us: NonNegativeFloat = 0.0
-    """that an update takes whatever its bytes"""
-    gradients_gb_per_s: PositiveFloat | None = None
-    """of gradients that are read for the first time; null: as those of rows"""
-    exchanged_gb_per_s: PositiveFloat | None = None
-    """of gradients that are read to be sent, and written where they arrive; null: as those of rows"""
-    sort_ns: NonNegativeFloat = 0.0
-    """that an id takes to be sorted by row, in which nothing else has the multiprocessors: beside the head's forward
-    where the backward is push, else before the update; 0 where the rates above are those of an update with its sort"""
-    sort_us: NonNegativeFloat = 0.0
-    """that a sort takes on top, however few the ids, and leaves to others: it is many small kernels"""
-
-
-@dataclass(frozen=True)
-class KernelsConfig:
-    """How many kernels of the dense part wait for one another, as compiled and captured; a cross layer is a layer."""
-
-    forward: NonNegativeInt = 2
-    """of a layer, or of the dot products, in the forward: product, activation"""
-    backward: NonNegativeInt = 5
-    """likewise in the backward: two products, two that sum the bias' gradient, the activation's"""
-    loss: NonNegativeInt = 9
-    """of the loss, of casts, and of what else the forward has once"""
-
-
-@dataclass(frozen=True)
-class GpuConfig:
-    """Rates of one GPU and of what runs on it. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
-
-    memory_gb_per_s: PositiveFloat = 4225.0
-    """of a copy within the memory, bytes read and written"""
-    link_gb_per_s: PositiveFloat = 354.1
-    """out of a GPU to its peers in the host by stores or copies, and into it"""
-    collective_gb_per_s: PositiveFloat = 292.0
-    """the same by the collective library"""
-    collective_us: NonNegativeFloat = 29.1
-    """that a collective takes on top of its bytes"""
-    peer_us: NonNegativeFloat = 5.0
-    """from a store to a peer until who waits for its flag goes on"""
-    copy_gb_per_s: PositiveFloat = 3781.0
-    """of the passes that unpack a collective's output or pack its input, bytes read and written"""
-    staged_gb_per_s: PositiveFloat = 1138.0
-    """at which programs that pool put staged slices to peers, instead of pooling"""
-    tflop_per_s: PositiveFloat = 790.0
-    """of matrix products in bf16, at best"""
-    dense_efficiency: PositiveFloat = 0.618
-    """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
-    kernel_us: NonNegativeFloat = 3.751
-    """that each kernel of a captured step takes beside its work, where the next one waits for it"""
-    kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """of the dense part"""
-    pair_tflop_per_s: PositiveFloat | None = 6.46
-    """of the dot interaction's products, each pair counted once; null: as of other products"""
-    step_us: NonNegativeFloat = 15.2
-    """that a captured step takes around its kernels: its launch, counters, what awaits the next batch's ids"""
-    optimizer_gb_per_s: PositiveFloat = 4044.0
-    """of the dense optimizer's 26 bytes a parameter"""
-    baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3841.0, 0.2038))
-    """FBGEMM's lookup, of the backend torchrec"""
-    pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4520.0, 0.1034))
-    """the lookup of the backend pgas"""
-    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4329.0, 0.1119))
-    """the lookup of the backend fused"""
-    update: UpdateConfig = field(
-        default_factory=lambda: UpdateConfig(4382.0, 4382.0, 4382.0, us=41.72, sort_ns=0.05676)
-    )
-    """the update of rows of the backward push"""
-    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(1849.0, 1849.0, 1849.0))
-    """FBGEMM's, of the backward collective"""
 
 
 @dataclass(frozen=True)
@@ -179,10 +88,9 @@ class WorkConfig:
     """instead: samples of all ranks, so that a rank's share shrinks with the number of ranks"""
     dense_features: PositiveInt = 13
     """dense inputs of a sample"""
-    fullest: PositiveFloat = 1.0
-    """work of the fullest rank over the mean; all others have the mean"""
-    fullest_ids: PositiveFloat = 1.0
-    """ids that the fullest rank sorts over the mean: a table that is cut by columns has all its ids at each part"""
+    plan: Literal["auto", "even"] = "auto"
+    """auto: as `embedding.plan: auto` places the tables on so many ranks; even: as if every table could be divided
+    evenly over all ranks"""
     row_bytes: PositiveInt = 4
     """of an element of a row"""
     id_bytes: PositiveInt = 8
@@ -207,9 +115,6 @@ class WorkConfig:
                 parse_multi_hot(each)
             except InputError as error:
                 raise InputError(str(error).replace("data.tables.", "work.", 1)) from None
-        for name in ("fullest", "fullest_ids"):
-            if getattr(self, name) < 1:
-                raise InputError(f"work.{name}: {getattr(self, name)} must be 1 or more; 1 makes all ranks alike")
 
 
 @dataclass(frozen=True)
@@ -225,12 +130,12 @@ class ExchangeConfig:
     """order of the destinations, as embedding.schedule"""
     slice_bags: PositiveInt = 32
     """fused: bags a slice; a slice for another host is one put"""
-    put: Literal["in_place", "stores"] = "in_place"
-    """fused, to peers in the host: rows are stored at once, or slices are staged and copied"""
     aggregate_bytes: int = 0
     """puts to one host are gathered until they have so many bytes; 0 gathers none"""
     aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
+    ids: Literal["beside", "behind"] = "beside"
+    """the next batch's ids share links with the step's transfers in equal parts, or take what these leave of them"""
     waves: PositiveInt = 16
     """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
 

@@ -1,7 +1,7 @@
 """The measured rows that the simulator is calibrated with, and those that it must predict without having seen them.
 
     gpu = calibrate_from(Path("docs/results"))
-    for prediction in predict_all(Path("docs/results"), gpu): ...
+    predictions = predict_four(Path("docs/results"), gpu)
 
 `python docs/results/simulator_check.py` prints both.
 """
@@ -11,84 +11,48 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-
-from dlrm_overlap.config import ModelConfig, parse_multi_hot
-from dlrm_overlap.embedding.balance import TableLoad, balance
+from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.gemm.plan import WHOLE
 from dlrm_overlap.simulate.calibrate import (
+    BACKENDS,
     Measured,
     Prediction,
     Row,
     fit,
-    fit_host,
-    fit_loop,
     fit_step,
-    predict,
+    measured_ms,
     read_rows,
+    split_sweep,
+    stage_ms,
 )
 from dlrm_overlap.simulate.calibrate_updates import (
     fit_backward,
     fit_shared_updates,
+    fit_traced_sorts,
     fit_traced_updates,
     predict_backward,
 )
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    HostConfig,
-    NetworkConfig,
-    SimulateConfig,
-    UpdateConfig,
-    WorkConfig,
-)
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, UpdateConfig
 from dlrm_overlap.simulate.product import simulate_product, with_product_ms
 from dlrm_overlap.simulate.product_config import ProductConfig
 from dlrm_overlap.simulate.step import simulate
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
-_CAPACITY_BYTES = 80 << 30  # of a rank's tables: all those of the rows fit on one
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
 _FREE = 1e9  # GB/s: what takes no time
 _PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
-OWN_HOST = " †"
+_HOST = 0.75  # part of a simulated time above which the host's, to issue it, is what was measured
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD = re.compile(r"\| head with loss, forward and backward \| \d+ \| (\d+) \|")
 
 
-class Fullest(NamedTuple):
-    """What the fullest rank of a plan has over the mean that `build_workload` gives to all."""
-
-    work: float
-    """row elements that it reads, or columns that it sends, whichever is more"""
-    ids: float
-    """ids that it sorts"""
-
-
-def find_fullest(row: Row) -> Fullest:
-    """Return how full the fullest rank is by the balanced plan of the tables of a row of `bench step`."""
-    world_size, dim = int(row["world_size"]), int(row["dim"])
-    pooling = [float(np.mean(parse_multi_hot(each))) for each in ast.literal_eval(row["multi_hot"])]
-    rows = ast.literal_eval(row["rows"])
-    loads = [
-        TableLoad(hot, dim, 4 * dim, 4 * dim * count * (2 if row["optimizer"] == "adagrad" else 1))
-        for hot, count in zip(pooling, rows, strict=True)
-    ]
-    placed = balance(loads, world_size, _CAPACITY_BYTES, cut=row["optimizer"] != "rowwise_adagrad")
-    assert placed is not None, "the tables fit"
-    ids = [sum(hot for hot, ranks in zip(pooling, placed.ranks, strict=True) if r in ranks) for r in range(world_size)]
-    return Fullest(placed.worst, max(ids) * world_size / sum(pooling))
-
-
-def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> SimulateConfig:
+def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench step` has measured."""
     world_size, dim = int(row["world_size"]), int(row["dim"])
     bottom, top = _LAYERS[dim]
-    backend = _CONTENDERS[row["contender"]]
-    fullest = find_fullest(row)
     return SimulateConfig(
         what="step",
         gpu=gpu,
@@ -100,17 +64,13 @@ def step_config(row: Mapping[str, str], gpu: GpuConfig, host: HostConfig) -> Sim
             multi_hot=ast.literal_eval(row["multi_hot"]),
             zipf_alpha=float(row["zipf_alpha"]),
             global_batch=int(row["global_batch"]),
-            fullest=fullest.work,
-            fullest_ids=fullest.ids,
             id_bytes=4,
             wire_bytes=2 if row["precision"] == "bf16" else 4,
             optimizer=row["optimizer"],  # pyright: ignore[reportArgumentType]
         ),
         exchange=ExchangeConfig(
-            backend=backend,  # pyright: ignore[reportArgumentType]
-            put="stores" if backend == "fused" else "in_place",
+            backend=_CONTENDERS[row["contender"]],  # pyright: ignore[reportArgumentType]
         ),
-        host=host,
     )
 
 
@@ -156,23 +116,26 @@ def calibrate_from(folder: Path) -> GpuConfig:
 
     One time is on the page step.md alone, that of the head on one GPU.
     """
-    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), GpuConfig())
+    lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(folder / "weak_two_gpus.csv")]
+    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), lookups, GpuConfig())
     traced = read_rows(folder / "calibration" / "timeline.csv")
     sort_ns = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu).update.sort_ns
-    pgas, torchrec = _traced_updates(traced, "pgas_graph", ["update"]), ["update", "sort"]
+    pgas = _traced_updates(traced, "pgas_graph", "update")
     # What a sort takes on top of its ids is the host's, which issues its kernels one by one; not so in a captured step.
     update = replace(fit_traced_updates(pgas), sort_ns=sort_ns)
-    baseline = fit_traced_updates(_traced_updates(traced, "torchrec_strongest", torchrec))
+    rows, sorts = (_traced_updates(traced, "torchrec_strongest", kind) for kind in ("update", "sort"))
+    baseline_ns, baseline_us = fit_traced_sorts(sorts)
+    baseline = replace(fit_traced_updates(rows), sort_ns=baseline_ns, sort_us=baseline_us)
     gpu = replace(gpu, update=update, baseline_update=baseline)
     quickstart = next(row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and _captured(row))
-    shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu, HostConfig())
+    shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu)
     samples = 8192
     alone = replace(shape, network=NetworkConfig(gpus_per_host=1), work=replace(shape.work, global_batch=samples))
     head = _HEAD.search((folder / "step.md").read_text())
     assert head is not None, "step.md has the time of the head"
     gpu = fit_step(
         gpu,
-        Measured(step_config(quickstart, gpu, HostConfig()), float(quickstart["median_ms"])),
+        Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])),
         Measured(alone, float(head[1]) / 1e3),
     )
     return replace(gpu, update=fit_shared_updates(pgas, gpu))
@@ -182,67 +145,59 @@ def _captured(row: Row) -> bool:
     return row["contender"] == "pgas_graph"
 
 
-def _traced_updates(rows: Sequence[Row], contender: str, kinds: Sequence[str]) -> list[Measured]:
-    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kinds`."""
+def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Measured]:
+    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kind`."""
     chosen = [row for row in rows if row["contender"] == contender]
     steps = {(row["arch"], row["global_batch"]): row for row in chosen}
     traced = []
     for key, step in steps.items():
         ranks = [row for row in chosen if (row["arch"], row["global_batch"]) == key]
-        ms = [sum(float(row[f"{kind}_kernels_ms"]) for kind in kinds) for row in ranks]
-        traced.append(Measured(step_config(step, GpuConfig(), HostConfig()), sum(ms) / len(ms)))
+        ms = [float(row[f"{kind}_kernels_ms"]) for row in ranks]
+        traced.append(Measured(step_config(step, GpuConfig()), sum(ms) / len(ms)))
     return traced
 
 
-def _on_four(row: Row) -> bool:
-    return row["world_size"] == "4"
+def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
+    """Return the predictions of rows on four GPUs, of the stage, the backward and the step.
 
-
-def predict_all(folder: Path, gpu: GpuConfig) -> list[Prediction]:
-    """Return the measured and the simulated time of each row on four GPUs that the simulator has a model of.
-
-    Those of small batches, the 10th percentiles of rows that the host bounds, are of the machine whose host is known.
-    Of the others, of machines of which nothing else tells the host's time, those that the host bounds are marked with
-    OWN_HOST: the time of issuing a step is that of the row itself, `host_ms`, and all else of the step is simulated.
-    Those of the backward are the rows without skew, by the rates of updates without skew, which a step does not use.
+    Rows that the host bounds are left out, and those of `fused` alone: they put staged slices, as no exchange does by
+    itself now. The backward's are those without skew, by the rates of updates without skew, which a step does not use.
     """
-    found: list[Prediction] = []
-    small = read_rows(folder / "calibration" / "small_batch.csv")
-    loop, least_ms = fit_loop(small), fit_host(small)
-
-    def issued_ms(row: Row) -> float:
-        return loop[row["contender"]] * float(row["host_ms"])
-
-    for name in ("weak", "strong", "stage", "schedule"):
-        found += predict(read_rows(folder / f"{name}.csv"), gpu, issued_ms, _on_four, mark=OWN_HOST)
-    rows = [row | {"kind": "small batch"} for row in small]
-    found += predict(rows, gpu, lambda row: least_ms[row["contender"]], _on_four, "p10_ms")
-    unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
-    found += predict_backward(read_rows(folder / "backward.csv"), unskewed)
+    stage, step = [], []
+    for row in (row for name in ("weak", "strong", "stage", "schedule") for row in read_rows(folder / f"{name}.csv")):
+        if row["world_size"] == "4" and row["contender"] in set(BACKENDS) - {"fused"}:
+            name = f"{row['kind']} {row['contender']} {row['schedule']}, {row['multi_hot']} x {row['dim']}"
+            stage.append((row, Prediction(name, measured_ms(row), stage_ms(row, gpu))))
     for row in read_rows(folder / "step.csv"):
-        if _on_four(row) and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
-            samples = int(row["global_batch"]) // 4
-            torchrec = _CONTENDERS[row["contender"]] == "torchrec"
-            host = HostConfig(torchrec_ms=float(row["host_ms"]))
-            name = f"step {row['contender']} {row['arch']}, {samples} samples{OWN_HOST if torchrec else ''}"
-            found.append(Prediction(name, float(row["median_ms"]), simulate(step_config(row, gpu, host)).ms))
-    return found
+        if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
+            name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
+            step.append((row, Prediction(name, measured_ms(row), simulate(step_config(row, gpu)).ms)))
+    unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
+    backward = predict_backward(read_rows(folder / "backward.csv"), unskewed)
+    kept = ([each for row, each in rows if float(row["host_ms"]) < _HOST * each.simulated_ms] for rows in (stage, step))
+    return dict(zip(("stage", "step"), kept, strict=True)) | {"backward": backward}
 
 
-def predict_cut(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
-    """Return the measured and the simulated time of captured steps on two GPUs, with whole tables and with a cut one.
+def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
+    """Return the predictions of rows on one and two GPUs that nothing was fitted to, by the file that has them.
 
-    Args:
-        rows: of `bench timeline`, a row a rank; the slowest rank's time counts, as it was without tracing.
-        gpu: what does the work; these rows have not been looked at for it.
+    The GPU's time alone is predicted where the rows tell it. Of the sweep they are the shapes that were held out.
     """
-    found: list[Prediction] = []
-    for key in dict.fromkeys((row["multi_hot"], row["global_batch"]) for row in rows):
-        ranks = [row for row in rows if (row["multi_hot"], row["global_batch"]) == key]
-        ids = [int(each) for each in ast.literal_eval(key[0])]
-        name = f"step pgas_graph dcn, {int(key[1]) // len(ranks)} samples, {max(ids)} of {sum(ids)} ids in one table"
-        measured_ms = max(float(row["untraced_ms"]) for row in ranks)
-        found.append(Prediction(name, measured_ms, simulate(step_config(ranks[0], gpu, HostConfig())).ms))
+    found: dict[str, list[Prediction]] = {}
+    for name in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
+        rows: Sequence[Row] = read_rows(folder / f"{name}.csv")
+        if name == "sweep":
+            rows = split_sweep(rows)[1]
+        known = [row for row in rows if row["contender"] in BACKENDS]
+        found[name] = [
+            Prediction(
+                f"{row['contender']}, {row['tables']} tables of {row['multi_hot']} x {row['dim']}, "
+                f"{row['global_batch']} samples on {row['world_size']}",
+                measured_ms(row),
+                stage_ms(row, gpu),
+            )
+            for row in known
+        ]
     return found
 
 
@@ -250,7 +205,8 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of captured steps on two GPUs, whole and with a part left out.
 
     Args:
-        rows: of the variants of `python -m tests.gpu.step_parts`, or a row a rank of them, whose slowest counts.
+        rows: of the variants of `python -m tests.gpu.step_parts`, or of `bench timeline`, whose steps are whole; where
+            they are a row a rank, the slowest counts.
         gpu: what does the work; these rows have not been looked at for it.
     """
     gpus = {
@@ -258,16 +214,16 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
         "no_sort": replace(gpu, update=replace(gpu.update, sort_ns=0.0)),
         "no_update": replace(gpu, update=UpdateConfig(_FREE, _FREE, _FREE)),
     }
+    steps: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        steps.setdefault((row.get("variant", "whole"), row["global_batch"], row["multi_hot"]), []).append(row)
     found: list[Prediction] = []
-    for key in dict.fromkeys((row["multi_hot"], row["global_batch"], row["variant"]) for row in rows):
-        ranks = [row for row in rows if (row["multi_hot"], row["global_batch"], row["variant"]) == key]
-        ids, first = [int(each) for each in ast.literal_eval(key[0])], ranks[0]
-        samples = int(key[1]) // int(first["world_size"])
-        name = f"{key[2]}, {samples} samples, {max(ids)} of {sum(ids)} ids in one table"
-        name += f", {first['sm_mhz']} MHz" if first.get("sm_mhz") else ""
-        measured_ms = max(float(row["median_ms"]) for row in ranks)
-        simulated = simulate(step_config({**first, "contender": "pgas_graph"}, gpus[key[2]], HostConfig()))
-        found.append(Prediction(name, measured_ms, simulated.ms))
+    for (variant, batch, hot), ranks in steps.items():
+        ids = [int(each) for each in ast.literal_eval(hot)]
+        name = f"{variant}, {int(batch) // 2} samples, {max(ids)} of {sum(ids)} ids in one table"
+        slowest_ms = max(float(row.get("median_ms") or row["untraced_ms"]) for row in ranks)
+        simulated = simulate(step_config({**ranks[0], "contender": "pgas_graph"}, gpus[variant]))
+        found.append(Prediction(name, slowest_ms, simulated.ms))
     return found
 
 

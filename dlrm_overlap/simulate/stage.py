@@ -3,8 +3,9 @@
 **pgas and fused.** A rank's tasks are taken in the order of `kernels.schedule`, cut into waves of equal numbers of
 tasks. A wave is one activity: it takes the rank's memory for what it pools, and the links to peers in the host for what
 it stores there, in proportion, so a full link holds the pooling up, as it does when programs store. What is for other
-hosts is put when the wave ends, behind what the wave before has put, and travels beside the next waves: a put is not
-waited for. Waves of equal destinations, all within the host, count as one.
+hosts is put when the wave ends, and travels beside the next waves: a put is not waited for. Puts to the same ranks
+follow one another, those to others share the links with them. Waves of equal destinations, all within the host, count
+as one.
 
 **torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
 """
@@ -19,11 +20,14 @@ import numpy as np
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
 from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.collectives import arrival, arrivals
-from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, SimulateConfig
+from dlrm_overlap.simulate.collectives import arrivals
+from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
+from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig
 from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
 from dlrm_overlap.simulate.workload import Workload
+
+_MANY_BAGS = 1 << 17
 
 
 def build_topology(config: SimulateConfig) -> Topology:
@@ -66,9 +70,24 @@ def waves(rank: int, world_size: int, schedule: str, count: int) -> np.ndarray:
     return first if schedule == "linear" else np.roll(first, rank, axis=1)
 
 
-def pooling_s(lookup: LookupConfig, work: Workload) -> float:
-    """Return how long a rank pools if nothing holds it up."""
-    return work.hbm_bytes / lookup.gb_per_s / 1e9 + work.bags * lookup.bag_ns / 1e9
+def has_few_bags(work: Workload) -> bool:
+    """Return whether a persistent kernel takes tasks of one group of bags, as `backends.sliced` cuts them."""
+    return work.bags < _MANY_BAGS and work.ids > work.bags
+
+
+def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
+    """Return [W]: how long each rank pools if nothing holds it up, after `lookup.us`.
+
+    Tables are read one after the other. Each takes as long as the memory needs for what is not in the cache, or as the
+    cache needs for all of its rows, whichever is longer.
+    """
+    from_memory = work.missed_bytes if lookup.cached_gb_per_s else work.read_bytes
+    through_cache_s = work.read_bytes / (lookup.cached_gb_per_s or np.inf)
+    with np.errstate(over="ignore"):  # the engine refuses what takes so long
+        rows_s = np.maximum(from_memory / lookup.gb_per_s, through_cache_s).sum() / 1e9
+    bag_ns = lookup.bag_ns + lookup.few_bag_ns * has_few_bags(work)
+    other_s = (work.hbm_bytes - work.read_bytes.sum()) / lookup.gb_per_s / 1e9 + work.bags * bag_ns / 1e9
+    return rows_s * work.shares.memory + other_s * work.shares.links
 
 
 def forward(
@@ -89,10 +108,6 @@ def forward(
     return _fused_forward(engine, cluster, config, work, after)
 
 
-def _fullest(config: SimulateConfig, rank: int) -> float:
-    return config.work.fullest if rank == 0 else 1.0
-
-
 def collective_s(gpu: GpuConfig) -> float:
     """Return the latency of a collective, in seconds."""
     return gpu.collective_us / 1e6
@@ -102,23 +117,29 @@ def send_all(
     engine: Engine,
     cluster: Cluster,
     config: SimulateConfig,
-    pair_bytes: float,
+    pair_bytes: np.ndarray,
     after: Sequence[Sequence[int]],
     name: str,
     collective: bool,
+    priority: int = 0,
 ) -> list[int]:
-    """Send `pair_bytes` from each rank to each other at once: by the collective library, or by stores and puts."""
+    """Send `pair_bytes` from each rank to each other at once: by the collective library, or by stores and puts.
+
+    `pair_bytes` is [W, 1], of the rank that sends, or [W], of the rank that receives.
+    """
     gpu = config.gpu
     factor = gpu.link_gb_per_s / gpu.collective_gb_per_s if collective else 1.0
     delay_s = collective_s(gpu) if collective else 0.0
     sends = []
     for rank in range(cluster.world_size):
-        bytes_to = np.full(cluster.world_size, pair_bytes * _fullest(config, rank))
+        bytes_to = np.broadcast_to(pair_bytes, (cluster.world_size, cluster.world_size))[rank].copy()
         bytes_to[rank] = 0.0
         away = int((~cluster.same_host(rank)).sum())
         demands = cluster.sent(rank, bytes_to, issue_s=away * config.network.message_ns / 1e9, peer_factor=factor)
         size = max(float(bytes_to.sum()), 1.0)
-        sends.append(engine.add(name, demands, size, after[rank], rank=rank, lane="links", delay_s=delay_s))
+        sends.append(
+            engine.add(name, demands, size, after[rank], rank=rank, lane="links", delay_s=delay_s, priority=priority)
+        )
     return arrivals(engine, cluster, sends, name)
 
 
@@ -130,19 +151,21 @@ def _collective_forward(
     after: Sequence[Sequence[int]],
     copies: bool,
 ) -> list[int]:
-    gpu, W = config.gpu, cluster.world_size
+    gpu, W, sent = config.gpu, cluster.world_size, work.pair_bytes * work.shares.links
 
     def pass_s(nbytes: float) -> float:
         return 2 * nbytes / gpu.copy_gb_per_s / 1e9 if W > 1 else 0.0  # one rank's output is neither sent nor copied
 
     looked_up = []
-    for rank in range(W):
-        seconds = pooling_s(gpu.baseline, work) + (pass_s(work.pair_bytes * W) if copies else 0.0)
-        demand = {cluster.memory(rank): seconds * _fullest(config, rank)}
-        looked_up.append([engine.add("lookup", demand, work.hbm_bytes, after[rank], rank=rank, lane="memory")])
+    for rank, pooled_s in enumerate(pooling_s(gpu.baseline, work)):
+        demand = {cluster.memory(rank): pooled_s + (pass_s(sent[rank] * W) if copies else 0.0)}
+        number = engine.add(
+            "lookup", demand, work.hbm_bytes, after[rank], rank=rank, lane="memory", delay_s=gpu.baseline.us / 1e6
+        )
+        looked_up.append([number])
     if W == 1:
         return [number for (number,) in looked_up]
-    here = send_all(engine, cluster, config, work.pair_bytes, looked_up, "all-to-all", collective=True)
+    here = send_all(engine, cluster, config, sent[:, None], looked_up, "all-to-all", collective=True)
     return [
         engine.add(
             "unpack",
@@ -196,47 +219,40 @@ def _fused_forward(
     gpu, exchange, W = config.gpu, config.exchange, cluster.world_size
     hosts = config.network.hosts
     lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
-    schedule = resolve_schedule(exchange.schedule, load_store_peers=hosts == 1)
-    staged = exchange.backend == "fused" and exchange.put == "stores"
+    schedule = resolve_schedule(exchange.schedule)
     count = max(exchange.waves, 4 * W) if hosts == 1 else exchange.waves
-    alone_s = pooling_s(lookup, work)
+    alone_s, links = pooling_s(lookup, work), work.shares.links
     to_host = work.pair_bytes * config.network.gpus_per_host
     # Unless destinations take turns, a rank pools for one host at a time.
-    put = puts_to_host(config, work, to_host / alone_s * (1 if schedule == "balanced" else hosts))
+    put = puts_to_host(config, work, to_host / alone_s.mean() * (1 if schedule == "balanced" else hosts))
     arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for what one rank stores there
     ends = []
-    last_to: list[list[int]] = [[] for _ in range(W)]  # to each rank, the last wave of each that has something for it
     for rank in range(W):
-        full, near = _fullest(config, rank), cluster.same_host(rank)
+        near, pair_bytes = cluster.same_host(rank), work.pair_bytes * links[rank]
         parts = waves(rank, W, schedule, count)
         if hosts == 1:
             parts = _merge(parts)
-        last, puts = list(after[rank]), []
-        to: dict[int, int] = {}
+        last, puts = list(after[rank]), {}
+        delay_s = lookup.us / 1e6
         for part in parts:
-            inside = np.where(near, part, 0.0) * work.pair_bytes * full
+            inside = np.where(near, part, 0.0) * pair_bytes
             inside[rank] = 0.0
-            own_s = part.sum() / W * alone_s * full  # what arrives from peers is in `alone_s` once, in all waves
+            own_s = part.sum() / W * alone_s[rank]  # what arrives from peers is in `alone_s` once, in all waves
             own_s -= part.sum() / W * (near.sum() - 1) * arriving_s if W > 1 else 0.0
-            if staged:
-                own_s += inside.sum() / gpu.staged_gb_per_s / 1e9
             demands = cluster.sent(rank, inside, memory_s=inside / gpu.memory_gb_per_s / 1e9, own_s=max(own_s, 0.0))
-            last = [engine.add("pool", demands, work.hbm_bytes * part.sum() / W, last, rank=rank, lane="memory")]
-            to |= dict.fromkeys(np.nonzero(inside)[0].tolist(), last[0])
-            away = np.where(near, 0.0, part) * work.pair_bytes * full
+            size = work.hbm_bytes * part.sum() / W
+            last = [engine.add("pool", demands, size, last, rank=rank, lane="memory", delay_s=delay_s)]
+            delay_s = 0.0
+            away = np.where(near, 0.0, part) * pair_bytes
             if away.any():
                 issue_s = away.sum() / put.bytes * config.network.message_ns / 1e9
                 demands = cluster.sent(rank, away, issue_s=issue_s)
                 ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=put.wait_s)
-                puts = [engine.add("put", demands, float(away.sum()), [ready, *puts], rank=rank, lane="network")]
-        ends.append(engine.add("sent", {}, after=[*last, *puts], rank=rank, lane="flags"))
-        for destination, wave in to.items():
-            last_to[destination].append(wave)
-    if W == 1:
-        return ends
-    if staged and hosts == 1:  # a flag a slice
-        return [arrival(engine, cluster, r, [*last_to[r], ends[r]], "embeddings") for r in range(W)]
-    return arrivals(engine, cluster, ends, "embeddings")
+                to_same, size = away.nonzero()[0].tobytes(), float(away.sum())
+                before = [puts[to_same]] if to_same in puts else []
+                puts[to_same] = engine.add("put", demands, size, [ready, *before], rank=rank, lane="network")
+        ends.append(engine.add("sent", {}, after=[*last, *puts.values()], rank=rank, lane="flags"))
+    return arrivals(engine, cluster, ends, "embeddings") if W > 1 else ends
 
 
 def _merge(parts: np.ndarray) -> list[np.ndarray]:

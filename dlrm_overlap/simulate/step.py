@@ -122,12 +122,14 @@ def _sorts(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workl
     Its kernels are in the same queue of programs as the dense part's: while they have the multiprocessors, those wait.
     """
     sorts = [sort_of(config, work, rank) for rank in range(cluster.world_size)]
+    if not any(sort.least_s for sort in sorts):
+        return []
     return [
         engine.add(
             "sort", {cluster.products(r): sort.busy_s}, max(sort.busy_s, 1e-12), [after[r]], rank=r, lane="ids",
             least_s=sort.least_s,
         )
-        for r, sort in enumerate(sorts) if sort.least_s
+        for r, sort in enumerate(sorts)
     ]  # fmt: skip
 
 
@@ -152,9 +154,11 @@ def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Wo
     none: list[list[int]] = [[] for _ in ranks]
     begun = [engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in ranks]
     if several:
+        received = work.id_bytes / (cluster.world_size - 1) * work.shares.ids
         stage.send_all(
-            engine, cluster, config, work.id_bytes / (cluster.world_size - 1), none, "ids", collective=baseline
-        )
+            engine, cluster, config, received, none, "ids", collective=baseline,
+            priority=-1 if config.exchange.ids == "behind" else 0,
+        )  # fmt: skip
     embeddings = stage.forward(engine, cluster, config, work, each(begun))
     bottom = products("bottom MLP", dense.bottom_forward, each(begun), dense.bottom_forward_kernels)
     head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_forward_kernels)

@@ -136,7 +136,7 @@ class Torus:
         g, W = self.gpus_per_host, self.world_size
         here = source // g
         inside = _star(source, _others(source, here * g, here * g + g), 0, W)
-        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]  # all there are on a torus of one host
         host = np.arange(self.x * self.y)
         right, up = self._turns(here)
         for axis, (turns, length) in enumerate(((right, self.x), (up, self.y))):

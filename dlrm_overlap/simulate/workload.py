@@ -1,20 +1,42 @@
-"""What one rank has to do in a step on average, counted by `dlrm_overlap.traffic` as the figures of `bench` count."""
+"""What ranks have to do in a step, counted by `dlrm_overlap.traffic` as the figures of `bench` count: the mean rank's
+work, and how much of it each rank has by the plan.
+"""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_overlap.config import ModelConfig, parse_multi_hot
+from dlrm_overlap.config import InputError, ModelConfig, parse_multi_hot
+from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.simulate.config import WorkConfig
 from dlrm_overlap.traffic import ShardTraffic, UpdateBytes, pooling_bytes, update_bytes
 
 _EXACT_RANKS, _BIN = 4096, 1.01  # the first so many rows one by one, then rows together up to 1% more
+CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps what the multiprocessors beside it have read
+_CAPACITY_BYTES = 112 * 10**9  # of a rank's tables: an H200's memory, less the fifth that `embedding.plan` reserves
+
+
+class Shares(NamedTuple):
+    """Of each rank, [W], its part of the work over the mean rank's."""
+
+    memory: np.ndarray
+    """row elements that it reads"""
+    links: np.ndarray
+    """columns that it sends"""
+    ids: np.ndarray
+    """ids that it looks up and sorts: a table that is cut by columns has all its ids at each shard"""
+
+    @property
+    def idle_ranks(self) -> int:
+        """Ranks that hold no table."""
+        return int((self.links == 0).sum())
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One rank's step of W, where all ranks have equal parts of every table's columns and ids."""
+    """The mean rank's step of W, and the ranks' shares of it."""
 
     world_size: int
     samples: int
@@ -25,6 +47,10 @@ class Workload:
     """tables of a rank, T / W, which may be a part of one"""
     hbm_bytes: float
     """of the forward, as `bench.harness.limits.count_bytes` counts"""
+    read_bytes: np.ndarray
+    """[T] of them the rows of each table"""
+    missed_bytes: np.ndarray
+    """[T] of these the rows that are not in the cache"""
     link_bytes: float
     """out to peers in the forward"""
     pair_bytes: float
@@ -37,24 +63,31 @@ class Workload:
     """of ids and offsets that a rank sends to others"""
     ids: float
     """that a rank looks up"""
+    shares: Shares
 
 
 def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Workload:
-    """Return the work of the mean rank.
+    """Return the work of the mean rank, and the ranks' shares of it by the plan.
 
-    Tables are divided as if each could be cut into as many parts as there are ranks, which the plan of a run
-    approximates where there are enough of them.
+    Raises:
+        InputError: if the plan has no room for the tables.
     """
     tables = work.tables_per_rank * world_size if work.tables_per_rank is not None else work.tables
     samples = work.global_batch // world_size if work.global_batch is not None else work.samples
     batch, dim = samples * world_size, model.dim
     every_rows = work.rows if isinstance(work.rows, list) else [work.rows] * tables
     every_hot = work.multi_hot if isinstance(work.multi_hot, list) else [work.multi_hot] * tables
-    shards = []
+    shards, loads, read, missed = [], [], [], []
     for rows, spec in zip(every_rows, every_hot, strict=True):
         least, most = parse_multi_hot(spec)
         ids = batch * (least + most) / 2
-        touched = expected_rows(min(rows, work.max_rows or rows), work.zipf_alpha, ids)
+        rows = min(rows, work.max_rows or rows)
+        row_bytes = dim * work.row_bytes
+        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[work.optimizer]
+        loads.append(TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes)))
+        touched = expected_rows(rows, work.zipf_alpha, ids)
+        read.append(ids * row_bytes / world_size)
+        missed.append(misses(rows, work.zipf_alpha, ids, CACHE_BYTES / row_bytes) * row_bytes / world_size)
         filled = batch * (1.0 if least else most / (most + 1))
         # The rank's part of a table counts as a shard of all its columns and of a part of its rows and bags.
         shards.append(ShardTraffic(ids / world_size, touched / world_size, filled / world_size, dim, work.row_bytes))
@@ -78,13 +111,59 @@ def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Wor
         bags=bags,
         features=tables / world_size,
         hbm_bytes=hbm + (bags + 1) * work.id_bytes,
+        read_bytes=np.array(read),
+        missed_bytes=np.array(missed),
         link_bytes=link,
         pair_bytes=samples * owner_dim * work.wire_bytes,
         pooled_bytes=samples * total_dim * work.wire_bytes,
         update=update,
         id_bytes=(own_ids + bags) * work.id_bytes * (world_size - 1) / world_size,
         ids=own_ids,
+        shares=_shares(tuple(loads), world_size, work.optimizer != "rowwise_adagrad", work.plan == "even"),
     )
+
+
+@lru_cache(maxsize=32)
+def _shares(tables: tuple[TableLoad, ...], world_size: int, cut: bool, even: bool) -> Shares:
+    """Return the ranks' shares by the plan of these tables; equal ones if `even`, or if every rank gets as many alike.
+
+    Example: 2 ranks, tables of 4, 3 and 1 ids a bag, 64 columns each, none of them cut: the ranks hold the first, and
+    both others. Of memory both have 1, of columns 2/3 and 4/3, and of ids 1.
+    """
+    if even or world_size == 1 or (len(set(tables)) == 1 and len(tables) % world_size == 0):
+        return Shares(*np.ones((3, world_size)))
+    placed = balance(tables, world_size, _CAPACITY_BYTES, cut)
+    if placed is None:
+        raise InputError(
+            f"work: tables of {sum(table.bytes for table in tables) / 1e9:.0f} GB, of which {world_size} ranks have no "
+            f"room for {_CAPACITY_BYTES / 1e9:.0f} GB each; set work.max_rows, or take more ranks"
+        )
+    found = np.zeros((3, world_size))
+    for table, ranks in zip(tables, placed.ranks, strict=True):
+        columns = table.dim / len(ranks)
+        found[:, ranks] += np.array([[table.pooling * columns], [columns], [table.pooling]])
+    total = [sum(t.pooling * t.dim for t in tables), sum(t.dim for t in tables), sum(t.pooling for t in tables)]
+    return Shares(*(found * world_size / np.array(total)[:, None]))
+
+
+@cache
+def misses(rows: int, alpha: float, ids: float, cached_rows: float) -> float:
+    """Return how many of `ids` independent ids name a row that none of the last ids name that fill the cache.
+
+    So many ids as name `cached_rows` rows fill it. After these an id is missed as often as one more id names a row
+    that so many have not named (Denning & Schwartz 1972).
+
+    Example: 1000 rows, all alike, 100 of which stay: 105 ids name 100, and 9 of 10 ids after these are missed.
+    """
+    if expected_rows(rows, alpha, ids) <= cached_rows:
+        return expected_rows(rows, alpha, ids)
+    filled, more = cached_rows, ids
+    while more - filled > 1e-6 * ids:
+        between = (filled + more) / 2
+        filled, more = (between, more) if expected_rows(rows, alpha, between) < cached_rows else (filled, between)
+    step = max(1.0, 1e-3 * filled)
+    new = (expected_rows(rows, alpha, filled + step) - expected_rows(rows, alpha, filled)) / step
+    return cached_rows + (ids - filled) * new
 
 
 @cache

@@ -68,30 +68,20 @@ def lines(
 
 
 def draw_scaling(folder: Path) -> None:
-    """Draw weak and strong scaling of MLPerf's step, side by side."""
-    titles = {"weak": "MLPerf's step, 8192 samples a GPU", "strong": "MLPerf's step, 262144 samples in all"}
-    _draw_panels(folder, titles, "GPUs, 8 a host, 400 Gb/s each", "simulated_scaling")
-
-
-def draw_p1_scaling(folder: Path) -> None:
-    """Draw weak and strong scaling of the step of arXiv 2305.06942's model, side by side."""
-    titles = {"p1_weak": "43 layers of 682, 1024 samples a node", "p1_strong": "the same, 131072 samples in all"}
-    _draw_panels(folder, titles, "nodes of a 2-D torus, 200 Gb/s", "simulated_p1_scaling")
-
-
-def _draw_panels(folder: Path, titles: Mapping[str, str], x_label: str, name: str) -> None:
+    """Draw weak scaling of MLPerf's step by the plan, and with tables that are divided evenly, side by side."""
+    titles = {"auto": "tables by the plan", "even": "tables divided evenly"}
     figure, panels = plt.subplots(1, len(titles), figsize=(9, 3.2), layout="constrained")
-    for axes, (rows, title) in zip(panels, titles.items(), strict=True):
-        from_ms = 5 if rows == "p1_strong" else None
-        lines(axes, read_rows(folder / f"simulated_{rows}.csv"), "world_size", from_ms=from_ms)
-        axes.set_title(f"Simulated: {title}", fontsize=9)
-        axes.set_xlabel(x_label)
-    _save(figure, folder / f"{name}.svg")
+    rows = read_rows(folder / "simulated_weak.csv")
+    for axes, (plan, title) in zip(panels, titles.items(), strict=True):
+        lines(axes, [row for row in rows if row["plan"] == plan], "world_size", from_ms=2 if plan == "auto" else None)
+        axes.set_title(f"Simulated: MLPerf's step, {title}", fontsize=9)
+        axes.set_xlabel("GPUs, 8 a host, 400 Gb/s and 8192 samples each")
+    _save(figure, folder / "simulated_scaling.svg")
 
 
 def draw_p1(folder: Path) -> None:
     """Draw the step of arXiv 2305.06942's model, a panel for each number of samples."""
-    rows = [row for row in read_rows(folder / "simulated_p1.csv") if row["schedule"] == "balanced"]
+    rows = read_rows(folder / "simulated_p1.csv")
     counts = sorted({int(row["samples"]) for row in rows})
     figure, panels = plt.subplots(1, len(counts), figsize=(9, 3.2), layout="constrained", squeeze=False)
     for axes, samples in zip(panels[0], counts, strict=True):
@@ -102,12 +92,13 @@ def draw_p1(folder: Path) -> None:
 
 
 def draw_slices(folder: Path) -> None:
-    """Draw the stage over the size of a slice, a line for each rate of the NICs, in the balanced order."""
-    rows = [row for row in read_rows(folder / "simulated_slices.csv") if row["schedule"] == "balanced"]
-    rows = [row for row in rows if int(row["slice_bags"]) > 1]  # 1.6 s at every rate
+    """Draw the stage over the size of a slice, a line for each rate of the NICs."""
+    rows = [
+        row for row in read_rows(folder / "simulated_slices.csv") if int(row["slice_bags"]) > 1
+    ]  # 1.6 s at every rate
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     lines(axes, rows, "slice_bags", lambda row: f"{float(row['nic_gbit_per_s']):g} Gb/s a GPU", from_ms=10)
-    axes.set_title("Simulated: embedding stage on 16 hosts of 8 GPUs, fused, balanced", fontsize=9)
+    axes.set_title("Simulated: embedding stage on 16 hosts of 8 GPUs, fused", fontsize=9)
     axes.set_xlabel("bags a slice")
     _save(figure, folder / "simulated_slices.svg")
 
@@ -173,7 +164,7 @@ def main(folder: str | Path = Path(__file__).parent) -> None:
     """Draw all figures of the rows in `folder`."""
     # Text stays text, and the same rows give the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "simulated", "font.size": 8, "hatch.linewidth": 0.4}
-    for draw in (draw_scaling, draw_p1, draw_p1_scaling, draw_slices, draw_pays, draw_products):
+    for draw in (draw_scaling, draw_p1, draw_slices, draw_pays, draw_products):
         draw(Path(folder))
 
 

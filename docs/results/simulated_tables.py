@@ -57,24 +57,42 @@ def grid(rows: Sequence[Row], names: Sequence[str], column: str) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in shown]
 
 
+def scaling() -> list[str]:
+    """Return the lines of MLPerf's step: by the plan, with the work of the fullest ranks, and with even tables."""
+    rows = read_rows("simulated_weak.csv")
+    plan, even = (
+        lines([row for row in rows if row["plan"] == kind], ["world_size"], over) for kind in ("auto", "even")
+    )
+    fullest = {row["world_size"]: row for row in rows if row["plan"] == "auto"}
+    shown = []
+    for gpus, cells in plan.items():
+        work = [f"{float(fullest[gpus][f'fullest_{of}']):.3g}" for of in ("memory", "links", "ids")]
+        shown.append(f"| {gpus} | {', '.join(work)} | {fullest[gpus]['idle_ranks']} | {cells} | {even[gpus]} |")
+    return shown
+
+
+def shares_of_ids() -> list[str]:
+    """Return the lines of the sensitivity to ids: their bytes, and how they share the links."""
+    rows = read_rows("simulated_p1_ids.csv")
+    keys = dict.fromkeys((row["samples"], row["id_bytes"], row["ids"]) for row in rows)
+    shown = []
+    for key in keys:
+        of = [row for row in rows if (row["samples"], row["id_bytes"], row["ids"]) == key]
+        ms = {row["backend"]: row["ms"] for row in of}
+        shown.append(f"| {' | '.join([*key, *ms.values(), off(list(ms.values()))])} |")
+    return shown
+
+
 def tables() -> dict[str, list[str]]:
     """Return the lines of each table below its head, by the file that has its rows."""
-    made = {
-        name: [f"| {key} | {cells} |" for key, cells in lines(read_rows(name), names, compare).items()]
-        for name, names, compare in (
-            ("simulated_weak.csv", ["world_size"], over),
-            ("simulated_strong.csv", ["world_size"], over),
-        )
+    rows = lines(read_rows("simulated_p1.csv"), ["samples", "hosts"], off)
+    return {
+        "simulated_weak.csv": scaling(),
+        "simulated_p1.csv": [f"| {key} | {cells} |" for key, cells in rows.items()],
+        "simulated_p1_ids.csv": shares_of_ids(),
+        "simulated_slices.csv": grid(read_rows("simulated_slices.csv"), ["nic_gbit_per_s"], "slice_bags"),
+        "simulated_aggregator.csv": grid(read_rows("simulated_aggregator.csv"), ["aggregate_us"], "aggregate_bytes"),
     }
-    balanced = [row for row in read_rows("simulated_p1.csv") if row["schedule"] == "balanced"]
-    made["simulated_p1.csv"] = [
-        f"| {key} | {cells} |" for key, cells in lines(balanced, ["samples", "hosts"], off).items()
-    ]
-    weak, strong = (lines(read_rows(f"simulated_p1_{kind}.csv"), ["hosts"], off) for kind in ("weak", "strong"))
-    made["simulated_p1_weak.csv"] = [f"| {key} | {cells} | {strong[key]} |" for key, cells in weak.items()]
-    made["simulated_slices.csv"] = grid(read_rows("simulated_slices.csv"), ["nic_gbit_per_s", "schedule"], "slice_bags")
-    made["simulated_aggregator.csv"] = grid(read_rows("simulated_aggregator.csv"), ["aggregate_us"], "aggregate_bytes")
-    return made
 
 
 if __name__ == "__main__":

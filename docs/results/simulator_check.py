@@ -1,58 +1,70 @@
-"""Print what rows on one and two GPUs tell of a GPU, and what the simulator says to the rows on four, as Markdown.
+"""Print what rows on one and two GPUs tell of a GPU, and how far the simulator is off other rows, as Markdown.
 
-Run it as `python docs/results/simulator_check.py [--write]`. The first part is the section `gpu` of
-`configs/simulate/h200.yaml`. Then come the tables of `docs/simulator.md`: of the rows on four GPUs, of steps on two
-with a table that is cut, of steps without some of their parts (twice: of another machine with the GPU's clock), and of
-the rows of `bench gemm`. `--write` puts them there.
+Run it as `python docs/results/simulator_check.py [--rows]`. The first part is the section `gpu` of
+`configs/simulate/h200.yaml`, the second the table of `docs/simulator.md`. `--rows` prints every row as well.
 """
 
 import dataclasses
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from dlrm_overlap.simulate.calibrate import Prediction, read_rows
-from dlrm_overlap.simulate.calibrate_updates import fit_backward
-from dlrm_overlap.simulate.measured import calibrate_from, predict_all, predict_cut, predict_parts, predict_products
+from dlrm_overlap.simulate.measured import (
+    calibrate_from,
+    predict_four,
+    predict_held_out,
+    predict_parts,
+    predict_products,
+)
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent / "simulator.md"
-HEAD = "| row | measured, ms | simulated, ms | error |\n|---|---|---|---|\n"
+HEAD = ["| rows | number | within 10% | least and greatest error |", "|---|---|---|---|"]
+WITHIN = 0.1
 
 
-def main(write: bool) -> None:
-    """Print all parts; put the tables on the page if `write`."""
-    gpu = calibrate_from(FOLDER)
-    print(yaml.safe_dump({"gpu": dataclasses.asdict(gpu)}, sort_keys=False))
-    unskewed = fit_backward(read_rows(FOLDER / "calibration" / "backward.csv"), gpu)
-    for name, rates in {"push": unskewed.update, "baseline": unskewed.baseline_update}.items():
-        sgd, adagrad = rates.sgd_gb_per_s, rates.adagrad_gb_per_s
-        print(f"updates without skew, {name}: {sgd:g} GB/s under sgd, {adagrad:g} under rowwise_adagrad")
-    print(f"a sort takes {unskewed.update.sort_ns:g} ns an id\n")
-    tables = [
-        make_table(predict_all(FOLDER, gpu)),
-        make_table(predict_cut(read_rows(FOLDER / "calibration" / "cut.csv"), gpu)),
-        make_table(predict_parts(read_rows(FOLDER / "calibration" / "parts.csv"), gpu)),
-        make_table(predict_parts(read_rows(FOLDER / "calibration" / "clock.csv"), gpu)),
-        make_table(predict_products(read_rows(FOLDER / "gemm.csv"), gpu)),
-    ]
-    if write:
-        texts = iter(tables)
-        PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: next(texts), PAGE.read_text(), count=5))
+def predictions() -> dict[str, list[Prediction]]:
+    """Return all predictions, by what they are of."""
+    gpu, calibration = calibrate_from(FOLDER), FOLDER / "calibration"
+    found: dict[str, list[Prediction]] = {}
+    for name, rows in predict_held_out(FOLDER, gpu).items():
+        for each in rows:
+            found.setdefault(f"held out: {name}.csv, {each.name.partition(',')[0]}", []).append(each)
+    found |= {f"four GPUs: {kind}": rows for kind, rows in predict_four(FOLDER, gpu).items()}
+    for name in ("cut", "parts", "clock"):
+        found[f"two GPUs: step, {name}.csv"] = predict_parts(read_rows(calibration / f"{name}.csv"), gpu)
+    found["four GPUs: reduce-scatter, gemm.csv"] = predict_products(read_rows(FOLDER / "gemm.csv"), gpu)
+    return found
 
 
-def make_table(predictions: Sequence[Prediction]) -> str:
-    """Return a line for each prediction; print them, and how many are within 10%."""
-    lines = [
-        f"| {e.name} | {e.measured_ms:.3f} | {e.simulated_ms:.3f} | {100 * e.error:+.1f}% |\n" for e in predictions
-    ]
-    print(f"{sum(abs(e.error) <= 0.1 for e in predictions)} of {len(predictions)} rows within 10%\n")
-    print(HEAD + "".join(lines))
-    return HEAD + "".join(lines)
+def within(rows: Sequence[Prediction]) -> int:
+    """Return how many are within 10%."""
+    return sum(abs(each.error) <= WITHIN for each in rows)
+
+
+def table(found: Mapping[str, Sequence[Prediction]]) -> list[str]:
+    """Return a line for each kind of rows."""
+    lines = list(HEAD)
+    for name, rows in found.items():
+        errors = [100 * each.error for each in rows]
+        lines.append(f"| {name} | {len(rows)} | {within(rows)} | {min(errors):+.0f}%, {max(errors):+.0f}% |")
+    return lines
+
+
+def main(every_row: bool) -> None:
+    """Print all parts."""
+    print(yaml.safe_dump({"gpu": dataclasses.asdict(calibrate_from(FOLDER))}, sort_keys=False))
+    found = predictions()
+    print("\n".join(table(found)))
+    for name, rows in found.items() if every_row else ():
+        print(f"\n{name}")
+        for each in rows:
+            print(
+                f"{each.name}: {each.measured_ms:.3f} ms, {each.simulated_ms:.3f} simulated, {100 * each.error:+.1f}%"
+            )
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv[1:])
+    main("--rows" in sys.argv[1:])

@@ -70,7 +70,6 @@ def test_worked_example() -> None:
 
 
 def test_auto() -> None:
-    assert resolve_schedule("auto", load_store_peers=True) == "balanced"
-    assert resolve_schedule("auto", load_store_peers=False) == "remote_first"
+    assert resolve_schedule("auto") == "balanced"
     for schedule in SCHEDULES:
-        assert resolve_schedule(schedule, load_store_peers=True) == schedule
+        assert resolve_schedule(schedule) == schedule

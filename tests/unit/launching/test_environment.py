@@ -25,7 +25,7 @@ def test_environment_tells_versions_and_only_what_there_is(
 
 def test_commit_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "dlrm_overlap" / "launching" / "environment.py"))
-    assert environment._commit() is None
+    assert environment.commit() is None
 
     def git(*arguments: str) -> str:
         user = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -38,6 +38,6 @@ def test_commit_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.Monk
     git("commit", "-m", "first")
     git("tag", "-a", "v1", "-m", "v1")
     commit = git("rev-parse", "--short=12", "HEAD")
-    assert environment._commit() == commit
+    assert environment.commit() == commit
     (tmp_path / "file").write_text("2")
-    assert environment._commit() == f"{commit}-dirty"
+    assert environment.commit() == f"{commit}-dirty"

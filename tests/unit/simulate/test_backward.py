@@ -1,20 +1,16 @@
 """The simulated backward: parts, and times that can be told by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
-from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    KernelsConfig,
-    NetworkConfig,
-    SimulateConfig,
-    UpdateConfig,
-    WorkConfig,
-)
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, KernelsConfig, LookupConfig, UpdateConfig
 from dlrm_overlap.simulate.stage import build_cluster
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
@@ -61,14 +57,11 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
     parts_ms = [
         2 * work.pooled_bytes / GPU.copy_gb_per_s / 1e6,
         GPU.collective_us / 1e3 + 3 * work.pair_bytes / GPU.collective_gb_per_s / 1e6,
-        1e3 * sort_of(config, work).least_s,
+        1e3 * sort_of(config, work, 0).least_s,
         1e3 * rows_s(config, work),
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
-    assert sort_of(config, work) == pytest.approx((work.ids * 0.1e-9, work.ids * 0.1e-9))
-    fullest = replace(config, work=replace(config.work, fullest_ids=2.0))
-    assert sort_of(fullest, work, rank=0).busy_s == pytest.approx(work.ids * 0.2e-9)
-    assert sort_of(fullest, work, rank=1) == sort_of(fullest, work) == sort_of(config, work)
+    assert sort_of(config, work, 1) == pytest.approx((work.ids * 0.1e-9, work.ids * 0.1e-9))
     launched = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, sort_us=200.0)))
     assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
 
@@ -97,18 +90,37 @@ def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
 
 
 def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
-    """Behind the lookup, the sort and the head's forward share the multiprocessors, here from the same moment on."""
+    """Behind the lookup, the sort and the head's forward share the multiprocessors, here from the same moment on.
+
+    Of four tables one has five ids a bag and the others have one. Each rank with a part of it sorts all of its ids, and
+    one sorts two tables' more: 7 of the 8 ids of a sample, where the mean is 2.
+    """
     kernels = KernelsConfig(forward=0, backward=0, loss=0)
-    gpu = replace(GPU, kernels=kernels, update=replace(RATES, sort_ns=0.0))
-    work = replace(CONFIG.work, fullest_ids=2.0)
+    gpu = replace(GPU, kernels=kernels, pgas=LookupConfig(1e6), update=replace(RATES, sort_ns=0.0, sgd_gb_per_s=1e6))
+    work = replace(CONFIG.work, tables=4, multi_hot=[5, 1, 1, 1])
     config = replace(CONFIG, what="step", gpu=gpu, work=work, model=ModelConfig("dcn", 64, [64], [1024, 1]))
-    without, several = simulate(config), simulate(config).work
-    sorting = replace(config, gpu=replace(gpu, update=replace(RATES, sort_ns=0.01, sort_us=20.0)))
-    sort_ms = 2 * several.ids * 0.01e-6
-    assert sort_ms < 1e3 * dense_seconds(config, several).head_forward
-    assert simulate(sorting).ms == pytest.approx(without.ms + sort_ms, rel=1e-6)
-    long = replace(sorting, work=replace(work, fullest_ids=1.0))
-    assert simulate(long).ms == pytest.approx(without.ms + sort_ms / 2, rel=1e-6)
+    without = simulate(config)
+    most = float(without.work.shares.ids.max())
+    assert most == pytest.approx(7 / 2)
+    sorting = replace(config, gpu=replace(gpu, update=replace(gpu.update, sort_ns=0.01, sort_us=20.0)))
+    sort_ms = most * without.work.ids * 0.01e-6
+    assert sort_ms < 1e3 * dense_seconds(config, without.work).head_forward
+    assert simulate(sorting).ms == pytest.approx(without.ms + sort_ms, rel=0.01)
+
+
+def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
+    """MLPerf's tables: on 8 ranks alike work, on 64 most of it on few ranks, which hold all; 28 hold none."""
+    told = yaml.safe_load(Path("configs/simulate/mlperf_hosts.yaml").read_text())
+    model, work = ModelConfig(**told["model"]), WorkConfig(**told["work"])
+    few, many = (build_workload(model, work, ranks).shares for ranks in (8, 64))
+    assert [few.memory.max(), few.links.max(), few.ids.max()] == pytest.approx([1.08, 1.08, 3.89], abs=0.005)
+    assert [many.memory.max(), many.links.max(), many.ids.max()] == pytest.approx([3.74, 2.46, 29.91], abs=0.005)
+    assert (few.idle_ranks, many.idle_ranks) == (0, 28)
+    for shares in (few, many):
+        assert [shares.memory.mean(), shares.links.mean()] == pytest.approx([1.0, 1.0])
+    assert (np.stack(build_workload(model, replace(work, plan="even"), 64).shares) == 1).all()
+    with pytest.raises(InputError, match="no room"):
+        build_workload(model, replace(work, max_rows=None, rows=40_000_000), 2)
 
 
 def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:
