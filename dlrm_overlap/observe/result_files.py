@@ -4,6 +4,7 @@ Those of a finished run are read again: its summary, and the times of its steps.
 with a warning.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from dlrm_overlap.files import read_file, replacing
 log = logging.getLogger("dlrm_overlap")
 
 STEP_TIMES = "step_ms.npy"
+_LOGGED = ("metrics.jsonl", "summary.json", STEP_TIMES, "config.yaml", "traces", "events.out.tfevents.*")
 
 
 class MetricsFile:
@@ -109,6 +111,25 @@ def has_results(folder: Path) -> bool:
     """Return whether a run has written results to `folder`."""
     metrics = folder / "metrics.jsonl"
     return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move what a run has logged in `folder` to a new folder in it, and return that; None where nothing was logged.
+
+    Raises:
+        InputError: if it cannot be moved.
+    """
+    if not has_results(folder):
+        return None
+    aside = next(path for n in itertools.count(1) if not (path := folder / f"earlier_{n}").exists())
+    try:
+        aside.mkdir()
+        for pattern in _LOGGED:
+            for path in folder.glob(pattern):
+                path.rename(aside / path.name)
+    except OSError as error:
+        raise InputError(f"log.dir: {folder} cannot be written to ({error.strerror}); give another folder") from None
+    return aside
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

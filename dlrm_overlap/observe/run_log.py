@@ -30,7 +30,6 @@ from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import (
     STEP_TIMES,
     MetricsFile,
-    has_results,
     nan_as_none,
     write_atomically,
     write_step_ms,
@@ -65,7 +64,9 @@ def start_logging(rank: int, console: Console) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Check that a run of `config` finds no earlier results in its folder, or a checkpoint that it goes on from.
+    """Check that a run of `config` finds no finished run in its folder, or a checkpoint that it goes on from.
+
+    What a run has logged that ended before its first checkpoint is no result: `set_aside` makes way.
 
     Raises:
         InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
@@ -77,7 +78,7 @@ def check_folder(config: Config) -> None:
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
                 f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"
             )
-    elif has_results(folder):
+    elif (folder / "summary.json").exists():
         raise InputError(
             f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; give another "
             f"--log.name, or remove the folder"

@@ -241,6 +241,25 @@ def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
     assert _contents(tmp_path) == before
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    take = Trainer.step
+    for attempt in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Trainer, "step", lambda self, batches: take(self, batches) if self.progress.step < 2 else 1 / 0
+            )
+            with pytest.raises(ZeroDivisionError):
+                _fit(tmp_path)
+        assert list(read_metrics(run, "train/loss")) == [1]
+        assert len(list(run.glob("earlier_*"))) == attempt - 1
+    _fit(tmp_path)
+    assert (run / "summary.json").exists()
+    assert next(iter(read_metrics(run, "train/loss"))) == 1
+    assert list(read_metrics(run / "earlier_1", "train/loss")) == list(read_metrics(run / "earlier_2", "train/loss"))
+    assert (run / "earlier_2" / "config.yaml").exists()
+
+
 def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:
     _fit(tmp_path)
     (tmp_path / "run" / "traces").mkdir()
