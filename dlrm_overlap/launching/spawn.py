@@ -168,10 +168,23 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
             raise InputError(f"--nproc inside {launcher}: both would start the ranks; drop one of the two")
 
 
+def import_path() -> dict[str, str]:
+    """Return variables by which a rank finds this very package, and runs no yaml.py or torch.py of the working folder.
+
+    `python -m` looks for modules in the working folder before all others, unless PYTHONSAFEPATH is set. Where this
+    process has found the package in that way, as in a checkout that is not installed, its folder is named instead.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    if sys.flags.safe_path or os.path.realpath(sys.path[0]) != root:
+        return {"PYTHONSAFEPATH": "1"}
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
 def _start(argv: Sequence[str], rank: int, nproc: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
     environ = os.environ | {name: str(value) for name, value in place.items()}
     environ |= {"MASTER_ADDR": LOOPBACK, NPROC_MARKER: str(nproc), LAUNCHER_PID: str(os.getpid())}
+    environ |= import_path()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     command = [sys.executable, "-m", "dlrm_overlap", *argv]
     if rank == 0:

@@ -18,7 +18,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import SAVED
-from dlrm_overlap.launching.spawn import spawn
+from dlrm_overlap.launching.spawn import import_path, spawn
 from tests.conftest import is_alive, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 
@@ -295,3 +295,17 @@ def launcher_of(
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     # Python's own path: the fixture has replaced sys.executable
     return subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ, stderr=stderr)
+
+
+def test_no_module_of_the_working_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "yaml.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert spawn(["--version"], 1) == 0
+
+
+def test_a_checkout_that_is_not_installed_is_named_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    assert import_path() == {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{ROOT}:/theirs"}
+    monkeypatch.setattr(sys, "path", ["/usr/bin", *sys.path])
+    assert import_path() == {"PYTHONSAFEPATH": "1"}
