@@ -35,6 +35,26 @@ class Progress:
         """batches evaluated since"""
 
 
+class Patience:
+    """The bound of a wait that polls. Time in which this process itself stood still, as under Ctrl-Z, does not count.
+
+    Between two polls counts `longest_s` at most: whoever is stopped does not poll, and its peers may be stopped, too.
+    """
+
+    def __init__(self, bound_s: float, longest_s: float = 1.0) -> None:
+        """Begin to wait, for `bound_s` seconds in all; `longest_s` is far more than from one poll to the next."""
+        self.waited_s = 0.0
+        self._bound_s, self._longest_s = bound_s, longest_s
+        self._polled = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Count the time since the last poll, and return whether the bound is passed."""
+        now = time.monotonic()
+        self.waited_s += min(now - self._polled, self._longest_s)
+        self._polled = now
+        return self.waited_s > self._bound_s
+
+
 class Watch:
     """Watches the thread that makes it, as rank `rank` of `world_size`; a run of one rank needs none."""
 
@@ -68,17 +88,21 @@ class Watch:
         self._closed.set()
 
     def _run(self) -> None:
-        place, since = None, time.monotonic()
+        place = None
+        patience = self._patience()
         while not self._closed.wait(self._period_s):
             frame = sys._current_frames().get(self._watched)
             if frame is None:
                 return  # the watched thread has ended
             if (now := (self.progress.step, self.progress.batch, _position(frame))) != place:
-                place, since = now, time.monotonic()
+                place, patience = now, self._patience()
             self._beat(frame)
             del frame
-            if time.monotonic() - since > SLACK * self._timeout_s:
-                self._end(time.monotonic() - since)
+            if patience.is_over():
+                self._end(patience.waited_s)
+
+    def _patience(self) -> Patience:
+        return Patience(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
 
     def _beat(self, frame: FrameType) -> None:
         self._beats += 1
