@@ -21,6 +21,7 @@ from dlrm_overlap.files import read_file, replacing
 log = logging.getLogger("dlrm_overlap")
 
 STEP_TIMES = "step_ms.npy"
+_SHOWN = ("eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50")  # of a summary, as the command ends
 _LOGGED = ("metrics.jsonl", "summary.json", STEP_TIMES, "config.yaml", "traces", "events.out.tfevents.*")
 
 
@@ -80,9 +81,10 @@ class MetricsFile:
 def _step_of(line: str) -> int | None:
     """Return the step of a line of `metrics.jsonl`, None where it is not whole."""
     try:
-        return int(json.loads(line)["step"])
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    return step if type(step) is int else None
 
 
 def nan_as_none(value: Any) -> Any:
@@ -143,9 +145,10 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(read_file(path))
-        if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
+        numbers = [content[key] for key in _SHOWN]
+        if type(content["steps"]) is not int or not all(each is None or math.isfinite(each) for each in numbers):
             raise ValueError
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         log.warning("%s is not what was written, and left out", path)
         return None
     return {key: math.nan if value is None else value for key, value in content.items()}
