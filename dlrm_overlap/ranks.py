@@ -69,7 +69,7 @@ class Ranks:
                 process_group.init_process_group(
                     self.world, self.device, wait_timeout_s=wait_s, facts=flatten(self.config.as_dict()) | own | read
                 )
-            process_group.watch_ranks(self.world, wait_s, self.progress)
+            process_group.watch_ranks(self.world, wait_s, self.progress, lambda: self.end.asked)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -154,7 +154,9 @@ def run_on_ranks(
 
         check_stack()
         device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
-        code = work(Ranks(config, values, world, device))
+        ranks = Ranks(config, values, world, device)
+        code = work(ranks)
+        ranks.progress.is_over = True
     process_group.shutdown()
     return code
 

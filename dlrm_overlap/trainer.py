@@ -232,6 +232,8 @@ class Trainer:
         self._finish_save()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
+        self.progress.is_over = True
+        if saves:
             raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -207,30 +207,30 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
         ) from None
 
 
-def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
+def watch_ranks(
+    world: World, timeout_s: float, progress: Progress, is_asked: Callable[[], bool] = lambda: False
+) -> Watch | None:
     """Watch this thread's progress together with the other ranks; None in a world of one. The process group exists."""
     if world.world_size == 1:
         return None
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
-    return Watch(store, world.rank, world.world_size, timeout_s, progress)
+    return Watch(_of_this_start(store), world.rank, world.world_size, timeout_s, progress, is_asked)
 
 
 def _open_store(world: World, timeout_s: float) -> "Store":
     """Return the store of all ranks, which rank 0 serves unless torchrun's agent does already."""
-    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_s)
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = world.rank == 0 and not is_agents
+    serves = world.rank == 0 and not _is_agents()
     if not (serves and _is_loopback(world)):
         # Ranks wait for each other in `_compare`, where those of another number of ranks are named.
         store = TCPStore(
             world.master_addr, world.master_port, world.world_size, serves, timeout, wait_for_workers=False
         )
-        # An agent's store holds what the ranks before a restart wrote.
-        return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store) if is_agents else store
+        return _of_this_start(store)
     family, _, _, _, address = _addresses(world)[0]
     listener = socket.create_server(address[:2], family=family, backlog=1024)
     # The store takes the descriptor over.
@@ -243,6 +243,18 @@ def _open_store(world: World, timeout_s: float) -> "Store":
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _is_agents() -> bool:
+    """Return whether torchrun's agent serves the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _of_this_start(store: "Store") -> "Store":
+    """Return a view of `store` without what ranks before a restart have written to it, if an agent serves it."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store) if _is_agents() else store
 
 
 def _addresses(world: World) -> list[tuple[Any, ...]]:

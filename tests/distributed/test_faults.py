@@ -138,9 +138,14 @@ def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> N
     assert "RuntimeError: injected" in errors
 
 
-@pytest.mark.parametrize("how", ["kill", "usr1"])
-def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str) -> None:
-    run = train(tmp_path, "--train.steps", "40", fault=fail_at(1, 12, how), launcher="torchrun")
+@pytest.mark.parametrize(("how", "backend"), [("kill", "torchrec"), ("kill", "pgas"), ("usr1", "torchrec")])
+def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str, backend: str) -> None:
+    options = ["--train.steps", "40", "--embedding.backend", backend]
+    run = train(tmp_path, *options, fault=fail_at(1, 12, how), launcher="torchrun")
+    run.wait_for("step 10:")
+    begin = time.monotonic()
+    run.wait_for("resume: ", 60)
+    assert time.monotonic() - begin < 29, "the other rank waited for torchrun's SIGKILL"
     code, errors = run.end(150)
     assert code == 0, errors
     (resumed,) = re.findall(r"resume: .*step_(\d+), after step", errors)
