@@ -10,11 +10,19 @@ from torch import nn
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import read_file
-from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, Piece, check_file, read_manifest
+from dlrm_overlap.storage.manifest import (
+    MANIFEST,
+    DamagedError,
+    Manifest,
+    Piece,
+    StoredTensor,
+    check_file,
+    read_manifest,
+)
 from dlrm_overlap.storage.old_format import OldCheckpoint
 from dlrm_overlap.storage.parts import Cut, Stored, fill, local_parts
 from dlrm_overlap.storage.save import gather
-from dlrm_overlap.storage.tensor_file import read_tensors
+from dlrm_overlap.storage.tensor_file import dtype_code, read_tensors
 
 
 class Checkpoint:
@@ -70,24 +78,41 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = 
 def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
     """Return what is wrong with the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
 
-    Of format 0 all tensors are read, since the checksums that they have are within.
+    The files may be what was written, and yet no state to go on from: each piece must be there in the type and sizes
+    that the manifest gives, and finite, as all are that a run saves. Of format 0 the checksums are within the tensors.
     """
-    faults = []
-    if manifest.format:
-        for file in sorted(manifest.files)[rank::world_size]:
-            try:
-                check_file(path / file, manifest.files[file])
-            except DamagedError as error:
-                faults.append(str(error))
-        return faults
+    faults, whole = [], set()
+    for file in sorted(manifest.files)[rank::world_size]:
+        try:
+            check_file(path / file, manifest.files[file])
+            whole.add(file)
+        except DamagedError as error:
+            faults.append(str(error))
     try:
-        stored = OldCheckpoint(path)
-        pieces = [piece for tensor in stored.tensors.values() for piece in tensor.pieces]
-        for piece in pieces[rank::world_size]:
-            stored.read(piece)
+        stored = open_checkpoint(path, manifest)
+        pieces = [(name, tensor, piece) for name, tensor in stored.tensors.items() for piece in tensor.pieces]
+        for name, tensor, piece in pieces if manifest.format else pieces[rank::world_size]:
+            if piece.file in whole or not manifest.format:
+                _check_values(path / piece.file, name, tensor, piece, stored.read(piece))
     except DamagedError as error:
         faults.append(str(error))
     return faults
+
+
+def _check_values(file: Path, name: str, tensor: StoredTensor, piece: Piece, values: torch.Tensor) -> None:
+    """Check that the values of a piece are of the tensor's type, as many as the manifest says, and finite.
+
+    Raises:
+        DamagedError: if they are not.
+    """
+    if tensor.dtype and tensor.dtype != dtype_code(values.dtype):  # format 0 does not say it
+        raise DamagedError(f"{file} holds {name} as {dtype_code(values.dtype)}, not {tensor.dtype}")
+    if tuple(values.shape) != (piece.sizes[:1] if tensor.per_row else piece.sizes):
+        raise DamagedError(f"{file} holds {name} in another shape than the manifest says")
+    if values.is_floating_point() and values.numel():
+        least, greatest = values.aminmax()  # NaN, if there is one
+        if not (least.isfinite() and greatest.isfinite()):
+            raise DamagedError(f"{file} holds values of {name} that are nan or infinite")
 
 
 def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
