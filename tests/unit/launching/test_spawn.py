@@ -259,7 +259,10 @@ class TestSpawn:
         ("what", "told"),
         [
             ("subprocess.Popen", r"^--nproc: rank 0 of 2 cannot be started \(File too large\); start fewer, or raise"),
-            ("tempfile.mkdtemp", r"^--nproc: no folder for what the ranks write \(File too large\); make room in the"),
+            (
+                "tempfile.TemporaryFile",
+                r"^--nproc: no file for what the ranks write \(File too large\); make room in the",
+            ),
         ],
     )
     def test_ranks_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch, what: str, told: str) -> None:
@@ -280,6 +283,17 @@ class TestSpawn:
         parent.terminate()
         assert parent.wait(20) == 128 + signal.SIGTERM
         assert_gone(started)
+
+
+def test_a_launcher_that_is_killed_leaves_no_file(
+    worker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    parent = launcher_of(worker, signal.SIGKILL, "all:say", f"all:pids:{tmp_path / 'pids'}", "all:hang")
+    wait_for_pids(tmp_path / "pids", 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"worker", "pids.0", "pids.1"}
+    parent.kill()
+    parent.wait(20)
 
 
 def launcher_of(
