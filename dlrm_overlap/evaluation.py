@@ -84,7 +84,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     held_out = open_held_out(config.data, ranks.device)
     check_same_model(path, config, list(held_out.rows))
     ranks.connect(eval_path=held_out.fingerprint())
-    manifest, faults = agree_on(path)
+    manifest, faults = agree_on(path, ranks.progress.tick)
     step = _step_if_whole(manifest, faults)
     trainer = Trainer(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
     values = trainer.evaluate_checkpoint(path)

@@ -14,6 +14,7 @@ from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer, parts_to_store
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.launching.process_group import LAST_RESORT
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.finite import require_finite, state_is_finite, weights_are_finite
 from dlrm_overlap.storage.save import RefusedError, gather
@@ -99,7 +100,7 @@ class Saves:
             self._optimizer,
             self._device,
             place,
-            2 * self._config.embedding.wait_timeout_s,
+            LAST_RESORT * self._config.embedding.wait_timeout_s,
             progress,
             self._check,
         )

@@ -112,6 +112,7 @@ class Trainer:
             trained_with(config, self.global_batch),
             config.checkpoint.keep_best,
         )
+        self.checkpointer.tick = self.progress.tick
         self.start = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
         self.assembled = assemble(config, world, device, train, fused_params)

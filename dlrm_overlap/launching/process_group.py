@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
-_LAST_RESORT, _LAST_RESORT_S = 1.25, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
+LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
 _LOOPBACK_INTERFACE = "lo"
 _READ_S = 5.0  # for the other ranks to read why the run is refused
 _SHOWN = 60  # characters of a value
@@ -99,7 +99,7 @@ def init_process_group(
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
         backend, device_id = "cpu:gloo,cuda:nccl", device
-    timeout = timedelta(seconds=_LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
+    timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     if world.world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)

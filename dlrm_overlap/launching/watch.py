@@ -36,9 +36,13 @@ class Progress:
         self.step = 0
         """the training step under way, or behind which the run evaluates or saves"""
         self.batch = 0
-        """batches evaluated since"""
+        """batches evaluated since, and pieces of a checkpoint read or written"""
         self.is_over = False
         """whether the work is done, so that this rank waits for no other any more"""
+
+    def tick(self) -> None:
+        """Say that this rank moves, in what takes as long as there are pieces."""
+        self.batch += 1
 
 
 class Patience:
@@ -87,7 +91,7 @@ class Watch:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._period_s = min(max(timeout_s / 20, 0.1), 5.0)
         self._watched = threading.get_ident()
-        self._beats, self._beaten = 0, 0.0
+        self._beats, self._beaten, self._moved = 0, 0.0, time.monotonic()
         self._is_asked, self._host = is_asked, _host()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
@@ -105,11 +109,15 @@ class Watch:
                 return  # the watched thread has ended
             if (now := (self.progress.step, self.progress.batch, _position(frame))) != place:
                 place, patience = now, self._patience()
+                self._moved = time.monotonic()
             if time.monotonic() - self._beaten >= self._period_s:
                 self._beat(frame)
             del frame
             if patience.is_over():
-                self._end(patience.waited_s)
+                lines, answering, moving = self._diagnose()
+                if not moving:
+                    self._end(lines, answering, patience.waited_s)
+                patience = self._patience()  # it reads or writes a checkpoint, which takes as long as its disk does
             if stepped != now[:2]:
                 stepped, stepped_at = now[:2], time.monotonic()
             if self._is_asked() and time.monotonic() - stepped_at > _GONE_S:
@@ -134,13 +142,13 @@ class Watch:
         self._beats += 1
         self._beaten = time.monotonic()
         process = {"host": self._host, "pid": os.getpid()}
-        beat = process | {"beats": self._beats, "step": self.progress.step, "where": _where(frame)}
+        still_s = time.monotonic() - self._moved
+        about = {"beats": self._beats, "step": self.progress.step, "still_s": still_s, "where": _where(frame)}
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: `_end` says so, if it comes to that
-            self._store.set(_key(self._rank), json.dumps(beat))
+            self._store.set(_key(self._rank), json.dumps(process | about))
 
-    def _end(self, stood_s: float) -> NoReturn:
+    def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
         """Say which ranks are silent and where the others are, and end this process."""
-        lines, answering = self._diagnose()
         if self._rank != min(answering, default=self._rank):
             time.sleep(_HOLD_BACK_S)
         head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
@@ -148,11 +156,14 @@ class Watch:
         print("\n".join([f"{head}:", *(f"  {line}" for line in lines), f"  {tail}"]), file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _diagnose(self) -> tuple[list[str], list[int]]:
-        """Return a line for each rank, the silent ones first, and the ranks that answer."""
+    def _diagnose(self) -> tuple[list[str], list[int], bool]:
+        """Return a line for each rank, the silent ones first, the ranks that answer, and whether another one moves.
+
+        It moves if it was elsewhere half a timeout ago: one that stands still for another reason stands longer.
+        """
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
-        gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], []
+        gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], [], False
         if (before := self._read()) is None:
             return gone
         for _ in range(3):
@@ -161,18 +172,19 @@ class Watch:
         if (after := self._read()) is None:
             return gone
         answering = [rank for rank in range(self._world_size) if after[rank] and after[rank] != before[rank]]
-        lines, others = [], []
+        lines, others, moving = [], [], False
         for rank in range(self._world_size):
             beat: dict[str, Any] = json.loads(after[rank] or "{}")
             if rank in answering:
                 others.append(f"rank {rank}: in step {beat['step']}, {beat['where']}")
+                moving |= rank != self._rank and beat["still_s"] < self._timeout_s / 2
             elif beat:
                 lines.append(f"rank {rank}: silent, last heard in step {beat['step']}: {_SILENT}")
             else:
                 lines.append(f"rank {rank}: silent, and has not begun")
         if not lines:
             lines = ["no rank is silent"]
-        return [*lines, *others][:_SHOWN_RANKS], answering
+        return [*lines, *others][:_SHOWN_RANKS], answering, moving
 
     def _read(self) -> list[str] | None:
         """Return what each rank has written last, "" for nothing yet, or None if the store does not answer."""

@@ -1,7 +1,7 @@
 """Reading a checkpoint: whether it is whole, and its tensors."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -75,7 +75,9 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = 
     model.load_state_dict(state)
 
 
-def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_faults(
+    path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, tick: Callable[[], None] = lambda: None
+) -> list[str]:
     """Return what is wrong with the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
 
     The files may be what was written, and yet no state to go on from: each piece must be there in the type and sizes
@@ -84,7 +86,7 @@ def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int =
     faults, whole = [], set()
     for file in sorted(manifest.files)[rank::world_size]:
         try:
-            check_file(path / file, manifest.files[file])
+            check_file(path / file, manifest.files[file], tick)
             whole.add(file)
         except DamagedError as error:
             faults.append(str(error))
@@ -92,6 +94,7 @@ def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int =
         stored = open_checkpoint(path, manifest)
         pieces = [(name, tensor, piece) for name, tensor in stored.tensors.items() for piece in tensor.pieces]
         for name, tensor, piece in pieces if manifest.format else pieces[rank::world_size]:
+            tick()
             if piece.file in whole or not manifest.format:
                 _check_values(path / piece.file, name, tensor, piece, stored.read(piece))
     except DamagedError as error:
@@ -115,10 +118,10 @@ def _check_values(file: Path, name: str, tensor: StoredTensor, piece: Piece, val
             raise DamagedError(f"{file} holds values of {name} that are nan or infinite")
 
 
-def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
+def agree_on(path: Path, tick: Callable[[], None] = lambda: None) -> tuple[Manifest | None, list[str]]:
     """Return the manifest of the checkpoint `path`, None if that is damaged, and all faults; a collective.
 
-    Every rank looks at its share of the files, so that a large checkpoint is read once.
+    Every rank looks at its share of the files, so that a large checkpoint is read once. It calls `tick` for each piece.
 
     Raises:
         InputError: if ranks see different checkpoints there, naming one that sees another than rank 0.
@@ -139,4 +142,4 @@ def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
             )
     if manifest is None:
         return None, faults
-    return manifest, [fault for each in gather(find_faults(path, manifest, rank, world_size)) for fault in each]
+    return manifest, [fault for each in gather(find_faults(path, manifest, rank, world_size, tick)) for fault in each]

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,8 @@ def _overlap(one: Piece, other: Piece) -> bool:
     return all(a < b + m and b < a + n for a, n, b, m in boxes)
 
 
-def check_file(path: Path, expected: StoredFile) -> None:
-    """Check that `path` is the file that was written.
+def check_file(path: Path, expected: StoredFile, tick: Callable[[], None] = lambda: None) -> None:
+    """Check that `path` is the file that was written, and call `tick` for each 16 MB of it.
 
     Raises:
         DamagedError: if it is not there, or has another size or checksum.
@@ -244,6 +245,7 @@ def check_file(path: Path, expected: StoredFile) -> None:
         with open_file(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum.update(chunk)
+                tick()
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     if checksum.hexdigest() != expected.sha256:

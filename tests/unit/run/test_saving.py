@@ -109,6 +109,16 @@ def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["step_1", "step_2"]
 
 
+def test_a_rank_says_that_it_moves_while_it_saves_and_resumes(tmp_path: Path) -> None:
+    options = [*SMALL, "--checkpoint.last", "true", "--checkpoint.every", "4"]
+    trainer = make_trainer(quickstart(tmp_path, "run", *options))
+    trainer.saves.step = -1
+    for move in (lambda: trainer.saves.save(4, {}), lambda: trainer.checkpointer.find("auto")):
+        before = trainer.progress.batch
+        move()
+        assert trainer.progress.batch > before
+
+
 def test_a_save_is_given_no_more_time_once_a_wait_for_a_peer_has_expired(tmp_path: Path) -> None:
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, "--embedding.wait_timeout_s", "7"))
     given: list[float] = []
