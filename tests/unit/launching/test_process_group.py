@@ -96,7 +96,8 @@ def _meet(worlds: list[World], facts: list[dict[str, object]]) -> list[str]:
         return "", store  # rank 0's serves the others until all have ended
 
     with ThreadPoolExecutor(len(worlds)) as pool:
-        return [error for error, _ in pool.map(come, worlds, facts)]
+        ended = list(pool.map(come, worlds, facts))
+    return [error for error, _ in ended]
 
 
 def _worlds(ranks: range, world_size: int, port: int, source: str = "environment") -> list[World]:
