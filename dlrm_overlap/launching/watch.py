@@ -94,6 +94,7 @@ class Watch:
         self._beats, self._beaten, self._moved = 0, 0.0, time.monotonic()
         self._is_asked, self._host = is_asked, _host()
         self._closed = threading.Event()
+        self._beat(sys._getframe())  # so that all know the process id of a rank that ends soon
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def close(self) -> None:
