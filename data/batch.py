@@ -146,6 +146,13 @@ class Dataset(Protocol):
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
 
+    def fingerprint(self) -> str:
+        """Return a text that two data sets share only if their samples are most likely the same, wherever they lie.
+
+        It is empty where the configuration alone says what the samples are.
+        """
+        return ""
+
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 

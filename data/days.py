@@ -4,6 +4,7 @@ All bags of a table hold the same number of ids. Samples keep the order of the f
 day; beyond the last sample comes the first one again. Every value is checked when it is read.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dlrm_overlap.config import CRITEO_DENSE, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 
 _STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is not what it is taken for
+_FINGERPRINTED = 64  # samples, a page or two of a file each
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
 
 
@@ -71,6 +73,15 @@ class Days(Dataset):
     def separate(self, position: int) -> None:
         """Let no sample on one side of `position` stand in for one on the other, as of samples that are held out."""
         self._borders = sorted({*self._borders, position})
+
+    def fingerprint(self) -> str:
+        """Return the number of samples, and a digest of some that lie evenly spread, as the files have them."""
+        digest = hashlib.sha256()
+        for place in np.linspace(0, self.num_samples - 1, _FINGERPRINTED).astype(np.int64).tolist():
+            ((day, source, _),) = self._stretches(place, 1)
+            for array in (day.labels, day.dense, *day.ids):
+                digest.update(array[source].tobytes())
+        return f"{self.num_samples} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the number of samples.

@@ -32,6 +32,10 @@ class Slice(Dataset):
         self.skipped = dataset.skipped
         self._dataset, self._start = dataset, start
 
+    def fingerprint(self) -> str:
+        """Return that of the whole data set."""
+        return self._dataset.fingerprint()
+
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the view's length."""
         batches, end = [], first + count

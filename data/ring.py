@@ -35,6 +35,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
 from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
+from dlrm_overlap.launching.watch import Patience
 
 _POLL_S = 0.05
 _CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed
@@ -127,11 +128,10 @@ class Ring:
             raise StopIteration
         index = self._next % len(self._slots)
         self._reclaim()
-        deadline = 0.0
+        patience = Patience(self._timeout_s)
         while not self._filled[index].take(_POLL_S):
-            deadline = deadline or time.monotonic() + self._timeout_s
             self._reclaim()
-            self._check_readers(deadline)
+            self._check_readers(patience)
         self._next += 1
         batch = self._slots[index].read()
         if self._pin:
@@ -165,8 +165,8 @@ class Ring:
         while self._returned and self._returned[0].is_copied():
             self._free[self._returned.popleft().slot].put()
 
-    def _check_readers(self, deadline: float) -> None:
-        """Raise an InputError that names the reader that has ended by itself or, behind `deadline`, does not read."""
+    def _check_readers(self, patience: Patience) -> None:
+        """Raise an InputError that names the reader that has ended by itself or, once `patience` is over, reads not."""
         step, count = self._steps[self._next], len(self._workers)
         for number, process in enumerate(self._workers):
             if code := process.exitcode:
@@ -176,7 +176,7 @@ class Ring:
                     f"batch; SIGKILL is most often the kernel's out-of-memory killer: lower data.workers or "
                     f"data.prefetch"
                 )
-        if time.monotonic() > deadline:
+        if patience.is_over():
             number = self._next % count
             process = self._workers[number]
             doing = {"T": "it is stopped", "D": "it waits for a disk"}.get(_state(process), "it still reads")

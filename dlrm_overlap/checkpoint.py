@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -128,6 +129,8 @@ class Checkpointer:
         self.shape = shape
         self.settings = settings or {}
         self.about: dict[str, Any] = {}  # what manifests tell their readers of this run
+        self.tick: Callable[[], None] = lambda: None
+        """called for every piece that is read, or written while steps wait: other ranks wait until all are"""
         self._branch, self._led = "", ()  # of this run: its name, and the branches that led to it
         self._parent: str | None = None
 
@@ -158,7 +161,7 @@ class Checkpointer:
         else:
             found = [Path(resume)]
         for path in found:
-            manifest, wrong = agree_on(path)
+            manifest, wrong = agree_on(path, self.tick)
             if manifest is not None and not wrong:
                 check_fits(path, manifest, self.shape, self.settings, changed)
                 if faults and not (dist.is_initialized() and dist.get_rank()):
@@ -198,7 +201,12 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
     ) -> Path:
         """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
-        return self.write(step, parts_to_store(model, optimizer), metrics)
+
+        def to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+            self.tick()
+            return copy_to_host(name, elements)
+
+        return self.write(step, parts_to_store(model, optimizer), metrics, to_host=to_host)
 
     def write(
         self,
@@ -265,6 +273,7 @@ class Checkpointer:
         state = model.state_dict(), optimizer.state_dict()
         stored = open_checkpoint(path, manifest)
         for part in local_parts(*state, cuts_of(model)):
+            self.tick()
             try:
                 fill(part, stored)
             except InputError as error:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -51,11 +51,12 @@ def train(argv: list[str]) -> int:
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
-            print(
-                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
-                f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
-            )
-            _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+            with _output_may_fail():
+                print(
+                    f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
+                    f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
+                )
+                _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -135,6 +136,16 @@ def _check_comparison(config: Config, values: Any) -> None:
         )
     check_runs(config, names)
     check_free(Path(config.log.dir), "log.dir")
+
+
+@contextlib.contextmanager
+def _output_may_fail() -> Iterator[None]:
+    """Say on standard error that standard output cannot be written, where files hold what it would have said."""
+    try:
+        with reader_may_leave():
+            yield
+    except OSError as error:
+        tell(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
 
 
 def _print_places(result: Path, runs: Path, has_events: bool) -> None:

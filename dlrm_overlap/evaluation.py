@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
 from dlrm_overlap.files import write_json
-from dlrm_overlap.launching.parsing import Parser, check_keys
+from dlrm_overlap.launching.parsing import Parser, check_keys, reader_may_leave
 from dlrm_overlap.launching.preflight import check_start, check_writable
 from dlrm_overlap.observe.text_table import count_of
 from dlrm_overlap.ranks import Ranks, run_on_ranks
@@ -56,11 +56,12 @@ def run(argv: list[str], description: str) -> int:
         quantize = ranks.values.exported_as
         results = evaluate(ranks, named) if quantize is None else evaluate_exported(ranks, named, quantize)
         if ranks.world.rank == 0:
-            print(
-                f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
-                f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, "
-                f"{count_of(results['samples'], 'sample')}"
-            )
+            with reader_may_leave():
+                print(
+                    f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
+                    f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, "
+                    f"{count_of(results['samples'], 'sample')}"
+                )
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
@@ -82,8 +83,8 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     check_start(config, ranks.device)
     held_out = open_held_out(config.data, ranks.device)
     check_same_model(path, config, list(held_out.rows))
-    ranks.connect()
-    manifest, faults = agree_on(path)
+    ranks.connect(eval_path=held_out.fingerprint())
+    manifest, faults = agree_on(path, ranks.progress.tick)
     step = _step_if_whole(manifest, faults)
     trainer = Trainer(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
     values = trainer.evaluate_checkpoint(path)

@@ -5,12 +5,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from dlrm_overlap.config import Config, InputError, PeerError
+from dlrm_overlap.config import Config, InputError, PeerError, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
+# Sections of the configuration, which is compared as it is resolved, and options that place no rank.
+_NOT_COMPARED = {field.name for field in fields(Config)} | {"config", "nproc"}
 _HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
 
 
@@ -41,8 +43,15 @@ class Ranks:
     progress: Progress = field(default_factory=Progress)
     end: EndRequest = field(default_factory=EndRequest)
 
-    def connect(self) -> "dist.ProcessGroup":
-        """Start the log and make the process group, unless that is done; return the group, which all ranks are in."""
+    def connect(self, **samples: str) -> "dist.ProcessGroup":
+        """Start the log and make the process group, unless that is done; return the group, which all ranks are in.
+
+        Args:
+            samples: key of `data` -> `Dataset.fingerprint` of the samples that it names.
+
+        Raises:
+            InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
+        """
         import torch.distributed as dist
         from rich.console import Console
 
@@ -54,9 +63,13 @@ class Ranks:
             if line := self.config.train.overridden_batch_size:
                 log.info("%s", line)
             wait_s = self.config.embedding.wait_timeout_s
+            own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
+            read = {f"the samples of data.{key}": value for key, value in samples.items()}
             with self.end.while_ranks_meet():
-                process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
-            process_group.watch_ranks(self.world, wait_s, self.progress)
+                process_group.init_process_group(
+                    self.world, self.device, wait_timeout_s=wait_s, facts=flatten(self.config.as_dict()) | own | read
+                )
+            process_group.watch_ranks(self.world, wait_s, self.progress, lambda: self.end.asked)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -85,7 +98,7 @@ class Ranks:
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
             check_resume_fits(config, list(train_data.rows), batch)
-        self.connect()
+        self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         return Trainer(config, self.world, self.device, train_data, held_out, fused_params, self.progress, self.end)
 
 
@@ -141,7 +154,9 @@ def run_on_ranks(
 
         check_stack()
         device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
-        code = work(Ranks(config, values, world, device))
+        ranks = Ranks(config, values, world, device)
+        code = work(ranks)
+        ranks.progress.is_over = True
     process_group.shutdown()
     return code
 

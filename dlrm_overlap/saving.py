@@ -12,7 +12,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.launching.process_group import LAST_RESORT
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.finite import require_finite, state_is_finite, weights_are_finite
 from dlrm_overlap.storage.save import RefusedError, gather
@@ -98,7 +100,7 @@ class Saves:
             self._optimizer,
             self._device,
             place,
-            2 * self._config.embedding.wait_timeout_s,
+            LAST_RESORT * self._config.embedding.wait_timeout_s,
             progress,
             self._check,
         )
@@ -171,6 +173,11 @@ class Saves:
 
     def close(self, error: Exception) -> None:
         """Give a save that is under way some time, where the run ends by `error`."""
-        if self._beside is not None:
-            alike = isinstance(error, InputError)  # other ranks may have no such error, and not be there any more
-            self._beside.close(self._config.embedding.wait_timeout_s if alike else _PATIENCE_S)
+        if self._beside is None:
+            return
+        patience_s = _PATIENCE_S  # other ranks may have no such error, and not be there any more
+        if isinstance(error, InputError):  # all ranks have it
+            patience_s = self._config.embedding.wait_timeout_s
+        elif isinstance(error, ExchangeTimeoutError):  # the save has had the whole bound, and needs the same peer
+            patience_s = 0.0
+        self._beside.close(patience_s)

@@ -39,10 +39,11 @@ from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.finite import require_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
-from dlrm_overlap.observe.result_files import read_summary
+from dlrm_overlap.observe.result_files import read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.saving import Saves
+from dlrm_overlap.storage.branches import newest_checkpoint
 from dlrm_overlap.storage.load import load_weights
 
 log = logging.getLogger("dlrm_overlap")
@@ -111,6 +112,7 @@ class Trainer:
             trained_with(config, self.global_batch),
             config.checkpoint.keep_best,
         )
+        self.checkpointer.tick = self.progress.tick
         self.start = 0
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
         self.assembled = assemble(config, world, device, train, fused_params)
@@ -135,8 +137,9 @@ class Trainer:
     def fit(self, replace: bool = False) -> dict[str, Any]:
         """Train from where the folder's run left off to the last step or the target, evaluate, return the summary.
 
-        A run that is finished already is left as it is, and its summary returned. Rank 0 holds the lock of the folder
-        meanwhile.
+        A run that is finished already is left as it is, and its summary returned. The log of one that ended before its
+        first checkpoint is moved to `earlier_1` in the folder, or the next free number. Rank 0 holds the lock of the
+        folder meanwhile.
 
         Args:
             replace: start from the first step, and write over what an earlier run left in the folder.
@@ -184,6 +187,7 @@ class Trainer:
             from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
                 return summary
+            from_rank_0(self._set_aside)
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         self.saves.prepare(self.world.local_world_size, self.progress)
@@ -220,10 +224,17 @@ class Trainer:
             with self.assembled.raising_the_cause():
                 return run_log.summary(step, values)
 
+    def _set_aside(self) -> None:
+        """Make way for this run where one has logged that ended before its first checkpoint."""
+        if newest_checkpoint(self.checkpointer.folder) is None and (aside := set_aside(self.folder)):
+            log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
+
     def _end_early(self, step: int, saves: bool) -> NoReturn:
         self._finish_save()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
+        self.progress.is_over = True
+        if saves:
             raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 

@@ -13,13 +13,18 @@ if [ -z "${1:-}" ]; then echo "usage: launch/mpirun.sh CONFIG [--section.key val
 config=$1
 shift
 # The environment that `make` sets up beside this folder, unless another is active; on several hosts, at the same path.
-python=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=$root/.venv/bin/python
 if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
+# No yaml.py or torch.py of the working folder is run; a checkout that is not installed is named instead.
+export PYTHONSAFEPATH=1
+"$python" -c 'import dlrm_overlap' >/dev/null 2>&1 || export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 cores=$(( $(nproc) / nproc ))
 threads=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
 
-# Bound to one core each, as Open MPI does unasked, a rank's loaders and threads would share it. The threads go through
-# `env`, since Open MPI passes no variables on to other hosts. MPIRUN_FLAGS is split into words on purpose.
+# Bound to one core each, as Open MPI does unasked, a rank's loaders and threads would share it. Variables go
+# through `env`, since Open MPI passes none on to other hosts. MPIRUN_FLAGS is split into words on purpose.
 exec mpirun -n "$nproc" --bind-to none ${MPIRUN_FLAGS:-} env OMP_NUM_THREADS="$threads" \
+  PYTHONSAFEPATH=1 ${PYTHONPATH:+"PYTHONPATH=$PYTHONPATH"} \
   "$python" -m dlrm_overlap train --config "$config" "$@"

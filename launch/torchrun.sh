@@ -13,8 +13,12 @@ if [ -z "${1:-}" ]; then echo "usage: launch/torchrun.sh CONFIG [--section.key v
 config=$1
 shift
 # The environment that `make` sets up beside this folder, unless another is active.
-python=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=$root/.venv/bin/python
 if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
+# No yaml.py or torch.py of the working folder is run; a checkout that is not installed is named instead.
+export PYTHONSAFEPATH=1
+"$python" -c 'import dlrm_overlap' >/dev/null 2>&1 || export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 
 # Unset, torchrun gives every process one thread.

@@ -29,6 +29,7 @@ from dlrm_overlap.comm.loan import CudaMemory, Loan
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.watch import Patience
 
 _ALIGNMENT_BYTES = 256
 _ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order
@@ -211,9 +212,9 @@ class HostArena(Arena):
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while (missing := used & (flags < epoch)).any():
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)
             time.sleep(20e-6)

@@ -1,5 +1,6 @@
 """What a result depends on besides its configuration: versions, GPUs, CPU and commit."""
 
+import hashlib
 import itertools
 import os
 import platform
@@ -37,6 +38,18 @@ def one_queue() -> bool:
     Who overlaps NCCL with products often asks for that, by CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def code_digest() -> str:
+    """Return a digest of this package's source files, by name and content: ranks that agree on it run the same code."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    files = [
+        Path(at, name) for at, _, names in os.walk(root, followlinks=True) for name in names if name.endswith(".py")
+    ]
+    for path in sorted(files):  # in a checkout some folders are links, into which rglob does not look
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
 
 
 def _cpu() -> str:

@@ -2,16 +2,18 @@
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.environment import code_digest
+from dlrm_overlap.launching.launcher import World, launch_name
 from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
-_LAST_RESORT, _LAST_RESORT_S = 1.25, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
+LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
 _LOOPBACK_INTERFACE = "lo"
+_READ_S = 5.0  # for the other ranks to read why the run is refused
+_SHOWN = 60  # characters of a value
 _LET_GO_S = 0.05  # far more than gloo's threads need to let go of the last collective's tensors
 
 
@@ -62,13 +66,18 @@ def visible_gpus(kind: str) -> int:
 
 
 def init_process_group(
-    world: World, device: "torch.device", timeout_s: float = 600.0, wait_timeout_s: float = 600.0
+    world: World,
+    device: "torch.device",
+    timeout_s: float = 600.0,
+    wait_timeout_s: float = 600.0,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
-    Sets the current CUDA device, and makes a stream of priority -1 the current one: the default stream has the lowest
-    priority there is, so no kernel could give way to it. A world of one needs no address. Where the ranks meet at a
-    loopback address, all that listens does so there.
+    Before ranks connect they compare `facts`, their number, their launch and this package's code. Sets the current CUDA
+    device, and makes a stream of priority -1 the current one: the default stream has the lowest priority there is, so
+    no kernel could give way to it. A world of one needs no address. Where the ranks meet at a loopback address, all
+    that listens does so there.
 
     Args:
         world: the rank's place, and where all ranks meet.
@@ -76,9 +85,10 @@ def init_process_group(
         timeout_s: bounds the rendezvous: ranks may start at very different times.
         wait_timeout_s: embedding.wait_timeout_s. It bounds every collective, with a margin in which the `Watch`, which
             knows the rank and the step, or an exchange's own wait speaks first.
+        facts: key -> value, which JSON can hold, of all that must be the same on all ranks.
 
     Raises:
-        InputError: if the ranks do not meet.
+        InputError: if the ranks do not meet; on all ranks, with the keys, if a rank's facts are not those of rank 0.
     """
     import torch
     import torch.distributed as dist
@@ -89,7 +99,7 @@ def init_process_group(
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
         backend, device_id = "cpu:gloo,cuda:nccl", device
-    timeout = timedelta(seconds=_LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
+    timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     if world.world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
@@ -97,14 +107,64 @@ def init_process_group(
     _resolve(world, min(_RESOLVE_S, timeout_s))
     _choose_interface(world)
     with _naming_the_cure(world, timeout_s):
+        store = _open_store(world, timeout_s)
+        _compare(store, world, dict(facts or {}))
         dist.init_process_group(
             backend,
-            store=_open_store(world, timeout_s),
+            store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
             device_id=device_id,
         )
+
+
+def _compare(store: "Store", world: World, facts: dict[str, Any]) -> None:
+    """Compare this rank's facts with those of rank 0, by the store alone: nothing else connects ranks of two runs.
+
+    Rank 0 writes its facts, each other rank where its own differ, and rank 0 the verdict that all ranks read.
+
+    Raises:
+        InputError: on all ranks of the run, if one differs; and on a second process that is the same rank.
+    """
+    facts |= {"WORLD_SIZE": world.world_size, "launch": launch_name(world), "code": code_digest()}
+    rank, others = world.rank, range(1, world.world_size)
+    if store.add(f"meet/came/{rank}", 1) > 1:
+        raise InputError(
+            f"{world.source} launch: another process is rank {rank} at {world.master_addr}:{world.master_port} "
+            f"already; give each run a MASTER_PORT of its own, and each rank a number"
+        )
+    if rank:
+        expected = json.loads(store.get("meet/facts"))
+        keys = sorted(key for key in facts.keys() | expected if facts.get(key) != expected.get(key))
+        found = [f"{key} is {_shown(facts.get(key))}, not {_shown(expected.get(key))}" for key in keys]
+        differs = f"rank {rank} (on {socket.gethostname()}) differs from rank 0: {', '.join(found)}" if found else ""
+        store.set(f"meet/differs/{rank}", differs)
+        if differs and rank >= expected["WORLD_SIZE"]:
+            raise _unlike(differs)  # rank 0 does not ask for this rank
+    else:
+        store.set("meet/facts", json.dumps(facts))
+        unlike = [each for other in others if (each := store.get(f"meet/differs/{other}").decode())]
+        more = f" ({len(unlike)} ranks do)" if len(unlike) > 1 else ""
+        store.set("meet/verdict", unlike[0] + more if unlike else "")
+    verdict = store.get("meet/verdict").decode()
+    if verdict and rank:
+        store.add("meet/read", 1)
+    elif verdict:  # the store ends with rank 0
+        deadline = time.monotonic() + _READ_S
+        while store.add("meet/read", 0) < len(others) and time.monotonic() < deadline:
+            time.sleep(_READ_S / 100)
+    if verdict:
+        raise _unlike(verdict)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
+
+
+def _unlike(differs: str) -> InputError:
+    return InputError(f"{differs}; start all ranks of a run by one command, with the same files on every host")
 
 
 def _choose_interface(world: World) -> None:
@@ -147,14 +207,16 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
         ) from None
 
 
-def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
+def watch_ranks(
+    world: World, timeout_s: float, progress: Progress, is_asked: Callable[[], bool] = lambda: False
+) -> Watch | None:
     """Watch this thread's progress together with the other ranks; None in a world of one. The process group exists."""
     if world.world_size == 1:
         return None
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
-    return Watch(store, world.rank, world.world_size, timeout_s, progress)
+    return Watch(_of_this_start(store), world.rank, world.world_size, timeout_s, progress, is_asked)
 
 
 def _open_store(world: World, timeout_s: float) -> "Store":
@@ -162,9 +224,13 @@ def _open_store(world: World, timeout_s: float) -> "Store":
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_s)
-    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = world.rank == 0 and not _is_agents()
     if not (serves and _is_loopback(world)):
-        return TCPStore(world.master_addr, world.master_port, world.world_size, serves, timeout)
+        # Ranks wait for each other in `_compare`, where those of another number of ranks are named.
+        store = TCPStore(
+            world.master_addr, world.master_port, world.world_size, serves, timeout, wait_for_workers=False
+        )
+        return _of_this_start(store)
     family, _, _, _, address = _addresses(world)[0]
     listener = socket.create_server(address[:2], family=family, backlog=1024)
     # The store takes the descriptor over.
@@ -174,8 +240,21 @@ def _open_store(world: World, timeout_s: float) -> "Store":
         world.world_size,
         is_master=True,
         timeout=timeout,
+        wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _is_agents() -> bool:
+    """Return whether torchrun's agent serves the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _of_this_start(store: "Store") -> "Store":
+    """Return a view of `store` without what ranks before a restart have written to it, if an agent serves it."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store) if _is_agents() else store
 
 
 def _addresses(world: World) -> list[tuple[Any, ...]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
@@ -30,9 +30,9 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
 
     Rank 0's output passes through untouched, so a terminal stays a terminal. What the other ranks write goes to a file
-    for each in a temporary folder. When a rank fails, the others are killed: what they know is lost without it. Then
-    standard error says which rank that was, and the last lines that it wrote, and names the folder, which is kept.
-    When all goes well the folder is removed.
+    for each, which has no name, so nothing of it outlives this process. When a rank fails, the others are killed: what
+    they know is lost without it. Then standard error says which rank that was, and the last lines that it wrote, and
+    names a temporary folder to which the files are copied.
 
     SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are passed on to the ranks, which may save before they end, and which they
     wait for while these start; a second one, SIGINT and SIGQUIT end all at once. Then the exit code is theirs if all
@@ -55,7 +55,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
             signal.signal(number, lambda number, frame: caught.append(number))
-    port, logs = free_port(), _make_logs()
+    port, logs = free_port(), _make_logs(nproc)
     workers: list[subprocess.Popen[bytes]] = []
     code = 0
     try:
@@ -67,7 +67,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
         hold_asks()
         for rank in range(nproc):
             try:
-                workers.append(_start(argv, rank, nproc, port, logs))
+                workers.append(_start(argv, rank, nproc, port, logs[rank - 1] if rank else None))
             except OSError as error:
                 raise InputError(
                     f"--nproc: rank {rank} of {nproc} cannot be started ({error.strerror}); start fewer, or raise what "
@@ -82,24 +82,40 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
             _kill_group(worker)
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")  # a progress bar that was cut off has left the cursor hidden
-        if code in (0, _USER_ERROR, SAVED) or caught:
-            shutil.rmtree(logs, ignore_errors=True)
+        for log in logs:
+            log.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _make_logs() -> Path:
-    """Return a new folder for what the ranks write."""
+def _make_logs(nproc: int) -> list[IO[bytes]]:
+    """Return new files without a name for what the ranks above 0 write."""
     try:
-        return Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
+        return [tempfile.TemporaryFile() for _ in range(1, nproc)]  # which `spawn` closes
     except OSError as error:
         raise InputError(
-            f"--nproc: no folder for what the ranks write ({error.strerror}); make room in the temporary folder, or "
-            f"set TMPDIR to another"
+            f"--nproc: no file for what the ranks write ({error.strerror}); make room in the temporary folder, or set "
+            f"TMPDIR to another"
         ) from None
 
 
-def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], logs: Path) -> int:
+def _read(log: IO[bytes]) -> bytes:
+    """Return what a rank has written; the place at which it writes on stays where it is."""
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
+
+
+def _keep(logs: Sequence[IO[bytes]]) -> str:
+    """Copy what the ranks above 0 wrote to a new folder, and return a line that names it."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
+        for rank, log in enumerate(logs, 1):
+            (folder / f"rank_{rank}.log").write_bytes(_read(log))
+    except OSError as error:
+        return f"dlrm-overlap: what the ranks above 0 wrote cannot be kept ({error.strerror})"
+    return f"dlrm-overlap: what the ranks above 0 wrote is in {folder}"
+
+
+def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], logs: Sequence[IO[bytes]]) -> int:
     """Wait until all workers have ended well, one has failed, or a signal ends them; return the exit code."""
     passed_on = 0
     while True:
@@ -126,17 +142,16 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         time.sleep(_POLL_S)
 
 
-def _report(rank: int, pid: int, code: int, logs: Path) -> None:
+def _report(rank: int, pid: int, code: int, logs: Sequence[IO[bytes]]) -> None:
     """Say on standard error which rank has failed and how, and show the last lines that it wrote."""
-    wrote = _tail(logs / f"rank_{rank}.log") if rank else []  # rank 0's are there already
+    wrote = _tail(logs[rank - 1]) if rank else []  # rank 0's are there already
     if code == _USER_ERROR:
         for line in wrote:
             if line.startswith("dlrm-overlap: "):
                 tell(line)
         return
-    if rank == 0 and code > 0 and not any(b"Traceback" in path.read_bytes() for path in logs.iterdir()):
-        shutil.rmtree(logs, ignore_errors=True)  # rank 0 has said all there is, such as backends that disagree
-        return
+    if rank == 0 and code > 0 and not any(b"Traceback" in _read(log) for log in logs):
+        return  # rank 0 has said all there is, such as backends that disagree
     if code < 0:
         reason = _REASONS.get(signal.Signals(-code))
         how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")
@@ -144,15 +159,13 @@ def _report(rank: int, pid: int, code: int, logs: Path) -> None:
         how = f"ended with exit code {code}"
     lines = [f"dlrm-overlap: rank {rank} (pid {pid}) {how}"] if rank or code < 0 else []
     lines += [f"  rank {rank}: {line}" for line in wrote]
-    lines.append(f"dlrm-overlap: what the ranks above 0 wrote is in {logs}")
+    lines.append(_keep(logs))
     tell("\n".join(lines))
 
 
-def _tail(path: Path) -> list[str]:
-    """Return the last lines of the file."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+def _tail(log: IO[bytes]) -> list[str]:
+    """Return the last lines that a rank has written."""
+    return _read(log)[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
 def _refuse_nesting(environ: Mapping[str, str]) -> None:
@@ -168,23 +181,33 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
             raise InputError(f"--nproc inside {launcher}: both would start the ranks; drop one of the two")
 
 
-def _start(argv: Sequence[str], rank: int, nproc: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
+def import_path() -> dict[str, str]:
+    """Return variables by which a rank finds this very package, and runs no yaml.py or torch.py of the working folder.
+
+    `python -m` looks for modules in the working folder before all others, unless PYTHONSAFEPATH is set. Where this
+    process has found the package in that way, as in a checkout that is not installed, its folder is named instead.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    if sys.flags.safe_path or os.path.realpath(sys.path[0]) != root:
+        return {"PYTHONSAFEPATH": "1"}
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+def _start(argv: Sequence[str], rank: int, nproc: int, port: int, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
     environ = os.environ | {name: str(value) for name, value in place.items()}
     environ |= {"MASTER_ADDR": LOOPBACK, NPROC_MARKER: str(nproc), LAUNCHER_PID: str(os.getpid())}
+    environ |= import_path()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     command = [sys.executable, "-m", "dlrm_overlap", *argv]
-    if rank == 0:
-        return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-    with (logs / f"rank_{rank}.log").open("wb") as output:
-        return subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log and subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def _kill_group(worker: subprocess.Popen[bytes]) -> None:

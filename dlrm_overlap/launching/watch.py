@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 SLACK = 1.1
 """a rank is ended after so many timeouts, so that an exchange whose own wait expires names its slice first"""
 _HOLD_BACK_S = 3.0  # in which the launcher ends the other ranks of the one that has reported
+_POLL_S = 0.5
+_GONE_S = 3.0  # in one step, before a rank that was asked to end looks whether it waits for one that has ended
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its host is gone or cut off"
 
@@ -32,7 +36,33 @@ class Progress:
         self.step = 0
         """the training step under way, or behind which the run evaluates or saves"""
         self.batch = 0
-        """batches evaluated since"""
+        """batches evaluated since, and pieces of a checkpoint read or written"""
+        self.is_over = False
+        """whether the work is done, so that this rank waits for no other any more"""
+
+    def tick(self) -> None:
+        """Say that this rank moves, in what takes as long as there are pieces."""
+        self.batch += 1
+
+
+class Patience:
+    """The bound of a wait that polls. Time in which this process itself stood still, as under Ctrl-Z, does not count.
+
+    Between two polls counts `longest_s` at most: whoever is stopped does not poll, and its peers may be stopped, too.
+    """
+
+    def __init__(self, bound_s: float, longest_s: float = 1.0) -> None:
+        """Begin to wait, for `bound_s` seconds in all; `longest_s` is far more than from one poll to the next."""
+        self.waited_s = 0.0
+        self._bound_s, self._longest_s = bound_s, longest_s
+        self._polled = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Count the time since the last poll, and return whether the bound is passed."""
+        now = time.monotonic()
+        self.waited_s += min(now - self._polled, self._longest_s)
+        self._polled = now
+        return self.waited_s > self._bound_s
 
 
 class Watch:
@@ -45,6 +75,7 @@ class Watch:
         world_size: int,
         timeout_s: float,
         progress: Progress | None = None,
+        is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start watching.
 
@@ -54,13 +85,16 @@ class Watch:
             world_size: number of ranks, W.
             timeout_s: seconds that a rank may stay at one place of one step.
             progress: what the training loop writes to; a new one if None.
+            is_asked: whether this rank was asked to end. Then it does not wait for a peer of this host that has ended.
         """
         self.progress = progress or Progress()
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._period_s = min(max(timeout_s / 20, 0.1), 5.0)
         self._watched = threading.get_ident()
-        self._beats = 0
+        self._beats, self._beaten, self._moved = 0, 0.0, time.monotonic()
+        self._is_asked, self._host = is_asked, _host()
         self._closed = threading.Event()
+        self._beat(sys._getframe())  # so that all know the process id of a rank that ends soon
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def close(self) -> None:
@@ -68,27 +102,54 @@ class Watch:
         self._closed.set()
 
     def _run(self) -> None:
-        place, since = None, time.monotonic()
-        while not self._closed.wait(self._period_s):
+        place, stepped, stepped_at = None, None, 0.0
+        patience = self._patience()
+        while not self._closed.wait(min(self._period_s, _POLL_S)) and not self.progress.is_over:
             frame = sys._current_frames().get(self._watched)
             if frame is None:
                 return  # the watched thread has ended
             if (now := (self.progress.step, self.progress.batch, _position(frame))) != place:
-                place, since = now, time.monotonic()
-            self._beat(frame)
+                place, patience = now, self._patience()
+                self._moved = time.monotonic()
+            if time.monotonic() - self._beaten >= self._period_s:
+                self._beat(frame)
             del frame
-            if time.monotonic() - since > SLACK * self._timeout_s:
-                self._end(time.monotonic() - since)
+            if patience.is_over():
+                lines, answering, moving = self._diagnose()
+                if not moving:
+                    self._end(lines, answering, patience.waited_s)
+                patience = self._patience()  # it reads or writes a checkpoint, which takes as long as its disk does
+            if stepped != now[:2]:
+                stepped, stepped_at = now[:2], time.monotonic()
+            if self._is_asked() and time.monotonic() - stepped_at > _GONE_S:
+                self._end_without_peers()
+
+    def _end_without_peers(self) -> None:
+        """End this process, which was asked to end, if a peer of this host has ended: this step never does."""
+        beats = [json.loads(each or "{}") for each in self._read() or []]
+        here = [(rank, beat["pid"]) for rank, beat in enumerate(beats) if beat.get("host") == self._host]
+        gone = [rank for rank, pid in here if not _is_alive(pid)]
+        if gone and not self.progress.is_over:
+            text = (
+                f"rank {self._rank} was asked to end, and does in step {self.progress.step}: rank {gone[0]} has ended"
+            )
+            print(f"dlrm-overlap: {text}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _patience(self) -> Patience:
+        return Patience(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
 
     def _beat(self, frame: FrameType) -> None:
         self._beats += 1
-        beat = {"beats": self._beats, "step": self.progress.step, "where": _where(frame)}
+        self._beaten = time.monotonic()
+        process = {"host": self._host, "pid": os.getpid()}
+        still_s = time.monotonic() - self._moved
+        about = {"beats": self._beats, "step": self.progress.step, "still_s": still_s, "where": _where(frame)}
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: `_end` says so, if it comes to that
-            self._store.set(_key(self._rank), json.dumps(beat))
+            self._store.set(_key(self._rank), json.dumps(process | about))
 
-    def _end(self, stood_s: float) -> NoReturn:
+    def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
         """Say which ranks are silent and where the others are, and end this process."""
-        lines, answering = self._diagnose()
         if self._rank != min(answering, default=self._rank):
             time.sleep(_HOLD_BACK_S)
         head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
@@ -96,11 +157,14 @@ class Watch:
         print("\n".join([f"{head}:", *(f"  {line}" for line in lines), f"  {tail}"]), file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _diagnose(self) -> tuple[list[str], list[int]]:
-        """Return a line for each rank, the silent ones first, and the ranks that answer."""
+    def _diagnose(self) -> tuple[list[str], list[int], bool]:
+        """Return a line for each rank, the silent ones first, the ranks that answer, and whether another one moves.
+
+        It moves if it was elsewhere half a timeout ago: one that stands still for another reason stands longer.
+        """
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
-        gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], []
+        gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], [], False
         if (before := self._read()) is None:
             return gone
         for _ in range(3):
@@ -109,18 +173,19 @@ class Watch:
         if (after := self._read()) is None:
             return gone
         answering = [rank for rank in range(self._world_size) if after[rank] and after[rank] != before[rank]]
-        lines, others = [], []
+        lines, others, moving = [], [], False
         for rank in range(self._world_size):
             beat: dict[str, Any] = json.loads(after[rank] or "{}")
             if rank in answering:
                 others.append(f"rank {rank}: in step {beat['step']}, {beat['where']}")
+                moving |= rank != self._rank and beat["still_s"] < self._timeout_s / 2
             elif beat:
                 lines.append(f"rank {rank}: silent, last heard in step {beat['step']}: {_SILENT}")
             else:
                 lines.append(f"rank {rank}: silent, and has not begun")
         if not lines:
             lines = ["no rank is silent"]
-        return [*lines, *others][:_SHOWN_RANKS], answering
+        return [*lines, *others][:_SHOWN_RANKS], answering, moving
 
     def _read(self) -> list[str] | None:
         """Return what each rank has written last, "" for nothing yet, or None if the store does not answer."""
@@ -140,6 +205,19 @@ class Watch:
 
 def _key(rank: int) -> str:
     return f"dlrm_overlap/watch/{rank}"
+
+
+def _host() -> str:
+    """Return a text that is the same where process ids mean the same: in one namespace under one running kernel."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether the process runs or is stopped; one that has ended may still be waited for by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _position(frame: FrameType | None) -> tuple[int, ...]:

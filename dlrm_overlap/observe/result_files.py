@@ -4,6 +4,7 @@ Those of a finished run are read again: its summary, and the times of its steps.
 with a warning.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -20,6 +21,8 @@ from dlrm_overlap.files import read_file, replacing
 log = logging.getLogger("dlrm_overlap")
 
 STEP_TIMES = "step_ms.npy"
+_SHOWN = ("eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50")  # of a summary, as the command ends
+_LOGGED = ("metrics.jsonl", "summary.json", STEP_TIMES, "config.yaml", "traces", "events.out.tfevents.*")
 
 
 class MetricsFile:
@@ -78,9 +81,10 @@ class MetricsFile:
 def _step_of(line: str) -> int | None:
     """Return the step of a line of `metrics.jsonl`, None where it is not whole."""
     try:
-        return int(json.loads(line)["step"])
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    return step if type(step) is int else None
 
 
 def nan_as_none(value: Any) -> Any:
@@ -111,6 +115,25 @@ def has_results(folder: Path) -> bool:
     return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
+def set_aside(folder: Path) -> Path | None:
+    """Move what a run has logged in `folder` to a new folder in it, and return that; None where nothing was logged.
+
+    Raises:
+        InputError: if it cannot be moved.
+    """
+    if not has_results(folder):
+        return None
+    aside = next(path for n in itertools.count(1) if not (path := folder / f"earlier_{n}").exists())
+    try:
+        aside.mkdir()
+        for pattern in _LOGGED:
+            for path in folder.glob(pattern):
+                path.rename(aside / path.name)
+    except OSError as error:
+        raise InputError(f"log.dir: {folder} cannot be written to ({error.strerror}); give another folder") from None
+    return aside
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
 
@@ -122,9 +145,10 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(read_file(path))
-        if not (isinstance(content, dict) and {"steps", "eval_auroc"} <= content.keys()):
+        numbers = [content[key] for key in _SHOWN]
+        if type(content["steps"]) is not int or not all(each is None or math.isfinite(each) for each in numbers):
             raise ValueError
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         log.warning("%s is not what was written, and left out", path)
         return None
     return {key: math.nan if value is None else value for key, value in content.items()}

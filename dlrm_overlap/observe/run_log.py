@@ -3,6 +3,7 @@ configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.checkpoint import make_folder
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
+from dlrm_overlap.files import LOCK_NAME
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
@@ -30,7 +32,6 @@ from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import (
     STEP_TIMES,
     MetricsFile,
-    has_results,
     nan_as_none,
     write_atomically,
     write_step_ms,
@@ -65,7 +66,9 @@ def start_logging(rank: int, console: Console) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Check that a run of `config` finds no earlier results in its folder, or a checkpoint that it goes on from.
+    """Check that a run of `config` finds no finished run in its folder, or a checkpoint that it goes on from.
+
+    What a run has logged that ended before its first checkpoint is no result: `set_aside` makes way.
 
     Raises:
         InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
@@ -77,7 +80,7 @@ def check_folder(config: Config) -> None:
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
                 f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"
             )
-    elif has_results(folder):
+    elif (folder / "summary.json").exists():
         raise InputError(
             f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; give another "
             f"--log.name, or remove the folder"
@@ -110,6 +113,7 @@ class RunLog:
         if world.rank:
             return
         make_folder(folder)
+        self._lock = _inode(folder / LOCK_NAME)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             (folder / STEP_TIMES).unlink(missing_ok=True)
@@ -176,6 +180,8 @@ class RunLog:
     ) -> None:
         """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
 
+        A run whose folder is gone ends: its log is lost, and a save would appear in the folder of whoever comes next.
+
         Args:
             step: the last of these steps.
             loss_sum: [] sum of this rank's mean losses over these steps.
@@ -185,14 +191,23 @@ class RunLog:
             bad_rows: those that this rank has left out, or found another sample for, since the start; those of all
                 ranks are added up.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then tells whether any was.
+
+        Raises:
+            InputError: on all ranks, if the folder that rank 0 holds was removed or replaced.
         """
         count = len(step_ms)
         sums = torch.stack((loss_sum.double(), loss_sum.new_tensor(bad_rows, dtype=torch.float64)))
-        greatest = torch.tensor([wait_s, asked_to_end], dtype=torch.float64, device=self.device)
+        gone = self.world.rank == 0 and _inode(self.folder / LOCK_NAME) not in (self._lock, -1)
+        greatest = torch.tensor([wait_s, asked_to_end, gone], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
         loss, bad = sums.tolist()
-        waited_s, asked = greatest.tolist()
+        waited_s, asked, gone = greatest.tolist()
+        if gone:
+            raise InputError(
+                f"log.dir: {self.folder} was removed or replaced while the run trains, so its log and checkpoints are "
+                f"lost by step {step}; start again, in a folder that stays"
+            )
         self.asked_to_end = bool(asked)
         self.loss = loss / self.world.world_size / count
         if int(bad) and not self.bad_rows:
@@ -273,6 +288,14 @@ class RunLog:
             self._metrics.write({"step": step, **values})
         if self._board:
             self._board.scalars(values, step)
+
+
+def _inode(path: Path) -> int | None:
+    """Return the inode of what lies at `path`, None where nothing does, and -1 where that cannot be found out."""
+    try:
+        return path.stat().st_ino
+    except OSError as error:  # ESTALE: on NFS, of a folder that was removed
+        return None if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE) else -1
 
 
 def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:

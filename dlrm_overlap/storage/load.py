@@ -1,7 +1,7 @@
 """Reading a checkpoint: whether it is whole, and its tensors."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,11 +10,19 @@ from torch import nn
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.files import read_file
-from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, Piece, check_file, read_manifest
+from dlrm_overlap.storage.manifest import (
+    MANIFEST,
+    DamagedError,
+    Manifest,
+    Piece,
+    StoredTensor,
+    check_file,
+    read_manifest,
+)
 from dlrm_overlap.storage.old_format import OldCheckpoint
 from dlrm_overlap.storage.parts import Cut, Stored, fill, local_parts
 from dlrm_overlap.storage.save import gather
-from dlrm_overlap.storage.tensor_file import read_tensors
+from dlrm_overlap.storage.tensor_file import dtype_code, read_tensors
 
 
 class Checkpoint:
@@ -67,33 +75,53 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = 
     model.load_state_dict(state)
 
 
-def find_faults(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_faults(
+    path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, tick: Callable[[], None] = lambda: None
+) -> list[str]:
     """Return what is wrong with the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
 
-    Of format 0 all tensors are read, since the checksums that they have are within.
+    The files may be what was written, and yet no state to go on from: each piece must be there in the type and sizes
+    that the manifest gives, and finite, as all are that a run saves. Of format 0 the checksums are within the tensors.
     """
-    faults = []
-    if manifest.format:
-        for file in sorted(manifest.files)[rank::world_size]:
-            try:
-                check_file(path / file, manifest.files[file])
-            except DamagedError as error:
-                faults.append(str(error))
-        return faults
+    faults, whole = [], set()
+    for file in sorted(manifest.files)[rank::world_size]:
+        try:
+            check_file(path / file, manifest.files[file], tick)
+            whole.add(file)
+        except DamagedError as error:
+            faults.append(str(error))
     try:
-        stored = OldCheckpoint(path)
-        pieces = [piece for tensor in stored.tensors.values() for piece in tensor.pieces]
-        for piece in pieces[rank::world_size]:
-            stored.read(piece)
+        stored = open_checkpoint(path, manifest)
+        pieces = [(name, tensor, piece) for name, tensor in stored.tensors.items() for piece in tensor.pieces]
+        for name, tensor, piece in pieces if manifest.format else pieces[rank::world_size]:
+            tick()
+            if piece.file in whole or not manifest.format:
+                _check_values(path / piece.file, name, tensor, piece, stored.read(piece))
     except DamagedError as error:
         faults.append(str(error))
     return faults
 
 
-def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
+def _check_values(file: Path, name: str, tensor: StoredTensor, piece: Piece, values: torch.Tensor) -> None:
+    """Check that the values of a piece are of the tensor's type, as many as the manifest says, and finite.
+
+    Raises:
+        DamagedError: if they are not.
+    """
+    if tensor.dtype and tensor.dtype != dtype_code(values.dtype):  # format 0 does not say it
+        raise DamagedError(f"{file} holds {name} as {dtype_code(values.dtype)}, not {tensor.dtype}")
+    if tuple(values.shape) != (piece.sizes[:1] if tensor.per_row else piece.sizes):
+        raise DamagedError(f"{file} holds {name} in another shape than the manifest says")
+    if values.is_floating_point() and values.numel():
+        least, greatest = values.aminmax()  # NaN, if there is one
+        if not (least.isfinite() and greatest.isfinite()):
+            raise DamagedError(f"{file} holds values of {name} that are nan or infinite")
+
+
+def agree_on(path: Path, tick: Callable[[], None] = lambda: None) -> tuple[Manifest | None, list[str]]:
     """Return the manifest of the checkpoint `path`, None if that is damaged, and all faults; a collective.
 
-    Every rank looks at its share of the files, so that a large checkpoint is read once.
+    Every rank looks at its share of the files, so that a large checkpoint is read once. It calls `tick` for each piece.
 
     Raises:
         InputError: if ranks see different checkpoints there, naming one that sees another than rank 0.
@@ -114,4 +142,4 @@ def agree_on(path: Path) -> tuple[Manifest | None, list[str]]:
             )
     if manifest is None:
         return None, faults
-    return manifest, [fault for each in gather(find_faults(path, manifest, rank, world_size)) for fault in each]
+    return manifest, [fault for each in gather(find_faults(path, manifest, rank, world_size, tick)) for fault in each]

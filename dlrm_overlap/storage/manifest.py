@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ FORMAT = 1
 MANIFEST = "checkpoint.json"
 _CHECKSUM = ',\n "sha256": "'
 _CHUNK_BYTES = 1 << 24
+_MOST_ELEMENTS = 2**63 - 1  # of a tensor, along a dimension
 
 
 class DamagedError(InputError):
@@ -152,8 +154,11 @@ def _from_json(content: dict[str, Any]) -> Manifest:
         if Path(name).name != name or name in (".", ".."):
             raise ValueError(f"{name!r} is not the name of a file")
     check_coverage(manifest.tensors)
-    if lost := {p.file for t in manifest.tensors.values() for p in t.pieces} - manifest.files.keys():
+    places = [(piece.file, piece.name) for tensor in manifest.tensors.values() for piece in tensor.pieces]
+    if lost := {file for file, _ in places} - manifest.files.keys():
         raise ValueError(f"file {min(lost)} is not listed")
+    if len(set(places)) < len(places):
+        raise ValueError("two pieces are the same tensor of a file")
     return manifest
 
 
@@ -182,11 +187,13 @@ def _check_facts(manifest: Manifest) -> None:
 
 
 def _check_tensor(name: str, tensor: StoredTensor) -> None:
-    """Check that the pieces of a tensor lie within it.
+    """Check that the pieces of a tensor lie within it, and that it is none that no memory could hold.
 
     Raises:
         ValueError: naming the tensor where one does not.
     """
+    if max(tensor.shape, default=0) > _MOST_ELEMENTS:
+        raise ValueError(f"{name} is larger than a tensor can be")
     for piece in tensor.pieces:
         boxes = list(zip(piece.offsets, piece.sizes, tensor.shape, strict=True))
         within = all(0 <= _whole_number(first) <= first + _whole_number(size) <= end for first, size, end in boxes)
@@ -203,7 +210,7 @@ def _whole_number(value: Any) -> int:
 
 
 def check_coverage(tensors: dict[str, StoredTensor]) -> None:
-    """Check that the pieces of each tensor are as many elements as it has.
+    """Check that the pieces of each tensor are as many elements as it has, and none of them twice.
 
     Raises:
         ValueError: naming a tensor that lacks some, or has some twice.
@@ -212,10 +219,21 @@ def check_coverage(tensors: dict[str, StoredTensor]) -> None:
         held, wanted = sum(math.prod(piece.sizes) for piece in tensor.pieces), math.prod(tensor.shape)
         if held != wanted:
             raise ValueError(f"{name} has {held} of {wanted} elements")
+        beside: list[Piece] = []  # pieces that share rows with the next one
+        for piece in sorted((each for each in tensor.pieces if 0 not in each.sizes), key=lambda each: each.offsets):
+            beside = [each for each in beside if each.offsets[0] + each.sizes[0] > piece.offsets[0]]
+            if any(_overlap(piece, each) for each in beside):
+                raise ValueError(f"{name} has elements twice")
+            beside.append(piece)
 
 
-def check_file(path: Path, expected: StoredFile) -> None:
-    """Check that `path` is the file that was written.
+def _overlap(one: Piece, other: Piece) -> bool:
+    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in boxes)
+
+
+def check_file(path: Path, expected: StoredFile, tick: Callable[[], None] = lambda: None) -> None:
+    """Check that `path` is the file that was written, and call `tick` for each 16 MB of it.
 
     Raises:
         DamagedError: if it is not there, or has another size or checksum.
@@ -227,6 +245,7 @@ def check_file(path: Path, expected: StoredFile) -> None:
         with open_file(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum.update(chunk)
+                tick()
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     if checksum.hexdigest() != expected.sha256:

@@ -104,7 +104,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             for name, about in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        # RuntimeError: torch has no tensors of such a shape.
         raise DamagedError(f"{path} is not a file of tensors ({error})") from None
 
 

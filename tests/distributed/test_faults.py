@@ -1,5 +1,6 @@
 """Real training runs whose processes are killed, stopped and asked to end: how they end, and that nothing is left."""
 
+import os
 import re
 import signal
 import time
@@ -137,11 +138,33 @@ def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> N
     assert "RuntimeError: injected" in errors
 
 
-@pytest.mark.parametrize("how", ["kill", "usr1"])
-def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str) -> None:
-    run = train(tmp_path, "--train.steps", "40", fault=fail_at(1, 12, how), launcher="torchrun")
+@pytest.mark.parametrize(("how", "backend"), [("kill", "torchrec"), ("kill", "pgas"), ("usr1", "torchrec")])
+def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path, how: str, backend: str) -> None:
+    options = ["--train.steps", "40", "--embedding.backend", backend]
+    run = train(tmp_path, *options, fault=fail_at(1, 12, how), launcher="torchrun")
+    run.wait_for("step 10:")
+    begin = time.monotonic()
+    run.wait_for("resume: ", 60)
+    assert time.monotonic() - begin < 29, "the other rank waited for torchrun's SIGKILL"
     code, errors = run.end(150)
     assert code == 0, errors
     (resumed,) = re.findall(r"resume: .*step_(\d+), after step", errors)
     assert int(resumed) == 10 if how == "kill" else 12 <= int(resumed) < 20
     assert max(read_metrics(tmp_path / "run", "train/loss")) == 40
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "pgas"])
+def test_a_run_all_of_whose_processes_are_stopped_goes_on_when_they_wake(tmp_path: Path, backend: str) -> None:
+    options = ["--embedding.backend", backend, "--embedding.wait_timeout_s", "4", "--log.every", "1"]
+    run = train(tmp_path, *FOREVER, *options)
+    run.wait_for("step 10:")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in run.processes():
+            os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            seen = run.errors.read_text().rpartition("step ")[2].partition(":")[0]
+            time.sleep(7)  # beyond the bound, and below the collective's own of 10 s
+    run.wait_for(f"step {int(seen) + 50}:")
+    run.process.terminate()
+    code, errors = run.end(30)
+    assert code == SAVED, errors

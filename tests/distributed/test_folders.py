@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.files import LOCK_NAME, hold_folder
+from dlrm_overlap.launching.watch import Watch
 from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.trainer import Trainer
@@ -112,8 +113,19 @@ def _check_one_ranks_nan_ends_all(folder: Path) -> None:
     assert [path.name for path in (folder / "nan" / "checkpoints").iterdir()] == ["step_2"]
 
 
+def _check_a_rank_that_moves_is_waited_for(folder: Path) -> None:
+    """Longer than the bound, after which a rank that stands still would be ended."""
+    store = dist.FileStore(str(folder / "watch"), 2)  # pyright: ignore[reportPrivateImportUsage]
+    watch = Watch(store, dist.get_rank(), 2, timeout_s=1.0)
+    for _ in range(40 * dist.get_rank()):
+        watch.progress.tick()
+        time.sleep(0.1)
+    dist.barrier()
+    watch.close()
+
+
 def _check_agreement(folder: Path) -> None:
-    for check in (_check_what_rank_0_finds, _check_a_lock_refuses_all):
+    for check in (_check_what_rank_0_finds, _check_a_lock_refuses_all, _check_a_rank_that_moves_is_waited_for):
         check(folder)
         dist.barrier()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import dlrm_overlap
+from dlrm_overlap.launching.launcher import free_port
+from tests.conftest import PYTHON_PATH, ROOT
 from tests.distributed.launchers import MPI_AS_ROOT, NO_MPI, find_mpirun, mpi_is_here
 
 RANK = """\
@@ -87,3 +89,22 @@ def test_one_failing_rank_ends_the_run(program: Path, tmp_path: Path, launcher: 
     assert done.returncode == 2, done.stderr
     assert time.monotonic() - begin < 45, "the other rank slept to its end"
     assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.slow
+def test_a_host_whose_configuration_differs_is_refused_on_both(tmp_path: Path) -> None:
+    """Two agents of torchrun, two ranks each: the second agent's file is stale."""
+    port = free_port()
+    train = ["-m", "dlrm_overlap", "train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
+    train += ["--log.dir", str(tmp_path), "--train.steps", "2"]
+    agents = []
+    for node, more in enumerate(([], ["--embedding.lr", "0.3", "--train.optimizer", "adam"])):
+        meet = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", "2", *train, *more]
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
+        agents.append(subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True))
+    said = [agent.communicate(timeout=120)[1] for agent in agents]
+    assert 0 not in [agent.returncode for agent in agents]
+    for each in said:
+        assert 'differs from rank 0: embedding.lr is 0.3, not 0.1, train.optimizer is "adam", not' in each, each
+    assert not list(tmp_path.glob("*/*.jsonl")), "something was trained"

@@ -15,6 +15,7 @@ import torch
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText, open_criteo
+from dlrm_overlap.data.loader import Slice
 from tests.unit.data.criteo_lines import ROWS, assert_one_line, hash_plainly, parse_plainly, random_lines
 
 HOT = [1 + t % 4 for t in range(26)]
@@ -32,6 +33,21 @@ def test_text_is_read_by_position(tmp_path: Path) -> None:
         [[0 if missing[i, t] else hash_plainly(int(categories[i, t]), capped[t]) for t in range(26)] for i in range(25)]
     )
     assert_reads(data, labels, dense, [ids[:, t : t + 1] for t in range(26)])
+
+
+def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> None:
+    lines = random_lines(25)
+    changed = [bytes([ord("0") + ord("1") - lines[-1][0]]) + lines[-1][1:]]
+    samples = {"here": lines, "elsewhere": lines, "one less": lines[1:], "another": [*lines[:-1], *changed]}
+    found = {}
+    for name, each in samples.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "day_0").write_bytes(b"\n".join(each))
+        data = CriteoText(tmp_path / name, TablesConfig(rows=ROWS))
+        found[name] = data.fingerprint()
+        assert Slice(data, 3, 4).fingerprint() == found[name]
+    assert found["here"] == found["elsewhere"]
+    assert len(set(found.values())) == 3
 
 
 def assert_reads(data: Dataset, labels: np.ndarray, dense: np.ndarray, tables: Sequence[np.ndarray]) -> None:

@@ -41,6 +41,24 @@ def test_which_python_starts(tmp_path: Path, script: str, beside: bool, active: 
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("installed", [True, False])
+def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path, script: str, installed: bool) -> None:
+    project = tmp_path / "a project"
+    shutil.copytree("launch", project / "launch")
+    find = f'if [ "$1" = -c ]; then exit {int(not installed)}; fi; env'
+    _stub(tmp_path / "bin/python", find)
+    for launcher in ("mpirun", "srun"):  # whose own options come first
+        _stub(tmp_path / "bin" / launcher, 'while [ "$1" != env ] && [ "$1" != python ]; do shift; done; exec "$@"')
+    environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NPROC": "2", "PYTHONPATH": "/theirs"}
+    environ |= {"SLURM_SUBMIT_DIR": str(project), "SLURM_CPUS_PER_TASK": "1"}
+    command = ["bash", str(project / "launch" / script), "some.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=20, check=True)
+    lines = done.stdout.splitlines()
+    assert "PYTHONSAFEPATH=1" in lines
+    assert f"PYTHONPATH={'' if installed else f'{project}:'}/theirs" in lines
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("arguments", [[], [""]])
 def test_without_a_configuration_a_script_tells_its_usage(script: str, arguments: list[str]) -> None:
     done = subprocess.run(

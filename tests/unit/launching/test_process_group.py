@@ -84,6 +84,62 @@ def test_a_rendezvous_that_nobody_comes_to_is_reported_in_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
+def _meet(worlds: list[World], facts: list[dict[str, object]]) -> list[str]:
+    """Let ranks, each a thread, meet and compare their facts; return the error of each, empty where it has none."""
+
+    def come(world: World, own: dict[str, object]) -> tuple[str, object]:
+        store = process_group._open_store(world, timeout_s=10)
+        try:
+            process_group._compare(store, world, dict(own))
+        except InputError as error:
+            return str(error), store
+        return "", store  # rank 0's serves the others until all have ended
+
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        ended = list(pool.map(come, worlds, facts))
+    return [error for error, _ in ended]
+
+
+def _worlds(ranks: range, world_size: int, port: int, source: str = "environment") -> list[World]:
+    return [World(rank, rank, world_size, world_size, HERE, port, source) for rank in ranks]
+
+
+def test_ranks_that_are_alike_meet() -> None:
+    assert _meet(_worlds(range(4), 4, free_port()), [{"train.lr": 0.1, "train.steps": None}] * 4) == [""] * 4
+
+
+def test_unlike_ranks_are_refused_on_all_with_the_keys() -> None:
+    facts: list[dict[str, object]] = [{"train.lr": 0.1, "train.seed": 1, "data.path": "a" * 90} for _ in range(4)]
+    facts[2] |= {"train.lr": 0.5, "data.path": "b" * 90}
+    facts[3] |= {"train.seed": 2}
+    (error,) = set(_meet(_worlds(range(4), 4, free_port()), facts))
+    long = [f'"{letter * 59}..' for letter in "ba"]
+    assert error.startswith(f"rank 2 (on {socket.gethostname()}) differs from rank 0: ")
+    assert f"data.path is {long[0]}, not {long[1]}, train.lr is 0.5, not 0.1 (2 ranks do); start all ranks" in error
+
+
+def test_unlike_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter(["one", "another"])
+    monkeypatch.setattr(process_group, "code_digest", lambda: next(digests))
+    for error in _meet(_worlds(range(2), 2, free_port()), [{}, {}]):
+        assert "differs from rank 0: code is" in error
+
+
+def test_a_rank_of_another_run_at_this_ones_port_is_refused() -> None:
+    port = free_port()
+    errors = _meet([*_worlds(range(2), 2, port), *_worlds(range(2, 3), 4, port)], [{}] * 3)
+    assert errors[:2] == ["", ""], "a rank beyond the run's ends it"
+    assert "WORLD_SIZE is 4, not 2" in errors[2]
+    port = free_port()
+    errors = _meet([*_worlds(range(2), 2, port), *_worlds(range(1, 2), 2, port)], [{}] * 3)
+    assert errors[0] == ""
+    assert sorted(errors[1:])[0] == ""
+    assert f"another process is rank 1 at {HERE}:{port} already" in sorted(errors[1:])[1]
+    port = free_port()
+    for error in _meet([*_worlds(range(1), 2, port), *_worlds(range(1, 2), 2, port, "torchrun")], [{}] * 2):
+        assert 'launch is "torchrun' in error
+
+
 def test_a_host_without_an_address_is_reported_in_one_line() -> None:
     nowhere = World(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
     with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):

@@ -18,7 +18,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import SAVED
-from dlrm_overlap.launching.spawn import spawn
+from dlrm_overlap.launching.spawn import import_path, spawn
 from tests.conftest import is_alive, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 
@@ -259,7 +259,10 @@ class TestSpawn:
         ("what", "told"),
         [
             ("subprocess.Popen", r"^--nproc: rank 0 of 2 cannot be started \(File too large\); start fewer, or raise"),
-            ("tempfile.mkdtemp", r"^--nproc: no folder for what the ranks write \(File too large\); make room in the"),
+            (
+                "tempfile.TemporaryFile",
+                r"^--nproc: no file for what the ranks write \(File too large\); make room in the",
+            ),
         ],
     )
     def test_ranks_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch, what: str, told: str) -> None:
@@ -282,6 +285,17 @@ class TestSpawn:
         assert_gone(started)
 
 
+def test_a_launcher_that_is_killed_leaves_no_file(
+    worker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    parent = launcher_of(worker, signal.SIGKILL, "all:say", f"all:pids:{tmp_path / 'pids'}", "all:hang")
+    wait_for_pids(tmp_path / "pids", 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"worker", "pids.0", "pids.1"}
+    parent.kill()
+    parent.wait(20)
+
+
 def launcher_of(
     worker: Path, number: signal.Signals, *options: str, before: str = "", stderr: int | None = None
 ) -> subprocess.Popen[bytes]:
@@ -295,3 +309,17 @@ def launcher_of(
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     # Python's own path: the fixture has replaced sys.executable
     return subprocess.Popen([worker.read_text().splitlines()[0][2:], "-c", program], env=environ, stderr=stderr)
+
+
+def test_no_module_of_the_working_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "yaml.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert spawn(["--version"], 1) == 0
+
+
+def test_a_checkout_that_is_not_installed_is_named_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    assert import_path() == {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{ROOT}:/theirs"}
+    monkeypatch.setattr(sys, "path", ["/usr/bin", *sys.path])
+    assert import_path() == {"PYTHONSAFEPATH": "1"}

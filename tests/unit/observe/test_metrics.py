@@ -93,6 +93,7 @@ TORN = [
     '{"step": 1, "loss": 0.5}\n{"step": 2, "lo',
     '{"step": 2, "lo{"step": 1, "loss": 0.5}\n{"step": 1, "loss": 0.5}\n',
     '{"step": 1, "loss": 0.5}\n{"a": {}\n"step"\n[1]\n{}\n\0\0\0',
+    '{"step": 1, "loss": 0.5}\n{"step": Infinity}\n{"step": NaN}\n{"step": "1"}\n{"step": 1e999}',
 ]
 
 
@@ -149,6 +150,24 @@ def test_times_are_whole_or_left_out_with_a_warning(tmp_path: Path, caplog: pyte
         path.write_bytes(content)
         assert read_step_ms(tmp_path) == []
         assert caplog.messages.pop().endswith("step_ms.npy is not what was written, and left out")
+        caplog.clear()
+
+
+@pytest.mark.parametrize("key", ["steps", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50"])
+def test_a_summary_with_a_wrong_value_counts_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    whole = {"steps": 3, "eval_auroc": 0.5, "eval_ne": None, "samples_per_s": 7, "step_ms_p50": 0.25}
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(whole))
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    assert math.isnan(summary.pop("eval_ne"))
+    assert summary.items() <= whole.items()
+    for wrong in ("Infinity", "1e999", '"text"', "[]", "{}", *(["true", "1.5"] if key == "steps" else ["9" * 400])):
+        path.write_text(json.dumps(whole | {key: "wrong"}).replace('"wrong"', wrong))
+        assert read_summary(tmp_path) is None, wrong
+        assert caplog.messages.pop().endswith("summary.json is not what was written, and left out")
         caplog.clear()
 
 

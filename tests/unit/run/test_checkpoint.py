@@ -129,18 +129,18 @@ def test_a_checkpoint_that_does_not_tell_what_it_was_trained_with(checkpoint: Pa
     assert _find(checkpoint, "--train.seed", "1") == checkpoint
 
 
-@pytest.mark.parametrize("results", ["summary.json", "metrics.jsonl"])
 @pytest.mark.parametrize("resume", ["auto", "never", "elsewhere/step_2"])
-def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, results: str, resume: str) -> None:
+def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / results).write_text("{}")
+    (tmp_path / "run" / "summary.json").write_text("{}")
     with pytest.raises(InputError, match=r"log\.name: .*run holds .* another --log\.name, or remove the folder"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
 
 
-def test_a_run_that_logged_nothing_may_be_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("logged", ["", '{"step": 1}\n'])
+def test_a_run_that_ended_before_its_first_checkpoint_may_be_started_again(tmp_path: Path, logged: str) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "metrics.jsonl").write_text(logged)
     (tmp_path / "run" / "config.yaml").write_text("train: {}")
     check_folder(_run(tmp_path))
 

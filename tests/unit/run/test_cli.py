@@ -1,5 +1,6 @@
 """The command line: options and their help, processes, versions."""
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 
 import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.cli import main, run
+from dlrm_overlap.cli import _output_may_fail, main, run
 from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.ranks import run_on_ranks
 from tests.conftest import configuration
@@ -212,6 +213,21 @@ def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> No
             main(["train", "--help"])
         monkeypatch.setattr("dlrm_overlap.launching.doctor.run_doctor", lambda: print("x" * 100_000) or 0)
         assert main(["doctor"]) == 0
+
+
+def test_a_finished_run_has_succeeded_though_its_last_lines_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    for target, said in ((write_end, ""), ("/dev/full", "No space left on device")):
+        stream = open(target, "w")  # noqa: SIM115
+        monkeypatch.setattr(sys, "stdout", stream)
+        with _output_may_fail():
+            print("AUROC 0.7", flush=True)
+        assert said in capfd.readouterr().err
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

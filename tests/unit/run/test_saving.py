@@ -4,6 +4,7 @@ import math
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from dlrm_overlap import compare
 from dlrm_overlap.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.storage.load import find_faults
@@ -105,6 +107,26 @@ def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
     with file_limit(100_000), pytest.raises(InputError, match=r"step_3 cannot be written \(rank 0: File too large"):
         _fit(tmp_path, *options, "--train.steps", "6")
     assert checkpoints(tmp_path) == ["step_1", "step_2"]
+
+
+def test_a_rank_says_that_it_moves_while_it_saves_and_resumes(tmp_path: Path) -> None:
+    options = [*SMALL, "--checkpoint.last", "true", "--checkpoint.every", "4"]
+    trainer = make_trainer(quickstart(tmp_path, "run", *options))
+    trainer.saves.step = -1
+    for move in (lambda: trainer.saves.save(4, {}), lambda: trainer.checkpointer.find("auto")):
+        before = trainer.progress.batch
+        move()
+        assert trainer.progress.batch > before
+
+
+def test_a_save_is_given_no_more_time_once_a_wait_for_a_peer_has_expired(tmp_path: Path) -> None:
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, "--embedding.wait_timeout_s", "7"))
+    given: list[float] = []
+    trainer.saves._beside = SimpleNamespace(close=given.append)  # type: ignore[assignment]
+    expired = ExchangeTimeoutError((0, 1, 0, 5, 4), 7.0)
+    for error in (expired, InputError("on all ranks"), RuntimeError("a peer's connection")):
+        trainer.saves.close(error)
+    assert given == [0.0, 7.0, 10.0]
 
 
 @pytest.mark.slow

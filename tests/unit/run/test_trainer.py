@@ -16,6 +16,7 @@ from dlrm_overlap.assembly import with_overlap
 from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.files import LOCK_NAME
 from dlrm_overlap.graphs.parts import innermost
 from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.preflight import check_runs
@@ -241,6 +242,44 @@ def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"run holds the results of an earlier run"):
         _fit(tmp_path)
     assert _contents(tmp_path) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    take = Trainer.step
+    for attempt in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Trainer, "step", lambda self, batches: take(self, batches) if self.progress.step < 2 else 1 / 0
+            )
+            with pytest.raises(ZeroDivisionError):
+                _fit(tmp_path)
+        assert list(read_metrics(run, "train/loss")) == [1]
+        assert len(list(run.glob("earlier_*"))) == attempt - 1
+    _fit(tmp_path)
+    assert (run / "summary.json").exists()
+    assert next(iter(read_metrics(run, "train/loss"))) == 1
+    assert list(read_metrics(run / "earlier_1", "train/loss")) == list(read_metrics(run / "earlier_2", "train/loss"))
+    assert (run / "earlier_2" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_folder_is_removed_ends_and_leaves_the_next_one_alone(tmp_path: Path, replaced: bool) -> None:
+    take = Trainer.step
+
+    def step(self: Trainer, batches: Any) -> torch.Tensor:
+        if self.progress.step == 2:
+            (tmp_path / "run").rename(tmp_path / "removed")
+            if replaced:
+                (tmp_path / "run").mkdir()
+                (tmp_path / "run" / LOCK_NAME).touch()
+        return take(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        with pytest.raises(InputError, match=r"run was removed or replaced .* lost by step 2; start again"):
+            _fit(tmp_path, *SAVES, "--log.tensorboard", "true")
+    assert [path.name for path in tmp_path.rglob("run/*")] == [LOCK_NAME] * replaced
 
 
 def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:

@@ -346,11 +346,14 @@ _PIECE = (*_TENSOR, "pieces", 0)
         ((*_PIECE, "offsets"), [0, 0.5]),
         ((*_PIECE, "offsets"), [0, 1]),
         ((*_PIECE, "sizes"), [-ROWS, -D]),
+        ((*_TENSOR, "pieces", 1, "offsets"), [0, 0]),  # the same half twice
+        ((*_TENSOR, "pieces", 1, "name"), f"{NAME}@0,0"),
+        (("tensors", "empty"), {"dtype": "F32", "shape": [0, 2**70], "pieces": [], "per_row": False}),
     ],
 )
 def test_a_manifest_that_someone_made_up_is_refused(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
     """Its checksum is right, so only the types and places of what it says can tell."""
-    path = write_new(tmp_path, make_table([0]))
+    path = write_new(tmp_path, make_table([0, 4]))
     manifest = read_manifest(path)
     _make_up(path, manifest, (), None)
     read_manifest(path)
@@ -373,15 +376,39 @@ def _make_up(path: Path, manifest: Manifest, place: tuple[Any, ...], value: Any)
     (path / MANIFEST).write_text(f'{head},\n "sha256": "{checksum}"\n}}\n')
 
 
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_values_that_are_not_finite_are_found(tmp_path: Path, write: Callable[..., Path]) -> None:
+    rows = torch.zeros(ROWS, D)
+    rows[3, 5] = torch.nan
+    path = write(tmp_path, _state([0, 4], rows, torch.ones(2, ROWS)))
+    (fault,) = find_faults(path, read_manifest(path))
+    assert fault.endswith("holds values of model.t.weight that are nan or infinite")
+
+
 def test_a_piece_that_is_stored_in_another_shape_is_refused(tmp_path: Path) -> None:
     path = write_new(tmp_path, make_table([0]))
     manifest = read_manifest(path)
+    _make_up(path, manifest, (*_TENSOR, "dtype"), "I32")
+    (fault,) = find_faults(path, read_manifest(path))
+    assert fault.endswith(f"holds {NAME} as F32, not I32")
     _make_up(path, manifest, (*_TENSOR, "per_row"), True)
+    (fault,) = find_faults(path, read_manifest(path))
+    assert fault.endswith(f"holds {NAME} in another shape than the manifest says")
     with pytest.raises(InputError, match=r"has a piece of model\.t\.weight of another shape than it says"):
         whole(NAME, _open(path))
 
 
-@pytest.mark.parametrize("header", ["[]", "null", "[" * 100_000, '{"t": [1]}', '{"t": {"dtype": "F32", "shape": "x"}}'])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"t": [1]}',
+        '{"t": {"dtype": "F32", "shape": "x"}}',
+        json.dumps({"t": {"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]}}),
+    ],
+)
 def test_a_file_whose_header_is_of_another_form_is_refused(tmp_path: Path, header: str) -> None:
     path = tmp_path / "rank_0.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())

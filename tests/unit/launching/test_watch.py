@@ -1,0 +1,19 @@
+"""The bound of a wait: which time counts."""
+
+import time
+
+import pytest
+
+from dlrm_overlap.launching.watch import Patience
+
+
+def test_time_in_which_the_process_stands_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    patience = Patience(2.0)
+    for step in [0.25] * 4 + [3600.0]:
+        now += step
+        assert not patience.is_over()
+    assert patience.waited_s == 2.0, "an hour counts as the longest poll"
+    now += 0.25
+    assert patience.is_over()
