@@ -41,8 +41,8 @@ def train(argv: list[str]) -> int:
         from dlrm_overlap.trainer import AskedToEndError
 
         check_folder(ranks.config)  # before a process group is made
-        ranks.end.listen()
-        trainer = ranks.trainer(resumes=True)
+        ranks.end.listen(answers=ranks.world.rank == 0)
+        trainer = ranks.trainer(resumes=not ranks.config.log.replace)
         try:
             summary = trainer.fit()
         except AskedToEndError as error:

@@ -419,6 +419,8 @@ class LogConfig:
     """steps to trace by torch.profiler, into dir/name/traces, a file a rank; 0 is off"""
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
+    replace: bool = False
+    """begin anew where an earlier run lies in dir/name, which is moved to dir/name.1, or the next number that is free"""
 
     def __post_init__(self) -> None:
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
@@ -512,6 +514,8 @@ class Config:
             train.eval_every > 0 and self.checkpoint.every > 0,
             "unless train.eval_every and checkpoint.every are set; set both, one a multiple of the other",
         )
+        resumes = not log.replace or self.checkpoint.resume == "never"
+        yield "checkpoint.resume", resumes, "under log.replace, which begins anew; set log.replace false"
         saves = self.checkpoint.every > 0
         yield "checkpoint.asynchronous", saves, "while checkpoint.every is 0; set checkpoint.every"
         yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"

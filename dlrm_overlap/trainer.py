@@ -39,7 +39,7 @@ from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.finite import require_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
-from dlrm_overlap.observe.result_files import read_summary
+from dlrm_overlap.observe.result_files import read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.saving import Saves
@@ -181,6 +181,8 @@ class Trainer:
 
     def _fit(self, replace: bool, turn: int) -> Generator[int, None, dict[str, Any]]:
         if not replace:
+            if self.config.log.replace:
+                from_rank_0(lambda: set_aside(self.folder))
             from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
                 return summary
@@ -224,7 +226,8 @@ class Trainer:
         self._finish_save()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
-            raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
+            without = " without log.replace" if self.config.log.replace else ""
+            raise AskedToEndError(f"asked to end: step {step} is saved, and the same command{without} goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:

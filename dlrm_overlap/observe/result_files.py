@@ -9,13 +9,14 @@ import logging
 import math
 import os
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import read_file, replacing
+from dlrm_overlap.files import LOCK_NAME, read_file, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -109,6 +110,27 @@ def has_results(folder: Path) -> bool:
     """Return whether a run has written results to `folder`."""
     metrics = folder / "metrics.jsonl"
     return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def set_aside(folder: Path) -> None:
+    """Move all that lies in `folder`, whose lock this process holds, to a new folder beside it: NAME.1, NAME.2, ...
+
+    Raises:
+        InputError: if it cannot be moved.
+    """
+    found = [path for path in folder.iterdir() if path.name != LOCK_NAME]
+    if not found:
+        return
+    place = next(place for n in count(1) if not (place := folder.with_name(f"{folder.name}.{n}")).exists())
+    try:
+        place.mkdir()
+        for path in found:
+            path.rename(place / path.name)
+    except OSError as error:
+        raise InputError(
+            f"log.replace: what lies in {folder} cannot be moved to {place} ({error.strerror}); give another --log.name"
+        ) from None
+    log.info("log.replace: what lay in %s is now in %s", folder, place)
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

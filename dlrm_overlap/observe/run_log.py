@@ -70,17 +70,20 @@ def check_folder(config: Config) -> None:
     Raises:
         InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
     """
+    if config.log.replace:  # whatever lies there is moved away, once the folder's lock is held
+        return
     folder, resume = config.folder, config.checkpoint.resume
     if newest := newest_checkpoint(folder / "checkpoints"):
         if resume != "auto" and not same_checkpoint(newest.parent, Path(resume)):
             raise InputError(
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
-                f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"
+                f"this one's; leave checkpoint.resume out to go on there, move it aside by --log.replace true, or give "
+                f"another --log.name"
             )
     elif has_results(folder):
         raise InputError(
-            f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; give another "
-            f"--log.name, or remove the folder"
+            f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; move them aside "
+            f"by --log.replace true, or give another --log.name"
         )
 
 
@@ -114,7 +117,9 @@ class RunLog:
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             (folder / STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
-        resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
+        shown = config.as_dict()
+        shown["log"]["replace"] = False  # whoever starts from this file goes on with this run
+        resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
         if start and config.log.traced and start >= config.log.trace_first:

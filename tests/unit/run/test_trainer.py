@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
@@ -239,6 +240,19 @@ def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"run holds the results of an earlier run"):
         _fit(tmp_path)
     assert _contents(tmp_path) == before
+
+
+def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
+    _fit(tmp_path, *SAVES)
+    before = _contents(tmp_path / "run")
+    for losses in range(1, 3):
+        _fit(tmp_path, *SAVES, "--train.seed", str(losses), "--log.replace", "true")
+    moved = tmp_path / "run.1"
+    assert _contents(moved) == {moved / path.relative_to(tmp_path / "run"): each for path, each in before.items()}
+    seeds = [yaml.safe_load((tmp_path / name / "config.yaml").read_text())["train"]["seed"] for name in ("run.2", "run")]
+    assert seeds == [1, 2]
+    _fit(tmp_path, *SAVES, "--log.name", "run.1", "--train.steps", "5")
+    assert max(read_metrics(moved, "train/loss")) == 5
 
 
 def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:
