@@ -17,7 +17,7 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.ranks import run_on_ranks
-from tests.conftest import configuration
+from tests.conftest import PYTHON_PATH, configuration
 
 
 class Ended(BaseException):
@@ -148,6 +148,24 @@ sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
     argv = [sys.executable, "-c", script]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
+
+
+def test_a_working_folder_that_was_removed_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+    told = "dlrm-overlap: this folder is gone, or not to be read (No such file or directory); cd to one that is there\n"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'rmdir "$PWD" && exec "$0" -m dlrm_overlap doctor'
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
+    argv = ["sh", "-c", command, sys.executable]
+    result = subprocess.run(argv, cwd=gone, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (2, told)
+
+
+def test_no_name_of_a_matplotlib_backend_keeps_pictures_from_files() -> None:
+    argv = [sys.executable, "-c", "from dlrm_overlap import cli; cli.main = lambda: __import__('matplotlib') and 0"]
+    argv[-1] += "; from dlrm_overlap.__main__ import run; run()"
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
+    assert subprocess.run(argv, env=environ, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
