@@ -26,7 +26,7 @@ from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
 from dlrm_overlap.launching.missing import tell_missing
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
-from dlrm_overlap.observe.text_table import count_of
+from dlrm_overlap.observe.text_table import count_of, plain
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT = DAMAGED = 1
@@ -138,10 +138,10 @@ def _check_comparison(config: Config, values: Any) -> None:
 
 
 def _print_places(result: Path, runs: Path, has_events: bool) -> None:
-    print(f"result:      {result}")
+    print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
-        print(f"TensorBoard: {tensorboard} --logdir {runs}")
+        print(f"TensorBoard: {tensorboard} --logdir {plain(str(runs))}")
 
 
 def bench(argv: list[str]) -> int:
@@ -191,7 +191,7 @@ def _bench_report(argv: list[str]) -> int:
     from dlrm_overlap.bench.report.page import PAGE, write_report
 
     for name in write_report(folder, output, values.json):
-        print(f"no plot for {name}.csv")
+        print(f"no plot for {plain(name)}.csv")
     print(f"page: {output / PAGE}")
     return 0
 
@@ -288,7 +288,7 @@ def checkpoint(argv: list[str]) -> int:
     else:
         faults = verify(path)
         for fault in faults:
-            print(f"dlrm-overlap: {fault}", file=sys.stderr)
+            print(f"dlrm-overlap: {plain(fault)}", file=sys.stderr)
         if faults:
             return DAMAGED
         print(f"{path}: whole")
@@ -344,8 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         rank = announced_rank()  # rank 0 speaks for all that find the same
-        line = "\\n".join(str(error).splitlines())  # a value that it names may have several
-        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
+        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(str(error))}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         if not tell_missing(error):

@@ -423,7 +423,7 @@ class LogConfig:
     """begin anew where an earlier run lies in dir/name, which is moved to dir/name.1, or the next number that is free"""
 
     def __post_init__(self) -> None:
-        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
+        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable()):
             raise InputError(
                 f"log.name: {self.name!r} must be the name of one folder, which the run makes in log.dir; set log.dir "
                 f"to write elsewhere"

@@ -36,7 +36,7 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.text_table import count_of, markdown_table
+from dlrm_overlap.observe.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
@@ -46,15 +46,23 @@ log = logging.getLogger("dlrm_overlap")
 _FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "train_loss")  # as HParams shows them
 
 
+class _PlainFormatter(logging.Formatter):
+    """Formats messages without what a terminal obeys: they name files, and what was read from some."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line, or lines, of a record."""
+        return plain(super().formatMessage(record), kept="\n\t")
+
+
 def start_logging(rank: int, console: Console) -> None:
     """Send the package's log to `console`: all of it on rank 0, warnings only on the others."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_PlainFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     for library in ("torchrec", "torch.fx"):

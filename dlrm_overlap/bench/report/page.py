@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from dlrm_overlap.bench.report.measured import (
     Measured,
@@ -210,12 +211,12 @@ def html_page(sections: Sequence[Section]) -> str:
         what, commands = _commands(measured, plot)
         data = base64.b64encode(section.picture).decode()
         parts += [
-            f'<h2 id="{measured.name}">{escape(_title(section))}</h2>',
+            f'<h2 id="{escape(measured.name)}">{escape(_title(section))}</h2>',
             f"<p>{escape(plot.reading)}</p>",
             *(f"<p>{escape(text)}</p>" for text in section.words),
             f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">',
             _html_table(section.table),
-            f'<p class="from">{measured.name}.csv: {escape(hardware(measured.rows))}</p>',
+            f'<p class="from">{escape(measured.name)}.csv: {escape(hardware(measured.rows))}</p>',
             f"<p>{what.capitalize()}: {', '.join(f'<code>{escape(each)}</code>' for each in commands)}</p>",
         ]
         if len(measured.rows) <= _MOST_ROWS:
@@ -232,7 +233,7 @@ def _contents(sections: Sequence[Section]) -> str:
     links: dict[str, list[str]] = {}
     for section in sections:
         name = section.measured.name
-        links.setdefault(section.plot.title, []).append(f'<a href="#{name}">{name}</a>')
+        links.setdefault(section.plot.title, []).append(f'<a href="#{quote(name)}">{escape(name)}</a>')
     return "".join(f"<li>{escape(title)}: {', '.join(found)}</li>" for title, found in links.items())
 
 
@@ -249,10 +250,10 @@ def markdown_page(sections: Sequence[Section]) -> str:
         measured, plot = section.measured, section.plot
         what, commands = _commands(measured, plot)
         parts += [
-            f"## {_title(section)}",
+            f"## {escape(_title(section), quote=False)}",
             plot.reading,
             *section.words,
-            f"![{plot.title}]({measured.name}.svg)",
+            f"![{plot.title}]({quote(measured.name)}.svg)",
             markdown_table(section.table),
             f"{hardware(measured.rows)}. {what.capitalize()}: {', '.join(f'`{each}`' for each in commands)}",
         ]

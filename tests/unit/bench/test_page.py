@@ -185,6 +185,15 @@ def test_the_page_is_whole_html_with_every_row_and_picture() -> None:
     assert pictures == [section.picture for section in sections]
 
 
+def test_markup_in_a_files_name_is_text(tmp_path: Path) -> None:
+    name = 'a"><img src=x onerror=alert(1)>'
+    shutil.copy(RESULTS / "slice.csv", tmp_path / f"{name}.csv")
+    sections = [_section(read_measured(tmp_path / f"{name}.csv"))]
+    document = _Document(html_page(sections))
+    assert [each for each in document.pictures if not each.startswith("data:")] == []
+    assert "<img" not in markdown_page(sections)
+
+
 @pytest.mark.slow
 def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
     need_browser(tmp_path / "profile")

@@ -192,7 +192,7 @@ def test_floats_from_zero_on_must_be_finite(key: str) -> None:
         _quickstart("--data.tables.zipf_alpha=[1,1,1,1,1,1,1,inf]")
 
 
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/"])
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])
 def test_a_runs_name_is_one_folder(name: str) -> None:
     with pytest.raises(InputError, match=r"log\.name: .* must be the name of one folder"):
         _quickstart("--log.name", name)
