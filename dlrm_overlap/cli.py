@@ -25,7 +25,7 @@ from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
 from dlrm_overlap.launching.missing import tell_missing
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
-from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
+from dlrm_overlap.launching.preflight import check_data, check_output, check_runs, check_start
 from dlrm_overlap.observe.text_table import count_of, plain
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
@@ -59,6 +59,7 @@ def train(argv: list[str]) -> int:
         return 0
 
     def check(config: Config, values: Any) -> None:
+        check_data(config.data)
         check_runs(config, [config.folder.name])
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
@@ -133,6 +134,7 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
+    check_data(config.data)
     check_runs(config, names)
     check_free(Path(config.log.dir), "log.dir")
 

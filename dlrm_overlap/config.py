@@ -9,10 +9,10 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS
 
@@ -150,7 +150,10 @@ class DataConfig:
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
-            raise InputError(f"data.dense_features: {self.dense_features}, but Criteo has {CRITEO_DENSE}; leave it out")
+            raise InputError(
+                f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has {CRITEO_DENSE}; "
+                f"leave the key out, and fill fewer features up to {CRITEO_DENSE} by columns of zeros in the files"
+            )
 
     def require_source(self) -> None:
         """Check that the keys say in full where the samples come from.
@@ -165,7 +168,10 @@ class DataConfig:
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
         elif (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
-            raise InputError(f"data.tables: {tables} tables, but Criteo has {CRITEO_TABLES}; correct the lists")
+            raise InputError(
+                f"data.tables: {tables} tables, but a sample of data.kind {self.kind} has {CRITEO_TABLES}; correct the "
+                f"lists, or, for other data, train by a program of your own, as docs/torchrec.md has it"
+            )
 
 
 @dataclass(frozen=True)
@@ -460,6 +466,13 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class Config:
     """A run: every key that `dlrm-overlap train` takes."""
+
+    common: ClassVar[Sequence[str]] = (
+        *("data.kind", "data.path", "data.tables.rows", "data.tables.max_rows", "embedding.backend", "embedding.lr"),
+        *("train.batch_size", "train.steps", "train.epochs", "train.lr", "train.precision", "train.eval_every"),
+        *("log.dir", "log.name", "checkpoint.every"),
+    )
+    """keys that are set most often, which --help shows unasked"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -197,12 +197,30 @@ def test_mlperf_shape() -> None:
     assert (config.model.cross_layers, config.model.cross_rank, config.model.dim) == (3, 512, 128)
 
 
+def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_common_keys_or_those_of_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    every, short = (_help(capsys, "train", *asked) for asked in (["--help", "all"], ["-h"]))
+    keys = re.findall(r"^  --(\w+\.[\w.]+)", every, re.MULTILINE)
+    assert re.findall(r"^  --(\w+\.[\w.]+)", short, re.MULTILINE) == sorted(Config.common, key=keys.index)
+    assert len(Config.common) == 15
+    assert len(short.splitlines()) < 100 < 300 < len(every.splitlines())
+    assert "--nproc" in short
+    section = _help(capsys, "train", "--help", "data")
+    assert re.findall(r"^  --(\w+\.[\w.]+)", section, re.MULTILINE) == [key for key in keys if key.startswith("data.")]
+    assert main(["train", "--help", "dat"]) == 2
+    assert capsys.readouterr().err == "dlrm-overlap: --help dat: not a section; did you mean data?\n"
+    assert "--checkpoint PATH" in _help(capsys, "eval", "--help")
+
+
 def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "10000")
-    with pytest.raises(SystemExit) as end:
-        main(["train", "--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
+    text = _help(capsys, "train", "--help", "all")
     page = Path("docs/configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| `.*?` \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) >= 60
