@@ -325,7 +325,7 @@ def _check_working_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:  # neither jsonargparse nor torch loads there
-        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to one that is there") from None
+        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -151,8 +151,8 @@ class DataConfig:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
             raise InputError(
-                f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has {CRITEO_DENSE}; "
-                f"leave the key out, and fill fewer features up to {CRITEO_DENSE} by columns of zeros in the files"
+                f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
+                f"{CRITEO_DENSE}; leave the key out, and fill fewer features up by columns of zeros in the files"
             )
 
     def require_source(self) -> None:
@@ -426,7 +426,7 @@ class LogConfig:
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
     replace: bool = False
-    """begin anew where an earlier run lies in dir/name, which is moved to dir/name.1, or the next number that is free"""
+    """begin anew where an earlier run lies in dir/name, which is moved to dir/name.1, or the next free number"""
 
     def __post_init__(self) -> None:
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable()):

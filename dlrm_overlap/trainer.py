@@ -226,8 +226,8 @@ class Trainer:
         self._finish_save()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
-            without = " without log.replace" if self.config.log.replace else ""
-            raise AskedToEndError(f"asked to end: step {step} is saved, and the same command{without} goes on from there")
+            same = "the same command" + " without log.replace" * self.config.log.replace
+            raise AskedToEndError(f"asked to end: step {step} is saved, and {same} goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:

@@ -15,7 +15,15 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, Config, DataConfig, InputError, ModelConfig, parse_multi_hot
+from dlrm_overlap.config import (
+    CRITEO_TABLES,
+    HELD_BATCHES,
+    Config,
+    DataConfig,
+    InputError,
+    ModelConfig,
+    parse_multi_hot,
+)
 from dlrm_overlap.files import check_free
 from dlrm_overlap.storage.branches import is_checkpoint
 from dlrm_overlap.storage.manifest import DamagedError, read_manifest

@@ -49,7 +49,7 @@ _FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "
 class _PlainFormatter(logging.Formatter):
     """Formats messages without what a terminal obeys: they name files, and what was read from some."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, as logging names it
         """Return the line, or lines, of a record."""
         return plain(super().formatMessage(record), kept="\n\t")
 

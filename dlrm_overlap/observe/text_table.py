@@ -25,7 +25,7 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 def plain(text: str, kept: str = "") -> str:
     """Return `text` with what does not print, but for the characters of `kept`, as an escape: a terminal obeys some.
 
-    Example: `plain("a\\x1b[2J\\n")` is `a\\x1b[2J\\n`, of ten characters that all print.
+    Example: of a character ESC it makes four that print, a backslash and `x1b`.
     """
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 

@@ -393,7 +393,9 @@ def test_a_table_that_names_a_feature_twice_stays_with_torchrec(
     assert caplog.messages[0].endswith("tables stay with TorchRec: a table names a feature twice")
 
 
-def test_that_the_drop_in_is_active_is_one_line(world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+def test_that_the_drop_in_is_active_is_one_line(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
     decay = {"optimizer": EmbOptimType.EXACT_SGD, "gradient_clipping": True}
     with caplog.at_level("INFO", "dlrm_overlap"):
         for way, params in ((FUSED, {}), (row_wise(compute_kernel="fused"), {}), (FUSED, decay)):

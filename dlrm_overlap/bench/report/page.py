@@ -60,7 +60,8 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto;
 img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
 td, th { padding: .15em .6em; border-bottom: 1px solid #ddd; text-align: right }
 td:first-child, th, .text { text-align: left } td:first-child { min-width: 11em }
-code, .from { font: 12px monospace; color: #333 } .wide { overflow-x: auto }
+code, .from { font: 12px monospace; color: #333; overflow-wrap: anywhere } .wide { overflow-x: auto }
+@media (max-width: 50em) { .wide > img { max-width: none; width: 54em } }
 """
 
 
@@ -155,15 +156,16 @@ def headline(sections: Iterable[Section]) -> Table:
 
     The best contender is the fastest of ours whose losses were the reference's.
     """
-    lines = [["training step", "TorchRec as run, ms", "at its strongest, ms", "ours, ms", "ours is"]]
-    lines[0] += ["speedup over TorchRec as run", "over its strongest", "CSV file"]
+    # The speedups first: a narrow page cuts the table.
+    lines = [["training step", "speedup over TorchRec as run", "over its strongest", "TorchRec as run, ms"]]
+    lines[0] += ["at its strongest, ms", "ours, ms", "ours is", "CSV file"]
     for section, run, best in _steps(sections):
         device = re.sub(r"^\d+ x ", "", best.get("gpu") or "CPU, a rehearsal")  # how many the title tells
         title = f"{step_title(best)}, {device}".replace("\n", ", ")
         times = [milliseconds(number(run[name], "median_ms")) if name in run else "-" for name in _BASES]
         over = ["-" if each is None else f"{each:.3g}x" for each in _speedups(best)]
         ours = [milliseconds(number(best, "median_ms")), best["contender"]]
-        lines.append([title, *times, *ours, *over, section.measured.name])
+        lines.append([title, *over, *times, *ours, section.measured.name])
     return lines if len(lines) > 1 else []
 
 
@@ -214,7 +216,7 @@ def html_page(sections: Sequence[Section]) -> str:
             f'<h2 id="{escape(measured.name)}">{escape(_title(section))}</h2>',
             f"<p>{escape(plot.reading)}</p>",
             *(f"<p>{escape(text)}</p>" for text in section.words),
-            f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">',
+            f'<div class="wide"><img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}"></div>',
             _html_table(section.table),
             f'<p class="from">{escape(measured.name)}.csv: {escape(hardware(measured.rows))}</p>',
             f"<p>{what.capitalize()}: {', '.join(f'<code>{escape(each)}</code>' for each in commands)}</p>",
@@ -224,7 +226,8 @@ def html_page(sections: Sequence[Section]) -> str:
             parts.append(f"<details><summary>All rows, columns that differ</summary>{table}</details>")
     parts += ["<h2>Environment</h2>", _html_table(_environments(sections))]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>dlrm-overlap: report</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>dlrm-overlap: report</title><style>{_STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 

@@ -154,9 +154,7 @@ def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None
 
 
 @pytest.mark.parametrize("name", ["trace.json.gz", "trace.json"])
-def test_a_file_that_unpacks_without_end_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("dlrm_overlap.observe.trace_summary._MOST_BYTES", 1 << 20)
     path = tmp_path / name
     path.write_bytes(gzip.compress(bytes(1 << 24)) if path.suffix == ".gz" else bytes(1 << 24))

@@ -151,7 +151,7 @@ sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
 
 
 def test_a_working_folder_that_was_removed_is_a_mistake_in_one_line(tmp_path: Path) -> None:
-    told = "dlrm-overlap: this folder is gone, or not to be read (No such file or directory); cd to one that is there\n"
+    told = "dlrm-overlap: this folder is gone, or not to be read (No such file or directory); cd to another\n"
     gone = tmp_path / "gone"
     gone.mkdir()
     command = 'rmdir "$PWD" && exec "$0" -m dlrm_overlap doctor'

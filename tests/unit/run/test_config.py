@@ -63,7 +63,10 @@ def test_tables_refuse(arguments: dict, message: str) -> None:
     [
         (DataConfig(tables=TablesConfig(count=2)), "need their rows"),
         (DataConfig(kind="criteo_npy"), "set data.path"),
-        (DataConfig(kind="criteo_npy", path="x", tables=TablesConfig(rows=[1, 2])), "a sample of data.kind criteo_npy has 26"),
+        (
+            DataConfig(kind="criteo_npy", path="x", tables=TablesConfig(rows=[1, 2])),
+            "a sample of data.kind criteo_npy has 26",
+        ),
     ],
 )
 def test_data_source_must_be_given(config: DataConfig, message: str) -> None:

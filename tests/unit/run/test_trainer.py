@@ -249,7 +249,9 @@ def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: 
         _fit(tmp_path, *SAVES, "--train.seed", str(losses), "--log.replace", "true")
     moved = tmp_path / "run.1"
     assert _contents(moved) == {moved / path.relative_to(tmp_path / "run"): each for path, each in before.items()}
-    seeds = [yaml.safe_load((tmp_path / name / "config.yaml").read_text())["train"]["seed"] for name in ("run.2", "run")]
+    seeds = [
+        yaml.safe_load((tmp_path / name / "config.yaml").read_text())["train"]["seed"] for name in ("run.2", "run")
+    ]
     assert seeds == [1, 2]
     _fit(tmp_path, *SAVES, "--log.name", "run.1", "--train.steps", "5")
     assert max(read_metrics(moved, "train/loss")) == 5
