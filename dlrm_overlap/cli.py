@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import quote
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -55,7 +56,7 @@ def train(argv: list[str]) -> int:
                 f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                 f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
             )
-            _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+            print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -107,7 +108,7 @@ def compare(argv: list[str]) -> int:
             return 0
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn)
-        _print_places(output, folder, ranks.config.log.tensorboard)
+        print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -139,11 +140,15 @@ def _check_comparison(config: Config, values: Any) -> None:
     check_free(Path(config.log.dir), "log.dir")
 
 
-def _print_places(result: Path, runs: Path, has_events: bool) -> None:
+def print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
+    """Print where results are, and which page of TensorBoard shows the runs `compared`, without others beside them."""
     print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
         print(f"TensorBoard: {tensorboard} --logdir {plain(str(runs))}")
+        if compared:
+            shown = quote(f"^({'|'.join(compared)})$", safe="")
+            print(f"             then http://localhost:6006/#custom_scalars&regexInput={shown}")
 
 
 def bench(argv: list[str]) -> int:
