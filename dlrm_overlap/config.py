@@ -426,7 +426,7 @@ class LogConfig:
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
     replace: bool = False
-    """begin anew where an earlier run lies in dir/name, which is moved to dir/name.1, or the next free number"""
+    """begin anew where an earlier run lies in dir/name, which is moved to earlier_1 in it, or the next free number"""
 
     def __post_init__(self) -> None:
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable()):

@@ -182,7 +182,7 @@ class Trainer:
     def _fit(self, replace: bool, turn: int) -> Generator[int, None, dict[str, Any]]:
         if not replace:
             if self.config.log.replace:
-                from_rank_0(lambda: set_aside(self.folder))
+                from_rank_0(self._replace)
             from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
                 return summary
@@ -221,6 +221,11 @@ class Trainer:
             self._finish_save()
             with self.assembled.raising_the_cause():
                 return run_log.summary(step, values)
+
+    def _replace(self) -> None:
+        """Move what an earlier run has left in the folder aside, its checkpoints with it."""
+        if aside := set_aside(self.folder):
+            log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
         self._finish_save()  # says so, if it was its failure that ended the run

@@ -21,6 +21,7 @@ from dlrm_overlap.files import LOCK_NAME, read_file, replacing
 log = logging.getLogger("dlrm_overlap")
 
 STEP_TIMES = "step_ms.npy"
+_EARLIER = "earlier_"
 
 
 class MetricsFile:
@@ -112,25 +113,25 @@ def has_results(folder: Path) -> bool:
     return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def set_aside(folder: Path) -> None:
-    """Move all that lies in `folder`, whose lock this process holds, to a new folder beside it: NAME.1, NAME.2, ...
+def set_aside(folder: Path) -> Path | None:
+    """Move all that lies in `folder`, whose lock this process holds, to a new folder in it; None where nothing does.
+
+    What was moved before, to `earlier_1` and so on, stays.
 
     Raises:
         InputError: if it cannot be moved.
     """
-    found = [path for path in folder.iterdir() if path.name != LOCK_NAME]
+    found = [path for path in folder.iterdir() if path.name != LOCK_NAME and not path.match(f"{_EARLIER}*")]
     if not found:
-        return
-    place = next(place for n in count(1) if not (place := folder.with_name(f"{folder.name}.{n}")).exists())
+        return None
+    aside = next(path for n in count(1) if not (path := folder / f"{_EARLIER}{n}").exists())
     try:
-        place.mkdir()
+        aside.mkdir()
         for path in found:
-            path.rename(place / path.name)
+            path.rename(aside / path.name)
     except OSError as error:
-        raise InputError(
-            f"log.replace: what lies in {folder} cannot be moved to {place} ({error.strerror}); give another --log.name"
-        ) from None
-    log.info("log.replace: what lay in %s is now in %s", folder, place)
+        raise InputError(f"log.dir: {folder} cannot be written to ({error.strerror}); give another folder") from None
+    return aside
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

@@ -245,15 +245,14 @@ def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES)
     before = _contents(tmp_path / "run")
-    for losses in range(1, 3):
-        _fit(tmp_path, *SAVES, "--train.seed", str(losses), "--log.replace", "true")
-    moved = tmp_path / "run.1"
+    for seed in ("1", "2"):
+        _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.replace", "true")
+    moved = tmp_path / "run" / "earlier_1"
     assert _contents(moved) == {moved / path.relative_to(tmp_path / "run"): each for path, each in before.items()}
-    seeds = [
-        yaml.safe_load((tmp_path / name / "config.yaml").read_text())["train"]["seed"] for name in ("run.2", "run")
-    ]
+    configs = [yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run/earlier_2", "run")]
+    seeds = [config["train"]["seed"] for config in configs]
     assert seeds == [1, 2]
-    _fit(tmp_path, *SAVES, "--log.name", "run.1", "--train.steps", "5")
+    _fit(tmp_path, *SAVES, "--log.dir", str(moved.parent), "--log.name", moved.name, "--train.steps", "5")
     assert max(read_metrics(moved, "train/loss")) == 5
 
 
