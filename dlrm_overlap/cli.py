@@ -56,7 +56,7 @@ def train(argv: list[str]) -> int:
                 f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                 f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
             )
-            print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+            _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -108,7 +108,7 @@ def compare(argv: list[str]) -> int:
             return 0
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn)
-        print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
+        _print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -140,7 +140,7 @@ def _check_comparison(config: Config, values: Any) -> None:
     check_free(Path(config.log.dir), "log.dir")
 
 
-def print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
+def _print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
     """Print where results are, and which page of TensorBoard shows the runs `compared`, without others beside them."""
     print(f"result:      {plain(str(result))}")
     if has_events:

@@ -73,10 +73,12 @@ def test_the_reference_is_trained_again_and_on_cpus_parts_from_itself_by_nothing
 
 def test_table_and_where_to_look(folder: Path) -> None:
     lines = (folder / "stdout").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "On", "result:", "TensorBoard:"]
+    assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "On", "result:", "TensorBoard:", "then"]
     assert max(map(len, lines[:5])) <= 100
     assert lines[4].endswith("take speedups from GPUs.")
-    assert lines[-1].endswith(f"--logdir {folder}")
+    assert lines[-2].endswith(f"--logdir {folder}")
+    shown = "%7C".join(["torchrec", "torchrec_again", "pgas", "fused", "comparison"])  # and no other run of the folder
+    assert lines[-1].split()[1] == f"http://localhost:6006/#custom_scalars&regexInput=%5E%28{shown}%29%24"
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm_overlap.cli import print_places
 from dlrm_overlap.compare import count_noise_runs, run_configs, train_runs
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.preflight import check_start
@@ -86,17 +85,6 @@ def test_tensorboard_has_the_comparisons_table_layout_and_differences(
     text = own.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
     assert {"breakdown"} == set(own.Tags()["images"])
     assert f"| pgas | 4 | 8 | 2.50 | {low:.2f} to {high:.2f} | 1,000,000 | agree |" in text
-
-
-def test_the_last_line_is_the_address_of_the_page_that_shows_the_compared_runs_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    print_places(Path("runs/comparison.json"), Path("runs"), True, ["torchrec", "pgas", "comparison"])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.split() == [
-        "then",
-        "http://localhost:6006/#custom_scalars&regexInput=%5E%28torchrec%7Cpgas%7Ccomparison%29%24",
-    ]
 
 
 def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
