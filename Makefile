@@ -8,8 +8,8 @@
 # make lint       ruff, pyright, import-linter
 #
 # The stack is CUDA's where a GPU is seen, else the CPU's. PYTHON=python3.12 picks an interpreter (3.11 or 3.12).
-# The CPU stack needs no CUDA libraries: where pip's index gives CUDA builds of torch, point PIP_EXTRA_INDEX_URL at
-# PyTorch's index of CPU wheels.
+# The CPU stack needs no CUDA libraries: PyTorch's index of CPU wheels is asked besides, unless pip was pointed elsewhere
+# (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, its configuration) or that index does not answer.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -18,6 +18,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 STACK ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
 TORCHREC_cpu := torchrec==1.8.0
 TORCHREC_cuda := torchrec==1.6.1
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+PROBE := import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
+INDEX_cpu = $$($(BIN)/python -m pip config list | grep -qE "(index-url|no-index|find-links)=" || \
+	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
 
 .PHONY: train test test-slow soak test-gpu lint format clean
@@ -53,6 +57,6 @@ clean:
 $(READY): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-warn-conflicts -e ".[$(STACK),dev]"
+	$(BIN)/python -m pip install -q --no-warn-conflicts $(INDEX_$(STACK)) -e ".[$(STACK),dev]"
 	$(BIN)/python -m pip install -q --no-deps $(TORCHREC_$(STACK))
 	touch $@

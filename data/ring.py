@@ -93,8 +93,15 @@ class Ring:
         self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
         self._slots = [Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
         context = multiprocessing.get_context("fork")
-        self._free = [_Tokens(1) for _ in range(slots)]
-        self._filled = [_Tokens(0) for _ in range(slots)]
+        self._free: list[_Tokens] = []
+        self._filled: list[_Tokens] = []
+        try:
+            for _ in range(slots):
+                self._free.append(_Tokens(1))
+                self._filled.append(_Tokens(0))
+        except OSError as error:
+            self._close_tokens()
+            raise _no_room(error, workers, slots) from None
         self._stop = mmap.mmap(-1, 1)
         self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
@@ -106,6 +113,10 @@ class Ring:
         try:
             for process in self._workers:
                 process.start()
+        except OSError as error:
+            _kill([process for process in self._workers if process.pid])
+            self._close_tokens()
+            raise _no_room(error, workers, slots) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
@@ -156,9 +167,12 @@ class Ring:
         if self._pin:
             torch.cuda.synchronize()  # a copy from a slot may still run
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
+        self._close_tokens()
+        self._workers = []
+
+    def _close_tokens(self) -> None:
         for tokens in (*self._free, *self._filled):
             tokens.close()
-        self._workers = []
 
     def _reclaim(self) -> None:
         """Free the slots whose batches have been dropped and whose copies are done."""
@@ -211,6 +225,13 @@ class Ring:
             self._filled[index].put()
             if failed:
                 return
+
+
+def _no_room(error: OSError, workers: int, slots: int) -> InputError:
+    return InputError(
+        f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); lower "
+        f"data.workers or data.prefetch, or raise what this user may have (`ulimit -n`, `ulimit -u`)"
+    )
 
 
 def _kill(processes: list[BaseProcess]) -> None:

@@ -14,6 +14,7 @@ def run() -> None:
     # cores a step took 300 to 800 ms and not 7. With little else running sleeping costs a third more: 7.4 ms, not 5.4.
     # Beside another program 300 to 3000 turns of spinning were slower than none. Read when torch is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not even load where it knows no such name
     try:
         from dlrm_overlap.launching import lifetime
 

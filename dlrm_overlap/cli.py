@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import quote
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -25,8 +26,8 @@ from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
 from dlrm_overlap.launching.missing import tell_missing
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
-from dlrm_overlap.launching.preflight import check_output, check_runs, check_start
-from dlrm_overlap.observe.text_table import count_of
+from dlrm_overlap.launching.preflight import check_data, check_output, check_runs, check_start
+from dlrm_overlap.observe.text_table import count_of, plain
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT = DAMAGED = 1
@@ -41,8 +42,8 @@ def train(argv: list[str]) -> int:
         from dlrm_overlap.trainer import AskedToEndError
 
         check_folder(ranks.config)  # before a process group is made
-        ranks.end.listen()
-        trainer = ranks.trainer(resumes=True)
+        ranks.end.listen(answers=ranks.world.rank == 0)
+        trainer = ranks.trainer(resumes=not ranks.config.log.replace)
         try:
             summary = trainer.fit()
         except AskedToEndError as error:
@@ -60,6 +61,7 @@ def train(argv: list[str]) -> int:
         return 0
 
     def check(config: Config, values: Any) -> None:
+        check_data(config.data)
         check_runs(config, [config.folder.name])
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
@@ -107,7 +109,7 @@ def compare(argv: list[str]) -> int:
             return 0
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn)
-        _print_places(output, folder, ranks.config.log.tensorboard)
+        _print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -134,6 +136,7 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
+    check_data(config.data)
     check_runs(config, names)
     check_free(Path(config.log.dir), "log.dir")
 
@@ -148,11 +151,15 @@ def _output_may_fail() -> Iterator[None]:
         tell(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
 
 
-def _print_places(result: Path, runs: Path, has_events: bool) -> None:
-    print(f"result:      {result}")
+def _print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
+    """Print where results are, and which page of TensorBoard shows the runs `compared`, without others beside them."""
+    print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
-        print(f"TensorBoard: {tensorboard} --logdir {runs}")
+        print(f"TensorBoard: {tensorboard} --logdir {plain(str(runs))}")
+        if compared:
+            shown = quote(f"^({'|'.join(compared)})$", safe="")
+            print(f"             then http://localhost:6006/#custom_scalars&regexInput={shown}")
 
 
 def bench(argv: list[str]) -> int:
@@ -202,7 +209,7 @@ def _bench_report(argv: list[str]) -> int:
     from dlrm_overlap.bench.report.page import PAGE, write_report
 
     for name in write_report(folder, output, values.json):
-        print(f"no plot for {name}.csv")
+        print(f"no plot for {plain(name)}.csv")
     print(f"page: {output / PAGE}")
     return 0
 
@@ -299,7 +306,7 @@ def checkpoint(argv: list[str]) -> int:
     else:
         faults = verify(path)
         for fault in faults:
-            print(f"dlrm-overlap: {fault}", file=sys.stderr)
+            print(f"dlrm-overlap: {plain(fault)}", file=sys.stderr)
         if faults:
             return DAMAGED
         print(f"{path}: whole")
@@ -330,6 +337,13 @@ def usage() -> str:
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # neither jsonargparse nor torch loads there
+        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -340,6 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap {dlrm_overlap.__version__}")
         return 0
     try:
+        _check_working_folder()
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         if argv[0] != "train":  # which can save before it ends, and lets them come once it can
@@ -347,8 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         rank = announced_rank()  # rank 0 speaks for all that find the same
-        line = "\\n".join(str(error).splitlines())  # a value that it names may have several
-        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
+        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(str(error))}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         if not tell_missing(error):

@@ -9,10 +9,10 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS
 
@@ -154,7 +154,10 @@ class DataConfig:
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
-            raise InputError(f"data.dense_features: {self.dense_features}, but Criteo has {CRITEO_DENSE}; leave it out")
+            raise InputError(
+                f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
+                f"{CRITEO_DENSE}; leave the key out, and fill fewer features up by columns of zeros in the files"
+            )
 
     def require_source(self) -> None:
         """Check that the keys say in full where the samples come from.
@@ -169,7 +172,10 @@ class DataConfig:
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
         elif (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
-            raise InputError(f"data.tables: {tables} tables, but Criteo has {CRITEO_TABLES}; correct the lists")
+            raise InputError(
+                f"data.tables: {tables} tables, but a sample of data.kind {self.kind} has {CRITEO_TABLES}; correct the "
+                f"lists, or, for other data, train by a program of your own, as docs/torchrec.md has it"
+            )
 
 
 @dataclass(frozen=True)
@@ -423,9 +429,11 @@ class LogConfig:
     """steps to trace by torch.profiler, into dir/name/traces, a file a rank; 0 is off"""
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
+    replace: bool = False
+    """begin anew where an earlier run lies in dir/name, which is moved to earlier_1 in it, or the next free number"""
 
     def __post_init__(self) -> None:
-        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
+        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable()):
             raise InputError(
                 f"log.name: {self.name!r} must be the name of one folder, which the run makes in log.dir; set log.dir "
                 f"to write elsewhere"
@@ -462,6 +470,13 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class Config:
     """A run: every key that `dlrm-overlap train` takes."""
+
+    common: ClassVar[Sequence[str]] = (
+        *("data.kind", "data.path", "data.tables.rows", "data.tables.max_rows", "embedding.backend", "embedding.lr"),
+        *("train.batch_size", "train.steps", "train.epochs", "train.lr", "train.precision", "train.eval_every"),
+        *("log.dir", "log.name", "checkpoint.every"),
+    )
+    """keys that are set most often, which --help shows unasked"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -516,6 +531,8 @@ class Config:
             train.eval_every > 0 and self.checkpoint.every > 0,
             "unless train.eval_every and checkpoint.every are set; set both, one a multiple of the other",
         )
+        resumes = not log.replace or self.checkpoint.resume == "never"
+        yield "checkpoint.resume", resumes, "under log.replace, which begins anew; set log.replace false"
         saves = self.checkpoint.every > 0
         yield "checkpoint.asynchronous", saves, "while checkpoint.every is 0; set checkpoint.every"
         yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"

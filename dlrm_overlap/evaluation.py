@@ -14,7 +14,7 @@ from typing import Any
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
 from dlrm_overlap.files import write_json
 from dlrm_overlap.launching.parsing import Parser, check_keys, reader_may_leave
-from dlrm_overlap.launching.preflight import check_start, check_writable
+from dlrm_overlap.launching.preflight import check_data, check_start, check_writable
 from dlrm_overlap.observe.text_table import count_of
 from dlrm_overlap.ranks import Ranks, run_on_ranks
 from dlrm_overlap.storage.branches import locate_checkpoint
@@ -44,6 +44,7 @@ def run(argv: list[str], description: str) -> int:
         parser.add_argument("--output", help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
+        check_data(config.data)
         if named and values.output is not None:
             _check_output(Path(values.output), named)
         if values.exported_as is not None and values.nproc not in (None, 1):

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import stat
 import time
@@ -106,7 +107,8 @@ class _Lock:
         self._file: int | None = None
         deadline = time.monotonic() + _GIVE_UP_S
         while self._file is None:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Not through a link, which whoever may write to the folder could lead to any file of this user.
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(file, path):  # else its owner removed it between the two calls above
@@ -125,9 +127,10 @@ class _Lock:
                 if file is not None:
                     os.close(file)
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(owner).encode(), 0)
+        if os.fstat(self._file).st_nlink == 1:  # else it is another file's second name
+            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, json.dumps(owner).encode(), 0)
         # A forked reader would hold the lock as long as it lives, which may be longer than its parent does.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (lock := this()) and lock._close())
@@ -148,7 +151,7 @@ class _Lock:
 def _is_at(file: int, path: Path) -> bool:
     """Return whether the open `file` is the one that lies at `path`."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
         return False
 
@@ -162,16 +165,23 @@ def _in_use(path: Path, key: str) -> InputError:
     return InputError(f"{key}: {path.parent} is in use by {who}; wait until it ends, or give another folder")
 
 
+def temporary_of(file: Path) -> Path:
+    """Return a name beside `file` that nobody can have taken or linked before: a part of it is random.
+
+    Open it by "x", which neither follows a link nor takes a file that is there.
+    """
+    return file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+
+
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, which replaces `file` when the block ends without an error and all is on disk.
 
-    The temporary file's name has this host and process in it, so two processes that write the same file never share
-    one. `remove_temporaries` removes what a killed one has left.
+    `remove_temporaries` removes what a killed process has left.
     """
-    temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    temporary = temporary_of(file)
     try:
-        with temporary.open("wb") as stream:
+        with temporary.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

@@ -39,7 +39,7 @@ from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.finite import require_finite
 from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
-from dlrm_overlap.observe.result_files import read_summary, set_aside
+from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.saving import Saves
@@ -184,6 +184,8 @@ class Trainer:
 
     def _fit(self, replace: bool, turn: int) -> Generator[int, None, dict[str, Any]]:
         if not replace:
+            if self.config.log.replace:
+                from_rank_0(self._replace)
             from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
                 return summary
@@ -226,8 +228,14 @@ class Trainer:
 
     def _set_aside(self) -> None:
         """Make way for this run where one has logged that ended before its first checkpoint."""
-        if newest_checkpoint(self.checkpointer.folder) is None and (aside := set_aside(self.folder)):
+        if newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder):
+            aside = set_aside(self.folder)
             log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
+
+    def _replace(self) -> None:
+        """Move what an earlier run has left in the folder aside, its checkpoints with it."""
+        if aside := set_aside(self.folder):
+            log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
         self._finish_save()  # says so, if it was its failure that ended the run
@@ -235,7 +243,8 @@ class Trainer:
             self.save(step)
         self.progress.is_over = True
         if saves:
-            raise AskedToEndError(f"asked to end: step {step} is saved, and the same command goes on from there")
+            same = "the same command" + " without log.replace" * self.config.log.replace
+            raise AskedToEndError(f"asked to end: step {step} is saved, and {same} goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:

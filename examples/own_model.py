@@ -11,6 +11,7 @@ DDP. Nothing follows from these warnings here.
 """
 
 import argparse
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -87,6 +88,8 @@ def main() -> None:
     device = process_group.find_device("auto", world.local_rank, world.source)
     process_group.init_process_group(world, device)  # and, on a GPU, streams of the right priority
     torch.manual_seed(0)
+    logging.basicConfig()
+    logging.getLogger("dlrm_overlap").setLevel(logging.INFO)  # says how many tables are exchanged
 
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
     sharders: list[ModuleSharder] = [EmbeddingBagCollectionSharder(fused_params)]

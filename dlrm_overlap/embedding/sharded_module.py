@@ -73,19 +73,25 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._replicated = [
             i for i, sharding in enumerate(self._embedding_shardings) if type(sharding) is DpPooledEmbeddingSharding
         ]
-        if not self._exchanged:
+        every: list[Any] = self._embedding_shardings
+        shardings = [every[i] for i in self._exchanged]
+        exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
+        options = self._options_for(shardings) if shardings else self._options
+        if self._env.rank == 0:
+            told = "backend %s: %d of %d tables exchanged, update by %s"
+            update = options.resolved_backward if exchanged else "FBGEMM"
+            log.info(told, options.backend, len(exchanged), len(self._embedding_bag_configs), update)
+        if not shardings:
             return
         group, device = self._env.process_group, self._device
         assert group is not None
         assert device is not None
-        every: list[Any] = self._embedding_shardings
-        shardings = [every[i] for i in self._exchanged]
         names = [name for sharding in shardings for name in sharding.embedding_names()]
         if self._output_order == "model":
             names = self._in_model_order(names)
         layout = build_layout(shardings, names, group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
-        self.exchange = Exchange(layout, tables, self._options_for(shardings), group, device)
+        self.exchange = Exchange(layout, tables, options, group, device)
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = [every[i] for i in range(len(every)) if i not in self._exchanged]

@@ -132,7 +132,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _integer(environ: Mapping[str, str], name: str, source: str) -> int:
-    if not re.fullmatch(r"-?\d+", value := environ.get(name, "")):
+    if not re.fullmatch(r"-?[0-9]{1,18}", value := environ.get(name, "")):  # \d has the digits of all scripts
         raise InputError(
             f"{source} launch: {name} is {value!r}, not a number; set it, or unset what another launch left behind"
         )
@@ -232,7 +232,7 @@ def launch_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the rank in the first launcher's variable there is, without any check; None where there is none."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
-        if environ.get(name, "").isdigit():
+        if re.fullmatch(r"[0-9]{1,18}", environ.get(name, "")):
             return int(environ[name])
     return None
 

@@ -1,4 +1,4 @@
-"""How long a process lives: it ends with its parent, saves first where it is asked to end, and at once on Ctrl-C."""
+"""How long a process lives: it ends with its parent, and saves first where it is asked to end."""
 
 import contextlib
 import ctypes
@@ -14,6 +14,8 @@ from types import FrameType
 LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
+ENDS_SOON = "SIGINT: the run saves and ends behind its next log line; a second one ends it at once"
+ENDED_AT_ONCE = "interrupted: what was trained behind the newest checkpoint is lost"
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GRACE_S = 5.0  # for other ranks to come to where they meet, once this one was asked to end
@@ -104,24 +106,31 @@ def interrupt_imports() -> None:
 
 
 class EndRequest:
-    """Whether this process was asked to end: SIGTERM and SIGUSR1 only ask, and a second SIGTERM ends it at once.
+    """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGTERM or SIGINT ends it.
 
     A SIGTERM within two seconds of the first is taken for the same, as where a batch system sends one to all processes
-    and the launcher passes its own on.
+    and the launcher passes its own on. A SIGINT is a key that was pressed, so a second one is always another.
     """
 
     def __init__(self) -> None:
         self.asked = False
 
-    def listen(self) -> None:
-        """Take the two signals from now on, and those that have waited. Call it from the main thread."""
+    def listen(self, answers: bool = True) -> None:
+        """Take the signals from now on, and those that have waited. Call it from the main thread.
+
+        A SIGINT that is ignored, as in a background job of a script, stays so.
+
+        Args:
+            answers: whether this process, of all ranks that a key may reach, answers it by a line.
+        """
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(theirs, False)
-        for number in _ASKS:
+        heeds_keys = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        for number in (*_ASKS, *[signal.SIGINT] * heeds_keys):
             signal.signal(number, lambda number, frame: None)
         # A handler runs in the main thread, which may be in a call that does not return; this thread hears of it still.
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-        threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()
+        threading.Thread(target=self._hear, args=(ours, answers), name="signals", daemon=True).start()
         let_asks_come()
 
     @contextmanager
@@ -144,14 +153,19 @@ class EndRequest:
         finally:
             met.set()
 
-    def _hear(self, pipe: int) -> None:
-        first = 0.0
+    def _hear(self, pipe: int, answers: bool) -> None:
+        first: dict[int, float] = {}
         while True:
             number = os.read(pipe, 1)[0]
-            if number not in _ASKS:
+            if number not in (*_ASKS, signal.SIGINT):
                 continue
             self.asked = True
-            if number == signal.SIGTERM:
-                first = first or time.monotonic()
-                if time.monotonic() - first > _SAME_S:
+            again = number in first
+            first.setdefault(number, time.monotonic())
+            if number == signal.SIGTERM and time.monotonic() - first[number] > _SAME_S:
+                os._exit(128 + number)
+            if number == signal.SIGINT:
+                if answers:
+                    tell(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
+                if again:
                     os._exit(128 + number)

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -220,6 +221,8 @@ class Parser(ArgumentParser):
 
         self.told: dict[str, tuple[str, str]] = {}
         """option -> what --help shows instead: (a name for its value, its meaning)"""
+        self.shown: Callable[[str], bool] = lambda option: True
+        """whether --help shows an option"""
 
     def read(self, argv: Sequence[str], config: type | None = None) -> Any:
         """Return the values of `argv`, each section as its dataclass; `config` is the dataclass of all sections.
@@ -262,6 +265,8 @@ class Parser(ArgumentParser):
         for action in self._actions:
             for option in self.told.keys() & set(action.option_strings):
                 action.metavar, action.help = self.told[option]
+            if action.option_strings and not any(map(self.shown, action.option_strings)):
+                action.help = SUPPRESS
         with reader_may_leave():
             super().print_help(file)
 
@@ -270,6 +275,30 @@ class Parser(ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         sections = {option.rpartition(".")[0] for option in options}
         return [option for option in options if option not in sections and not option.endswith("+")]
+
+
+def _choose_help(parser: Parser, config: type, argv: Sequence[str]) -> None:
+    """Have `parser`, which has no keys yet, show those that `--help` or `--help SECTION` in `argv` asks for.
+
+    Raises:
+        InputError: if that is no section of the dataclass `config`.
+    """
+    common = getattr(config, "common", ())
+    asked = next((i for i, option in enumerate(argv) if option in ("-h", "--help")), None)
+    if not common or asked is None:
+        return
+    sections = [each.name for each in dataclasses.fields(config)]
+    own = {option for action in parser._actions for option in action.option_strings}
+    topic = next((word for word in argv[asked + 1 : asked + 2] if not word.startswith("-")), None)
+    if topic is None:
+        parser.shown = lambda option: option in (*own, *parser.told, *(f"--{key}" for key in common))
+        names = f"{', '.join(sections[:-1])} or {sections[-1]}"
+        text = "show these options, among them the keys that are set most often; --help SECTION shows all keys of"
+        parser.told["--help"] = ("", f"{text} {names}, --help all every key")
+    elif topic in sections:
+        parser.shown = lambda option: option in (*own, *parser.told) or option.startswith(f"--{topic}.")
+    elif topic != "all":
+        raise InputError(f"--help {topic}: not a section; {suggest(topic, [*sections, 'all'])}")
 
 
 def parse_config(
@@ -306,6 +335,7 @@ def parse_sections(
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
     add_options(parser)
+    _choose_help(parser, config, argv)
     parser.add_class_arguments(config)
     if defaults:
         parser.take_defaults(defaults)

@@ -7,6 +7,7 @@ small. This file loads no torch, so that the first of these mistakes are reporte
 
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -14,7 +15,15 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, Config, InputError, ModelConfig, parse_multi_hot
+from dlrm_overlap.config import (
+    CRITEO_TABLES,
+    HELD_BATCHES,
+    Config,
+    DataConfig,
+    InputError,
+    ModelConfig,
+    parse_multi_hot,
+)
 from dlrm_overlap.files import check_free
 from dlrm_overlap.storage.branches import is_checkpoint
 from dlrm_overlap.storage.manifest import DamagedError, read_manifest
@@ -111,6 +120,21 @@ def check_resume(config: Config) -> None:
         raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
 
 
+def check_data(data: DataConfig) -> None:
+    """Check that the files that the configuration names are there; what is in them is looked at by each rank.
+
+    Raises:
+        InputError: naming the key.
+    """
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if data.kind == "synthetic" or path is None:
+            continue
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
+            raise InputError(f"{key}: {path} is not on this machine, and only local files are read; copy them here")
+        if not os.path.exists(path):
+            raise InputError(f"{key}: {path}: no such file or folder; give one that is there")
+
+
 def check_runs(config: Config, names: Iterable[str]) -> None:
     """Check that runs of these names can write to their folders in `log.dir`, and that no other run does.
 
@@ -190,21 +214,16 @@ def total_steps(config: Config, train: "Dataset", world_size: int) -> int:
     Raises:
         InputError: if the data set is smaller than one global batch, or the run ends before the last step to trace.
     """
-    steps = config.train.steps or _steps_of_epochs(config, train, world_size)
+    batch = config.train.samples_per_rank(world_size) * world_size
+    if train.num_samples is not None and train.num_samples < batch:
+        raise InputError(
+            f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
+            f"train on; take a smaller one"
+        )
+    steps = config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
     if (traced := config.log.traced) and traced[-1] > steps:
         raise InputError(
             f"log.trace_first: {traced[0]}, and so steps up to {traced[-1]} are to be traced, but the run ends after "
             f"step {steps}; trace earlier ones"
         )
     return steps
-
-
-def _steps_of_epochs(config: Config, train: "Dataset", world_size: int) -> int:
-    assert train.num_samples is not None
-    batch = config.train.samples_per_rank(world_size) * world_size
-    if train.num_samples < batch:
-        raise InputError(
-            f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
-            f"train on; take a smaller one"
-        )
-    return config.train.epochs * train.num_samples // batch

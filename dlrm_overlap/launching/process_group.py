@@ -102,7 +102,8 @@ def init_process_group(
     timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     if world.world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        with _naming_the_cure(world, timeout_s):
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     _resolve(world, min(_RESOLVE_S, timeout_s))
     _choose_interface(world)
@@ -197,9 +198,14 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
             f"a host and a free port that all reach"
         ) from None
     except RuntimeError as error:
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+        if "Unable to find address for" in str(error):
+            raise InputError(
+                f"GLOO_SOCKET_IFNAME: {named} is no interface with an address on this host, which has "
+                f"{', '.join(name for _, name in socket.if_nameindex())}; set it to one of these, or unset it"
+            ) from None
         if "connectFullMesh" not in str(error):
             raise
-        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise InputError(
             f"{world.source} launch: the ranks meet at {place}:{world.master_port}, but gloo cannot connect them "
             f"({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME is {named}: set it on each host to the interface by "

@@ -13,10 +13,11 @@ from typing import IO
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
-from dlrm_overlap.launching.lifetime import LAUNCHER_PID, SAVED, hold_asks, let_asks_come, tell
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, hold_asks, let_asks_come, tell
 
-_ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # passed on to the ranks, which may save before they end
-_ENDS = (signal.SIGINT, signal.SIGQUIT)
+# Passed on to the ranks, which may save before they end.
+_ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+_ENDS = (signal.SIGQUIT,)
 _POLL_S = 0.05
 _USER_ERROR = 2
 _TAIL_LINES, _TAIL_BYTES = 15, 1 << 16
@@ -34,9 +35,9 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     they know is lost without it. Then standard error says which rank that was, and the last lines that it wrote, and
     names a temporary folder to which the files are copied.
 
-    SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are passed on to the ranks, which may save before they end, and which they
-    wait for while these start; a second one, SIGINT and SIGQUIT end all at once. Then the exit code is theirs if all
-    have saved (`lifetime.SAVED`), else 128 + signal, as a shell has it.
+    SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end,
+    and which they wait for while these start; a second one and SIGQUIT end all at once. Then the exit code is theirs if
+    all have saved (`lifetime.SAVED`), else 128 + signal, as a shell has it.
 
     Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
     alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
@@ -130,13 +131,14 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         if None not in codes:
             return SAVED if SAVED in codes else 0
         if len(caught) > 1 or (caught and caught[0] in _ENDS):
-            if caught[0] == signal.SIGINT:  # as a process without --nproc says
-                tell("dlrm-overlap: interrupted")
+            if signal.SIGINT in caught:  # as a process without --nproc says
+                tell(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]
         if len(caught) > passed_on:
             passed_on = len(caught)
-            number = signal.SIGTERM if caught[0] == signal.SIGHUP else caught[0]
-            tell(f"dlrm-overlap: {signal.Signals(caught[0]).name}: asking the ranks to end")
+            number = signal.SIGUSR1 if caught[0] == signal.SIGUSR1 else signal.SIGTERM
+            name = signal.Signals(caught[0]).name
+            tell(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
             for worker in workers:
                 worker.send_signal(number)  # to the rank alone: it still needs its loader processes
         time.sleep(_POLL_S)

@@ -26,7 +26,7 @@ LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
     "training loss, relative difference from the reference": ["Multiline", [DIFFERENCE]],
     "samples a second": ["Multiline", ["speed/samples_per_s"]],
 }
-CPU_NOTE = "On CPUs step times vary widely from run to run: take speedups from GPUs."
+CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
 _TURNS = (
     "The backends took turns of {} steps, so what slowed the host for longer than that slowed all of them; the "
     "interval is a bootstrap over segments of their steps, the same ones of both."

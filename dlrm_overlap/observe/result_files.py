@@ -4,25 +4,25 @@ Those of a finished run are read again: its summary, and the times of its steps.
 with a warning.
 """
 
-import itertools
 import json
 import logging
 import math
 import os
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import read_file, replacing
+from dlrm_overlap.files import LOCK_NAME, read_file, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
 STEP_TIMES = "step_ms.npy"
 _SHOWN = ("eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50")  # of a summary, as the command ends
-_LOGGED = ("metrics.jsonl", "summary.json", STEP_TIMES, "config.yaml", "traces", "events.out.tfevents.*")
+_EARLIER = "earlier_"
 
 
 class MetricsFile:
@@ -116,19 +116,21 @@ def has_results(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move what a run has logged in `folder` to a new folder in it, and return that; None where nothing was logged.
+    """Move all that lies in `folder`, whose lock this process holds, to a new folder in it; None where nothing does.
+
+    What was moved before, to `earlier_1` and so on, stays.
 
     Raises:
         InputError: if it cannot be moved.
     """
-    if not has_results(folder):
+    found = [path for path in folder.iterdir() if path.name != LOCK_NAME and not path.match(f"{_EARLIER}*")]
+    if not found:
         return None
-    aside = next(path for n in itertools.count(1) if not (path := folder / f"earlier_{n}").exists())
+    aside = next(path for n in count(1) if not (path := folder / f"{_EARLIER}{n}").exists())
     try:
         aside.mkdir()
-        for pattern in _LOGGED:
-            for path in folder.glob(pattern):
-                path.rename(aside / path.name)
+        for path in found:
+            path.rename(aside / path.name)
     except OSError as error:
         raise InputError(f"log.dir: {folder} cannot be written to ({error.strerror}); give another folder") from None
     return aside

@@ -37,7 +37,7 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.text_table import count_of, markdown_table
+from dlrm_overlap.observe.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
@@ -47,15 +47,23 @@ log = logging.getLogger("dlrm_overlap")
 _FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "train_loss")  # as HParams shows them
 
 
+class _PlainFormatter(logging.Formatter):
+    """Formats messages without what a terminal obeys: they name files, and what was read from some."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, as logging names it
+        """Return the line, or lines, of a record."""
+        return plain(super().formatMessage(record), kept="\n\t")
+
+
 def start_logging(rank: int, console: Console) -> None:
     """Send the package's log to `console`: all of it on rank 0, warnings only on the others."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_PlainFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     for library in ("torchrec", "torch.fx"):
@@ -73,17 +81,20 @@ def check_folder(config: Config) -> None:
     Raises:
         InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
     """
+    if config.log.replace:  # whatever lies there is moved away, once the folder's lock is held
+        return
     folder, resume = config.folder, config.checkpoint.resume
     if newest := newest_checkpoint(folder / "checkpoints"):
         if resume != "auto" and not same_checkpoint(newest.parent, Path(resume)):
             raise InputError(
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
-                f"this one's; leave checkpoint.resume out to go on there, remove {folder}, or give another --log.name"
+                f"this one's; leave checkpoint.resume out to go on there, move it aside by --log.replace true, or give "
+                f"another --log.name"
             )
     elif (folder / "summary.json").exists():
         raise InputError(
-            f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; give another "
-            f"--log.name, or remove the folder"
+            f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; move them aside "
+            f"by --log.replace true, or give another --log.name"
         )
 
 
@@ -118,7 +129,9 @@ class RunLog:
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             (folder / STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
-        resolved = yaml.safe_dump(config.as_dict(), sort_keys=False)
+        shown = config.as_dict()
+        shown["log"]["replace"] = False  # whoever starts from this file goes on with this run
+        resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
         if start and config.log.traced and start >= config.log.trace_first:

@@ -50,8 +50,11 @@ class TensorBoard:
         """Write the layout of the Custom Scalars page: a chart's title -> its kind, Multiline or Margin, and tags.
 
         A Multiline draws a curve for each run and tag. A Margin has three tags: a value, its lower and its upper bound.
+        Margins have a part of the page of their own, the first: beside others the page draws them last.
         """
-        self._write(lambda writer: writer.add_custom_scalars({"comparison": dict(charts)}))
+        bands = {title: chart for title, chart in charts.items() if chart[0] == "Margin"}
+        others = {title: chart for title, chart in charts.items() if title not in bands}
+        self._write(lambda writer: writer.add_custom_scalars({"how fast": bands, "comparison": others}))
 
     def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Write the flat configuration beside the final results, for the HParams page.

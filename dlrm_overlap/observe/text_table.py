@@ -1,4 +1,4 @@
-"""Tables for a terminal, and as Markdown; counted things."""
+"""Text for a terminal: tables, also as Markdown, counted things, and what prints."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,14 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Return the table of `lines`, the first of which is its header, as Markdown."""
     head, *others = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *others])
+
+
+def plain(text: str, kept: str = "") -> str:
+    """Return `text` with what does not print, but for the characters of `kept`, as an escape: a terminal obeys some.
+
+    Example: of a character ESC it makes four that print, a backslash and `x1b`.
+    """
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def count_of(number: int, noun: str) -> str:

@@ -136,7 +136,8 @@ def _agree(final: Path, fault: str, group: dist.ProcessGroup | None) -> None:
     if faults:
         raise InputError(
             f"checkpoint: {final} cannot be written ({'; '.join(faults)}); the checkpoints before it are as they were; "
-            f"make room or mend the folder, and start again to go on from there"
+            f"make room or mend the folder, and start again: the run goes on from the newest, or, without any, begins "
+            f"anew"
         )
 
 

@@ -58,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHo
         to_host: copies to the host what is to be written.
 
     Raises:
-        OSError: if the file cannot be written, as where the disk is full.
+        OSError: if the file cannot be written, as where the disk is full, or is there.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -67,7 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHo
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
     checksum = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
 
         def put(data: memoryview) -> None:
             checksum.update(data)

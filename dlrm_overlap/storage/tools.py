@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.files import temporary_of
+from dlrm_overlap.observe.text_table import plain
 from dlrm_overlap.storage.branches import is_checkpoint
 from dlrm_overlap.storage.load import find_faults, open_checkpoint
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
@@ -33,7 +35,7 @@ def show(path: Path) -> str:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         pieces = f", {len(tensor.pieces)} pieces" if len(tensor.pieces) > 1 else ""
         lines.append(f"tensor {name}: {tensor.dtype} {shape}{', a number a row' * tensor.per_row}{pieces}")
-    return "\n".join(lines)
+    return "\n".join(map(plain, lines))
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def export(path: Path, output: Path, optimizer: bool = False) -> int:
         for name in sorted(stored.tensors)
         if optimizer or name.startswith(_MODEL)
     }
-    temporary = output.with_name(output.name + ".partial")
+    temporary = temporary_of(output)
     try:
         if output.suffix == ".pt":
             torch.save(tensors, temporary)

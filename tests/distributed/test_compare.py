@@ -73,10 +73,12 @@ def test_the_reference_is_trained_again_and_on_cpus_parts_from_itself_by_nothing
 
 def test_table_and_where_to_look(folder: Path) -> None:
     lines = (folder / "stdout").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "On", "result:", "TensorBoard:"]
+    assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "On", "result:", "TensorBoard:", "then"]
     assert max(map(len, lines[:5])) <= 100
     assert lines[4].endswith("take speedups from GPUs.")
-    assert lines[-1].endswith(f"--logdir {folder}")
+    assert lines[-2].endswith(f"--logdir {folder}")
+    shown = "%7C".join(["torchrec", "torchrec_again", "pgas", "fused", "comparison"])  # and no other run of the folder
+    assert lines[-1].split()[1] == f"http://localhost:6006/#custom_scalars&regexInput=%5E%28{shown}%29%24"
 
 
 @pytest.fixture
@@ -130,7 +132,8 @@ def test_a_browser_shows_every_runs_curves(board: str, folder: Path, tmp_path: P
             assert words[at + 3] == "20", f"{tag}: the last step of {name}"
             if tag != "compare/loss_difference":
                 assert float(words[at + 2]) == pytest.approx(read_metrics(folder / name, tag)[20], abs=1e-4), name
-    dump_page(f"{board}?darkMode=false#custom_scalars", tmp_path / "profile", 60_000, picture=tmp_path / "board.png")
+    address = f"{board}?darkMode=false#custom_scalars&regexInput=%5E%28torchrec%7Cpgas%29%24"
+    dump_page(address, tmp_path / "profile", 60_000, picture=tmp_path / "board.png")
 
 
 @pytest.mark.slow

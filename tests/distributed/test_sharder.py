@@ -393,6 +393,18 @@ def test_a_table_that_names_a_feature_twice_stays_with_torchrec(
     assert caplog.messages[0].endswith("tables stay with TorchRec: a table names a feature twice")
 
 
+def test_that_the_drop_in_is_active_is_one_line(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    decay = {"optimizer": EmbOptimType.EXACT_SGD, "gradient_clipping": True}
+    with caplog.at_level("INFO", "dlrm_overlap"):
+        for way, params in ((FUSED, {}), (row_wise(compute_kernel="fused"), {}), (FUSED, decay)):
+            _shard_alone(OverlapEmbeddingBagCollectionSharder(params), way, world_of_one)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    told = ("1 of 1 tables exchanged, update by push", "0 of 1 tables exchanged, update by FBGEMM")
+    assert lines == [f"backend pgas: {told[0]}", f"backend pgas: {told[1]}", f"backend pgas: {told[1]}"]
+
+
 def test_lookups_called_apart_stay_with_torchrec(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,7 @@
 """Bars and lines of contenders, as several plots have them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dlrm_overlap.bench.report.measured import (
@@ -27,14 +27,14 @@ def bars(
     labels: Sequence[str],
     limit: str | None = None,
     over: str | None = None,
-    digits: Callable[[float], str] = milliseconds,
     bound_name: str = "limit of the hardware",
     cut: float = math.inf,
 ) -> None:
-    """Draw each group's times side by side, in ms or over that of the contender `over`, with ms above the bars.
+    """Draw each group's times side by side, with the numbers above the bars: in ms, or over that of `over`.
 
+    That contender's ms are then below each group's label.
     A bar of dots is of a contender whose results were not the reference's. `limit` is the column of the line across;
-    a number that it would cross stands on it. What is higher than `cut` ends there, with an arrow behind its ms.
+    a number that it would cross stands on it. What is higher than `cut` ends there, with an arrow behind its number.
     """
     names = contenders(groups)
     shown = looks(names)
@@ -51,7 +51,8 @@ def bars(
         across = bound / base if bound is not None else 0.0
         for name, row in group.items():
             x = place + (names.index(name) - (len(names) - 1) / 2) * width if len(group) > 1 else place
-            look, height, ms = shown[name], heights[place][name], digits(need(row, "median_ms"))
+            look, height = shown[name], heights[place][name]
+            told = f"{height:.2f}" if over else milliseconds(height)
             label = name if name not in seen else "_"
             seen.add(name)
             alpha = {} if trusted(row) else {"linestyle": ":", "alpha": 0.5}
@@ -59,16 +60,18 @@ def bars(
                 x, min(height, cut), width * 0.94, color=look.colour, hatch=look.hatch, label=label, **EDGE, **alpha
             )
             if height > cut:
-                axes.annotate(f"{ms} \u2191", (x, cut), xytext=(0, -1), va="top", **text)
+                axes.annotate(f"{told} \u2191", (x, cut), xytext=(0, -1), va="top", **text)
             else:
                 foot = across if height < across < height + room else height
-                axes.annotate(ms, (x, foot), xytext=(0, 1.5), va="bottom", **text)
+                axes.annotate(told, (x, foot), xytext=(0, 1.5), va="bottom", **text)
         if bound is not None:
             label = bound_name if "limit" not in seen else "_"
             seen.add("limit")
             axes.hlines(across, place - _SPAN / 2, place + _SPAN / 2, label=label, zorder=3, **LIMIT)
     if not all(trusted(row) for group in groups for row in group.values()):
         axes.bar(0, 0, color="white", **EDGE, linestyle=":", label="dotted: results differ")
+    if over:
+        labels = [f"{each}\n{over} {milliseconds(base)} ms" for each, base in zip(labels, bases, strict=True)]
     axes.set_xticks(range(len(groups)), labels, fontsize=7)
     axes.set_xlim(-0.6, len(groups) - 0.4)
 

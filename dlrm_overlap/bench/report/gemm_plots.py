@@ -3,7 +3,7 @@
 from typing import Any
 
 from dlrm_overlap.bench.report.bars import bars
-from dlrm_overlap.bench.report.measured import Measured, Row, Table, cells, milliseconds, need, number
+from dlrm_overlap.bench.report.measured import Measured, Row, Table, cells, need, number
 from dlrm_overlap.bench.report.style import Picture
 
 _OPERATORS = {"all_gather": "all-gather, then the product", "reduce_scatter": "the product, then reduce-scatter"}
@@ -25,8 +25,8 @@ def draw_gemm(measured: Measured) -> Picture:
     panels = picture.panels(rows=len(shapes))
     for axes, (operator, of_shape) in zip(panels, shapes.items(), strict=True):
         groups = list(of_shape.values())
-        bars(axes, groups, list(of_shape), "floor_ms", "serial", milliseconds, "product or links alone")
-        axes.set_ylabel("time / serial's; above each bar: ms")
+        bars(axes, groups, list(of_shape), "floor_ms", "serial", "product or links alone")
+        axes.set_ylabel("time / serial's")
         axes.set_title(_OPERATORS.get(operator, operator), fontsize=7)
     picture.legend(panels[0])
     return picture

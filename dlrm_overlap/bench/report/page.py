@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from dlrm_overlap.bench.report.measured import (
     Measured,
@@ -59,7 +60,8 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 72em; margin: 2em auto;
 img { max-width: 100% } table { border-collapse: collapse; font-size: 13px; margin: .6em 0 }
 td, th { padding: .15em .6em; border-bottom: 1px solid #ddd; text-align: right }
 td:first-child, th, .text { text-align: left } td:first-child { min-width: 11em }
-code, .from { font: 12px monospace; color: #333 } .wide { overflow-x: auto }
+code, .from { font: 12px monospace; color: #333; overflow-wrap: anywhere } .wide { overflow-x: auto }
+@media (max-width: 50em) { .wide > img { max-width: none; width: 54em } }
 """
 
 
@@ -154,15 +156,16 @@ def headline(sections: Iterable[Section]) -> Table:
 
     The best contender is the fastest of ours whose losses were the reference's.
     """
-    lines = [["training step", "TorchRec as run, ms", "at its strongest, ms", "ours, ms", "ours is"]]
-    lines[0] += ["speedup over TorchRec as run", "over its strongest", "CSV file"]
+    # The speedups first: a narrow page cuts the table.
+    lines = [["training step", "speedup over TorchRec as run", "over its strongest", "TorchRec as run, ms"]]
+    lines[0] += ["at its strongest, ms", "ours, ms", "ours is", "CSV file"]
     for section, run, best in _steps(sections):
         device = re.sub(r"^\d+ x ", "", best.get("gpu") or "CPU, a rehearsal")  # how many the title tells
         title = f"{step_title(best)}, {device}".replace("\n", ", ")
         times = [milliseconds(number(run[name], "median_ms")) if name in run else "-" for name in _BASES]
         over = ["-" if each is None else f"{each:.3g}x" for each in _speedups(best)]
         ours = [milliseconds(number(best, "median_ms")), best["contender"]]
-        lines.append([title, *times, *ours, *over, section.measured.name])
+        lines.append([title, *over, *times, *ours, section.measured.name])
     return lines if len(lines) > 1 else []
 
 
@@ -210,12 +213,12 @@ def html_page(sections: Sequence[Section]) -> str:
         what, commands = _commands(measured, plot)
         data = base64.b64encode(section.picture).decode()
         parts += [
-            f'<h2 id="{measured.name}">{escape(_title(section))}</h2>',
+            f'<h2 id="{escape(measured.name)}">{escape(_title(section))}</h2>',
             f"<p>{escape(plot.reading)}</p>",
             *(f"<p>{escape(text)}</p>" for text in section.words),
-            f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">',
+            f'<div class="wide"><img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}"></div>',
             _html_table(section.table),
-            f'<p class="from">{measured.name}.csv: {escape(hardware(measured.rows))}</p>',
+            f'<p class="from">{escape(measured.name)}.csv: {escape(hardware(measured.rows))}</p>',
             f"<p>{what.capitalize()}: {', '.join(f'<code>{escape(each)}</code>' for each in commands)}</p>",
         ]
         if len(measured.rows) <= _MOST_ROWS:
@@ -223,7 +226,8 @@ def html_page(sections: Sequence[Section]) -> str:
             parts.append(f"<details><summary>All rows, columns that differ</summary>{table}</details>")
     parts += ["<h2>Environment</h2>", _html_table(_environments(sections))]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>dlrm-overlap: report</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>dlrm-overlap: report</title><style>{_STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
@@ -232,7 +236,7 @@ def _contents(sections: Sequence[Section]) -> str:
     links: dict[str, list[str]] = {}
     for section in sections:
         name = section.measured.name
-        links.setdefault(section.plot.title, []).append(f'<a href="#{name}">{name}</a>')
+        links.setdefault(section.plot.title, []).append(f'<a href="#{quote(name)}">{escape(name)}</a>')
     return "".join(f"<li>{escape(title)}: {', '.join(found)}</li>" for title, found in links.items())
 
 
@@ -249,10 +253,10 @@ def markdown_page(sections: Sequence[Section]) -> str:
         measured, plot = section.measured, section.plot
         what, commands = _commands(measured, plot)
         parts += [
-            f"## {_title(section)}",
+            f"## {escape(_title(section), quote=False)}",
             plot.reading,
             *section.words,
-            f"![{plot.title}]({measured.name}.svg)",
+            f"![{plot.title}]({quote(measured.name)}.svg)",
             markdown_table(section.table),
             f"{hardware(measured.rows)}. {what.capitalize()}: {', '.join(f'`{each}`' for each in commands)}",
         ]

@@ -30,8 +30,8 @@ def draw_stage(measured: Measured) -> Picture:
     picture = Picture(measured.name, 3.6)
     (axes,) = picture.panels()
     labels = [shape(group["baseline"]) for group in groups]
-    bars(axes, groups, labels, "limit_ms", "baseline", lambda time: f"{time:.2f}")
-    axes.set_ylabel("time / baseline's; above each bar: ms")
+    bars(axes, groups, labels, "limit_ms", "baseline")
+    axes.set_ylabel("time / baseline's")
     axes.set_xlabel("tables a GPU x rows x dim; global batch, ids a bag")
     picture.legend(axes)
     return picture
@@ -86,7 +86,7 @@ def draw_backward(measured: Measured) -> Picture:
         bars(axes, part, labels, "limit_ms", "baseline", cut=_CUT)
         axes.tick_params(axis="x", labelsize=6)
         axes.set_ylim(0, _CUT)
-        axes.set_ylabel("time / baseline's; above each bar: ms")
+        axes.set_ylabel("time / baseline's")
     panels[-1].set_xlabel("tables a GPU x rows x dim; global batch, ids a bag, skew of the ids; optimizer")
     picture.legend(panels[0])
     return picture

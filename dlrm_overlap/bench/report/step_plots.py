@@ -16,6 +16,7 @@ from dlrm_overlap.bench.report.measured import (
     trusted,
 )
 from dlrm_overlap.bench.report.style import EDGE, Picture, looks
+from dlrm_overlap.bench.step_contenders import ABLATION
 
 _OVER = "speedup_over_"
 
@@ -64,6 +65,12 @@ def _ablation_gains(measured: Measured) -> dict[str, tuple[str, float]]:
     }
 
 
+def _ablation_words(row: Row) -> str:
+    """Return what a contender is: its reference with something more, or without something."""
+    words = ABLATION.get(reference := row["reference"], {}).get(row["contender"])
+    return f"{reference} {'with' if reference == 'torchrec' else 'without'} {words}" if words else "-"
+
+
 def draw_ablation(measured: Measured) -> Picture:
     """Draw the plot of `bench ablation`."""
     gains = _ablation_gains(measured)
@@ -89,6 +96,7 @@ def draw_ablation(measured: Measured) -> Picture:
 def ablation_table(measured: Measured) -> Table:
     """Return the table of the numbers behind the plot of `bench ablation`."""
     lines: list[list[Any]] = [["contender", "median, ms", "reference", "its median, ms", "difference, ms"]]
+    lines[0].append("what it is")
     gains = _ablation_gains(measured)
     for row in measured.rows:
         gain = gains.get(row["contender"])
@@ -97,7 +105,7 @@ def ablation_table(measured: Measured) -> Table:
             row["reference"] or "-",
             milliseconds(number(row, "reference_ms")),
         ]
-        lines.append([row["contender"], *times, f"{gain[1]:+.2f}" if gain else "-"])
+        lines.append([row["contender"], *times, f"{gain[1]:+.2f}" if gain else "-", _ablation_words(row)])
     return cells(lines)
 
 

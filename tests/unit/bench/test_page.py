@@ -86,7 +86,7 @@ def test_a_contender_whose_losses_differ_gets_no_speedup_and_is_not_the_fastest(
     path = tmp_path / "step.csv"
     _rewrite(RESULTS / "step.csv", path, "pgas_graph", agrees="False", median_ms="0.5")
     section = _section(read_measured(path))
-    assert headline([section])[1][4] == "fused_graph"
+    assert headline([section])[1][6] == "fused_graph"
     (line,) = [line for line in section.table if line[1] == "pgas_graph" and line[3] == "0.500"]
     assert line[-2:] == ["none: losses differ"] * 2
 
@@ -97,7 +97,7 @@ def test_the_page_begins_with_how_much_faster_a_step_is(tmp_path: Path) -> None:
     _rewrite(path, path, "fused_graph", agrees="False")
     sections = [_section(read_measured(path)), _section(read_measured(RESULTS / "wide.csv"))]
     first, *others = headline(sections)[1:]
-    assert first[1:] == ["12.52", "8.69", "7.50", "pgas_graph", "4.66x", "1.5x", "step"]
+    assert first[1:] == ["4.66x", "1.5x", "12.52", "8.69", "7.50", "pgas_graph", "step"]
     assert len(others) == 4, "no line for wide.csv, which TorchRec has no row in"
     told = answer(sections)
     assert told.startswith(
@@ -105,13 +105,32 @@ def test_the_page_begins_with_how_much_faster_a_step_is(tmp_path: Path) -> None:
         "20 times as fast as under TorchRec as people run it."
     )
     page = html_page(sections)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     assert page.index(told) < page.index("<table>") < page.index("YOURS.yaml gives") < page.index("All figures")
     _rewrite(path, path, "torchrec", median_ms="0.1")
-    assert headline([_section(read_measured(path))])[1][4] == "pgas_graph", "the reference is none of ours"
+    assert headline([_section(read_measured(path))])[1][6] == "pgas_graph", "the reference is none of ours"
     on_cpu = [
         _section(each.measured._replace(rows=[{**row, "gpu": ""} for row in each.measured.rows])) for each in sections
     ]
     assert answer(on_cpu).startswith("No step was measured on GPUs")
+
+
+def test_the_ablations_table_says_what_each_contender_is() -> None:
+    table = PLOTS["ablation"].table(read_measured(RESULTS / "ablation.csv"))
+    told = {line[0]: line[-1] for line in table[1:]}
+    assert told["torchrec_int32"] == "torchrec with ids as int32"
+    assert told["pgas_graph_no_compile"] == "pgas_graph without the compiled dense part; eager operators, captured"
+    assert {name for name, words in told.items() if words == "-"} == {"torchrec", "pgas_graph"}
+
+
+def test_relative_bars_have_relative_numbers() -> None:
+    measured = read_measured(RESULTS / "stage.csv")
+    picture = PLOTS["stage"].draw(measured).svg().decode()
+    above = re.findall(r">(\d\.\d\d)</text>", picture)
+    assert above.count("1.00") >= 5, "the baseline's own"
+    assert "0.73" in above
+    assert "baseline 5.76 ms" in picture
+    assert ">5.76<" not in picture
 
 
 def test_rows_of_a_cpu_are_labelled_so() -> None:
@@ -183,6 +202,15 @@ def test_the_page_is_whole_html_with_every_row_and_picture() -> None:
         assert all(line in document.rows for line in section.table)
     pictures = [base64.b64decode(each.removeprefix("data:image/svg+xml;base64,")) for each in document.pictures]
     assert pictures == [section.picture for section in sections]
+
+
+def test_markup_in_a_files_name_is_text(tmp_path: Path) -> None:
+    name = 'a"><img src=x onerror=alert(1)>'
+    shutil.copy(RESULTS / "slice.csv", tmp_path / f"{name}.csv")
+    sections = [_section(read_measured(tmp_path / f"{name}.csv"))]
+    document = _Document(html_page(sections))
+    assert [each for each in document.pictures if not each.startswith("data:")] == []
+    assert "<img" not in markdown_page(sections)
 
 
 @pytest.mark.slow

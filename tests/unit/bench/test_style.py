@@ -50,12 +50,13 @@ def test_a_legend_is_not_wider_than_its_plot() -> None:
     assert box.x1 <= picture.figure.bbox.x1
 
 
-def test_a_bar_that_is_cut_tells_its_time_with_an_arrow() -> None:
+def test_a_bar_that_is_cut_tells_its_height_with_an_arrow() -> None:
     (axes,) = Picture("cut", 2.0).panels()
     group = {"baseline": {"median_ms": "2"}, "push": {"median_ms": "1"}, "atomic": {"median_ms": "9"}}
     bars(axes, [group], ["a shape"], over="baseline", cut=1.6)
     assert [bar.get_height() for bar in axes.patches] == [1.0, 0.5, 1.6]
-    assert [text.get_text() for text in axes.texts] == ["2.00", "1.00", "9.00 \u2191"]
+    assert [text.get_text() for text in axes.texts] == ["1.00", "0.50", "4.50 \u2191"]
+    assert axes.get_xticklabels()[0].get_text() == "a shape\nbaseline 2.00 ms"
 
 
 def test_no_number_is_crossed_by_the_line_of_the_limit() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,23 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"{name}.*{rule}") as error:
             list(read_rows(tmp_path / name))
         assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [
+        (b"PK\x03\x04\x14\0", "a zip archive"),
+        (b"PAR1\x15\0", "a Parquet file"),
+        (b"\xef\xbb\xbf0\t1", "UTF-8 with a byte order mark"),
+        (gzip.compress(b"0\t1\n"), "gzip, which is read from names that end in .gz,"),
+    ],
+)
+def test_files_of_another_format_are_named(tmp_path: Path, first: bytes, name: str) -> None:
+    file = tmp_path / "day_0"
+    file.write_bytes(first + bytes(1 << 17))
+    for skip in (False, True):
+        with pytest.raises(InputError, match=rf"day_0: begins as {re.escape(name)} does; give Criteo's text"):
+            list(read_rows(file, skip=skip))
 
 
 def test_folders_give_their_files_in_natural_order(tmp_path: Path) -> None:

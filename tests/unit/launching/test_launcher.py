@@ -57,6 +57,8 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
         (bare(2, 2), "RANK 2 must lie in 0 .. WORLD_SIZE - 1, and WORLD_SIZE is 2"),
         (bare(-1, 2), "RANK -1 must lie"),
         (bare(0, 2, RANK="zero"), "RANK is 'zero'"),
+        (bare(0, 2, RANK="\u0661"), "RANK is '\u0661', not a number"),
+        (bare(0, 2, RANK="1" * 5000), "RANK is '" + "1" * 100),
         (bare(0, 2, MASTER_PORT="70000"), "cannot meet at 127.0.0.1:70000"),
         (bare(0, 2, MASTER_ADDR="h0"), "LOCAL_RANK is ''"),
         (bare(0, 2, MASTER_ADDR="h0", LOCAL_RANK="0"), "LOCAL_WORLD_SIZE is ''"),
@@ -126,6 +128,8 @@ def test_describe() -> None:
         (srun(2, 4), 2),
         ({"SLURM_PROCID": "0"}, None),
         ({"RANK": "zero"}, None),
+        ({"RANK": "\u0661"}, None),
+        ({"RANK": "\u00b2"}, None),
     ],
 )
 def test_announced_rank(environ: dict[str, str], rank: int | None) -> None:

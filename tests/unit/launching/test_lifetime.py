@@ -1,12 +1,13 @@
 """What a process does that is asked to end before it can save, and where it says so."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from dlrm_overlap.launching.lifetime import SAVED
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, ENDS_SOON, SAVED
 from tests.conftest import ROOT
 
 # Is asked to end at once, and needs argv[1] seconds to meet the other ranks, for whom it waits 0.3 s.
@@ -30,6 +31,36 @@ def test_other_ranks_are_not_waited_for_once_it_is_asked_to_end(meets_s: str, co
     result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
     told = "dlrm-overlap: asked to end before all ranks had met; the same command begins anew\n" if code else ""
     assert (result.returncode, result.stdout, result.stderr) == (code, out, told)
+
+
+# Presses Ctrl-C so often as argv[1] says, and ends well half a second later.
+PRESSES = """
+import signal, sys, time
+from dlrm_overlap.launching import lifetime
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "ignored" else signal.default_int_handler)
+end = lifetime.EndRequest()
+end.listen(answers=sys.argv[2] == "first")
+for _ in range(int(sys.argv[1])):
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0.5)
+print(end.asked)
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "rank", "code", "out", "told"),
+    [
+        (1, "first", 0, "True\n", [ENDS_SOON]),
+        (1, "another", 0, "True\n", []),
+        (2, "first", 128 + signal.SIGINT, "", [ENDS_SOON, ENDED_AT_ONCE]),
+        (2, "ignored", 0, "False\n", []),
+    ],
+)
+def test_ctrl_c_asks_a_second_one_ends(times: int, rank: str, code: int, out: str, told: list[str]) -> None:
+    argv = [sys.executable, "-c", PRESSES, str(times), rank]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
+    lines = "".join(f"dlrm-overlap: {line}\n" for line in told)
+    assert (result.returncode, result.stdout, result.stderr) == (code, out, lines)
 
 
 def test_it_ends_though_nobody_reads_what_it_says() -> None:

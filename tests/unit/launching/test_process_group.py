@@ -140,6 +140,14 @@ def test_a_rank_of_another_run_at_this_ones_port_is_refused() -> None:
         assert 'launch is "torchrun' in error
 
 
+def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    world = World(0, 0, 1, 1, HERE, 0, "single")
+    told = r"^GLOO_SOCKET_IFNAME: nosuch0 is no interface with an address on this host, which has .*lo.*; set it to"
+    with pytest.raises(InputError, match=told):
+        process_group.init_process_group(world, torch.device("cpu"), timeout_s=10)
+
+
 def test_a_host_without_an_address_is_reported_in_one_line() -> None:
     nowhere = World(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
     with pytest.raises(InputError, match=r"slurm launch: no\.such\.host\.invalid, the host of rank 0, has no address"):

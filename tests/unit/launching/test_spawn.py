@@ -17,7 +17,7 @@ import dlrm_overlap
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.lifetime import SAVED
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED
 from dlrm_overlap.launching.spawn import import_path, spawn
 from tests.conftest import is_alive, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
@@ -199,6 +199,7 @@ class TestSpawn:
             (signal.SIGHUP, [], 128 + signal.SIGHUP),
             (signal.SIGQUIT, ["all:saves"], 128 + signal.SIGQUIT),
             (signal.SIGTERM, ["all:saves"], SAVED),
+            (signal.SIGINT, ["all:saves"], SAVED),
             (signal.SIGUSR1, ["all:saves"], SAVED),
             (signal.SIGKILL, ["all:lifeline"], -signal.SIGKILL),
         ],
@@ -215,12 +216,19 @@ class TestSpawn:
         assert parent.wait(20) == code
         assert_gone(started)
 
-    def test_ctrl_c_is_answered(self, worker: Path, tmp_path: Path) -> None:
+    def test_ctrl_c_asks_the_ranks_and_a_second_one_ends_them(self, worker: Path, tmp_path: Path) -> None:
         pids = tmp_path / "pids"
-        parent = launcher_of(worker, signal.SIGINT, f"all:pids:{pids}", "all:hang", stderr=subprocess.PIPE)
+        parent = launcher_of(
+            worker, signal.SIGINT, "all:stubborn", f"all:pids:{pids}", "all:hang", stderr=subprocess.PIPE
+        )
         wait_for_pids(pids, 2)
         parent.send_signal(signal.SIGINT)
-        assert parent.communicate(timeout=20)[1].decode() == "dlrm-overlap: interrupted\n"
+        assert parent.stderr
+        asked = "SIGINT: asking the ranks to end; a second one ends them at once"
+        assert parent.stderr.readline().decode() == f"dlrm-overlap: {asked}\n"
+        parent.send_signal(signal.SIGINT)
+        assert parent.communicate(timeout=20)[1].decode() == f"dlrm-overlap: {ENDED_AT_ONCE}\n"
+        assert parent.returncode == 128 + signal.SIGINT
 
     def test_ranks_are_asked_though_nobody_reads_what_the_launcher_says(self, worker: Path, tmp_path: Path) -> None:
         """As where a terminal is closed: its `tee` ends first."""

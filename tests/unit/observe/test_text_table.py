@@ -1,6 +1,6 @@
 """Tables for a terminal, and counted things."""
 
-from dlrm_overlap.observe.text_table import count_of, format_table
+from dlrm_overlap.observe.text_table import count_of, format_table, plain
 
 
 def test_numbers_stand_right_and_words_left() -> None:
@@ -10,6 +10,12 @@ def test_numbers_stand_right_and_words_left() -> None:
         "pgas    6.2        -  fast",
         "a     1e-05       12  -",
     ]
+
+
+def test_nothing_of_a_text_is_for_the_terminal_to_obey() -> None:
+    text = "\x1b]0;title\x07 \x9b2J \u202e\udc80\r\n\u65e5\u672c\u00e9 a"
+    assert plain(text) == r"\x1b]0;title\x07 \x9b2J \u202e\udc80\r\n" + "\u65e5\u672c\u00e9 a"
+    assert plain("a\n\tb\r", kept="\n\t") == "a\n\tb\\r"
 
 
 def test_one_thing_is_told_in_the_singular() -> None:

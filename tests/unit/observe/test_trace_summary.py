@@ -153,6 +153,15 @@ def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None
         summarise(path)
 
 
+@pytest.mark.parametrize("name", ["trace.json.gz", "trace.json"])
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("dlrm_overlap.observe.trace_summary._MOST_BYTES", 1 << 20)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(bytes(1 << 24)) if path.suffix == ".gz" else bytes(1 << 24))
+    with pytest.raises(InputError, match=r"more than 1 MiB, unpacked; trace fewer steps"):
+        summarise(path)
+
+
 def test_a_file_that_is_not_gzipped_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(b"{}")

@@ -142,7 +142,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN_2} --log.dir /proc/x", ["log.dir: nothing can be written to /proc/x", "give a folder that is yours"]),
         (f"{TRAIN_2} --log.dir {{tmp}} --log.name empty.yaml", ["log.dir: nothing can be written to"]),
         (f"{COMPARE} --nproc 2 --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to"]),
-        (f"{TRAIN_2} --log.name \0", ["log.dir: nothing can be written to", "(a null byte); give a folder"]),
+        (f"{TRAIN_2} --log.dir \0", ["log.dir: nothing can be written to", "(a null byte); give a folder"]),
         (f"{TRAIN_2} --checkpoint.resume {'9' * 300}", ["is neither auto nor never nor a checkpoint"]),
         (f"{TRAIN_2} --checkpoint.resume always", ["checkpoint.resume: 'always' is neither auto nor never nor a"]),
         (f"{TRAIN_2} --checkpoint.resume {{tmp}}", ["checkpoint.resume", "folder named step_<N>"]),
@@ -157,7 +157,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("trace {tmp}/words.json", ["words.json: not a Chrome trace"]),
         ("trace {tmp}/kernel.json", ["kernel.json: work without 'args'"]),
         ("trace {tmp}/no_such.json", ["No such file"]),
-        ("trace {tmp}", ["Is a directory"]),
+        ("trace {tmp}", ["it is a folder, not a file"]),
         ("prepare criteo no/such.txt out", ["no/such.txt"]),
         ("prepare criteo {tmp}/text.tsv out --rows 99999999999", ["--rows: 99999999999 must be", "below 2147483648"]),
         ("prepare criteo {tmp}/text.tsv {tmp}/empty.yaml", ["empty.yaml: cannot be written (there is a file"]),
@@ -260,8 +260,27 @@ def test_a_data_set_below_one_batch(tmp_path: Path, capsys: pytest.CaptureFixtur
     np.save(tmp_path / "day_0_sparse.npy", np.zeros((40, 26), np.int32))
     np.save(tmp_path / "day_0_labels.npy", np.zeros((40, 1), np.int32))
     argv = ["train", "--data.kind", "criteo_npy", "--data.path", str(tmp_path), "--data.tables.rows", "50"]
-    line = refusal([*argv, "--train.batch_size", "32", "--log.dir", str(tmp_path)], capsys)
-    assert line == (
+    told = (
         "dlrm-overlap: train.batch_size: a global batch of 32 samples is more than the 30 there are to train on; take "
         "a smaller one"
     )
+    for steps in ([], ["--train.steps", "5"]):
+        assert refusal([*argv, *steps, "--train.batch_size", "32", "--log.dir", str(tmp_path)], capsys) == told
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("path", ["s3://bucket/days", "hdfs://host/days", "no/such/days"])
+def test_data_that_is_not_there_is_refused_before_a_rank_starts(
+    command: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "--data.kind", "criteo_npy", "--log.dir", str(tmp_path), "--nproc", "2"]
+    told = "only local files are read; copy them here" if "://" in path else "no such file or folder; give one"
+    for options in (["--data.path", path], ["--data.path", str(tmp_path), "--data.eval_path", path]):
+        line = refusal([*argv, *options], capsys)
+        assert line.startswith(f"dlrm-overlap: {options[-2].removeprefix('--')}: {path}")
+        assert told in line
+
+
+def test_fewer_dense_features_than_the_files_have(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(["train", "--data.kind", "criteo_npy", "--data.path", "x", "--data.dense_features", "10"], capsys)
+    assert "data.dense_features: 10, but a sample of data.kind criteo_npy has 13; leave the key out, and fill" in line

@@ -133,7 +133,7 @@ def test_a_checkpoint_that_does_not_tell_what_it_was_trained_with(checkpoint: Pa
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match=r"log\.name: .*run holds .* another --log\.name, or remove the folder"):
+    with pytest.raises(InputError, match=r"log\.name: .*run holds .* move them aside by --log\.replace true, or"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
 
 

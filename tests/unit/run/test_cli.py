@@ -18,7 +18,7 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import _output_may_fail, main, run
 from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.ranks import run_on_ranks
-from tests.conftest import configuration
+from tests.conftest import PYTHON_PATH, configuration
 
 
 class Ended(BaseException):
@@ -151,6 +151,24 @@ sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
     assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
 
 
+def test_a_working_folder_that_was_removed_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+    told = "dlrm-overlap: this folder is gone, or not to be read (No such file or directory); cd to another\n"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'rmdir "$PWD" && exec "$0" -m dlrm_overlap doctor'
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
+    argv = ["sh", "-c", command, sys.executable]
+    result = subprocess.run(argv, cwd=gone, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (2, told)
+
+
+def test_no_name_of_a_matplotlib_backend_keeps_pictures_from_files() -> None:
+    argv = [sys.executable, "-c", "from dlrm_overlap import cli; cli.main = lambda: __import__('matplotlib') and 0"]
+    argv[-1] += "; from dlrm_overlap.__main__ import run; run()"
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
+    assert subprocess.run(argv, env=environ, timeout=60, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_a_stream_may_be_closed(closed: str) -> None:
     command = f'exec "$0" -m dlrm_overlap --version {closed}'
@@ -180,12 +198,30 @@ def test_mlperf_shape() -> None:
     assert (config.model.cross_layers, config.model.cross_rank, config.model.dim) == (3, 512, 128)
 
 
+def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_common_keys_or_those_of_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    every, short = (_help(capsys, "train", *asked) for asked in (["--help", "all"], ["-h"]))
+    keys = re.findall(r"^  --(\w+\.[\w.]+)", every, re.MULTILINE)
+    assert re.findall(r"^  --(\w+\.[\w.]+)", short, re.MULTILINE) == sorted(Config.common, key=keys.index)
+    assert len(Config.common) == 15
+    assert len(short.splitlines()) < 100 < 300 < len(every.splitlines())
+    assert "--nproc" in short
+    section = _help(capsys, "train", "--help", "data")
+    assert re.findall(r"^  --(\w+\.[\w.]+)", section, re.MULTILINE) == [key for key in keys if key.startswith("data.")]
+    assert main(["train", "--help", "dat"]) == 2
+    assert capsys.readouterr().err == "dlrm-overlap: --help dat: not a section; did you mean data?\n"
+    assert "--checkpoint PATH" in _help(capsys, "eval", "--help")
+
+
 def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "10000")
-    with pytest.raises(SystemExit) as end:
-        main(["train", "--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
+    text = _help(capsys, "train", "--help", "all")
     page = Path("docs/configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| `.*?` \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) >= 60

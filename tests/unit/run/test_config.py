@@ -63,7 +63,10 @@ def test_tables_refuse(arguments: dict, message: str) -> None:
     [
         (DataConfig(tables=TablesConfig(count=2)), "need their rows"),
         (DataConfig(kind="criteo_npy"), "set data.path"),
-        (DataConfig(kind="criteo_npy", path="x", tables=TablesConfig(rows=[1, 2])), "Criteo has 26"),
+        (
+            DataConfig(kind="criteo_npy", path="x", tables=TablesConfig(rows=[1, 2])),
+            "a sample of data.kind criteo_npy has 26",
+        ),
     ],
 )
 def test_data_source_must_be_given(config: DataConfig, message: str) -> None:
@@ -192,7 +195,7 @@ def test_floats_from_zero_on_must_be_finite(key: str) -> None:
         _quickstart("--data.tables.zipf_alpha=[1,1,1,1,1,1,1,inf]")
 
 
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/"])
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])
 def test_a_runs_name_is_one_folder(name: str) -> None:
     with pytest.raises(InputError, match=r"log\.name: .* must be the name of one folder"):
         _quickstart("--log.name", name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
@@ -280,6 +281,20 @@ def test_a_run_whose_folder_is_removed_ends_and_leaves_the_next_one_alone(tmp_pa
         with pytest.raises(InputError, match=r"run was removed or replaced .* lost by step 2; start again"):
             _fit(tmp_path, *SAVES, "--log.tensorboard", "true")
     assert [path.name for path in tmp_path.rglob("run/*")] == [LOCK_NAME] * replaced
+
+
+def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
+    _fit(tmp_path, *SAVES)
+    before = _contents(tmp_path / "run")
+    for seed in ("1", "2"):
+        _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.replace", "true")
+    moved = tmp_path / "run" / "earlier_1"
+    assert _contents(moved) == {moved / path.relative_to(tmp_path / "run"): each for path, each in before.items()}
+    configs = [yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run/earlier_2", "run")]
+    seeds = [config["train"]["seed"] for config in configs]
+    assert seeds == [1, 2]
+    _fit(tmp_path, *SAVES, "--log.dir", str(moved.parent), "--log.name", moved.name, "--train.steps", "5")
+    assert max(read_metrics(moved, "train/loss")) == 5
 
 
 def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.storage import tools
-from dlrm_overlap.storage.save import remove_checkpoint
+from dlrm_overlap.storage.manifest import Manifest
+from dlrm_overlap.storage.parts import local_parts
+from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors
 from tests.unit.storage.test_format import ROWS, WRITERS, D, make_table, write_new
 
@@ -24,6 +26,13 @@ def test_shows_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "rows: [5]" in lines
     assert "tensor model.t.weight: F32 5x8, 2 pieces" in lines
     assert "tensor optimizer.state.t.weight.momentum1: F32 5x8, a number a row, 2 pieces" in lines
+
+
+def test_what_a_checkpoint_says_is_for_no_terminal_to_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"data.path": "a\x1b[2J\nb"}
+    write_checkpoint(tmp_path / "step_3", local_parts(*make_table([0, 4])), lambda: Manifest(3, {}, settings))
+    assert main(["checkpoint", "show", str(tmp_path / "step_3")]) == 0
+    assert r"data.path: a\x1b[2J\nb" in capsys.readouterr().out.splitlines()
 
 
 def test_takes_the_newest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
