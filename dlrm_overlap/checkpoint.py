@@ -33,7 +33,7 @@ from dlrm_overlap.storage.branches import (
     surplus,
 )
 from dlrm_overlap.storage.fits import check_fits
-from dlrm_overlap.storage.load import agree_on, open_checkpoint
+from dlrm_overlap.storage.load import Checkpoint, agree_on
 from dlrm_overlap.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.storage.parts import Cut, Part, deal, fill, local_parts
 from dlrm_overlap.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
@@ -271,7 +271,7 @@ class Checkpointer:
             if isinstance(part, KeyedOptimizer):
                 part.init_state()  # some optimizers make it at their first step, and loading needs it
         state = model.state_dict(), optimizer.state_dict()
-        stored = open_checkpoint(path, manifest)
+        stored = Checkpoint(path, manifest)
         for part in local_parts(*state, cuts_of(model)):
             self.tick()
             try:

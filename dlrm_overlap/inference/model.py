@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
 from dlrm_overlap.model import DLRM
-from dlrm_overlap.storage.load import open_checkpoint
+from dlrm_overlap.storage.load import Checkpoint
 from dlrm_overlap.storage.manifest import Manifest
 from dlrm_overlap.storage.parts import Part, Stored, fill
 
@@ -104,7 +104,7 @@ def build_for_inference(
         InputError: if the checkpoint does not tell its model, or lacks a tensor of it.
         OSError: if there is no room for a table.
     """
-    stored = open_checkpoint(path, manifest)
+    stored = Checkpoint(path, manifest)
     model, rows = dict(manifest.shape.get("model", {})), manifest.shape.get("rows", [])
     if not model or not rows:
         raise InputError(f"export: {path} does not tell of which model it is; export its tensors alone")

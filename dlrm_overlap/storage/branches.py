@@ -57,7 +57,7 @@ def line(manifests: Mapping[Path, Manifest]) -> list[Path]:
 
 def lineage(manifest: Manifest) -> tuple[tuple[str, int], ...]:
     """Return the branches that led to a checkpoint and how far each counts, its own the last."""
-    return manifest.lineage or ((manifest.branch, manifest.step),)  # format 0 tells none
+    return manifest.lineage or ((manifest.branch, manifest.step),)
 
 
 def surplus(manifests: Mapping[Path, Manifest], damaged: list[Path], keep: int, keep_best: int) -> list[Path]:

@@ -19,14 +19,13 @@ from dlrm_overlap.storage.manifest import (
     check_file,
     read_manifest,
 )
-from dlrm_overlap.storage.old_format import OldCheckpoint
-from dlrm_overlap.storage.parts import Cut, Stored, fill, local_parts
+from dlrm_overlap.storage.parts import Cut, fill, local_parts
 from dlrm_overlap.storage.save import gather
 from dlrm_overlap.storage.tensor_file import dtype_code, read_tensors
 
 
 class Checkpoint:
-    """The tensors of a checkpoint of format 1."""
+    """The tensors of the checkpoint `path`."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.tensors = path, manifest.tensors
@@ -46,15 +45,6 @@ class Checkpoint:
         return tensor
 
 
-def open_checkpoint(path: Path, manifest: Manifest) -> Stored:
-    """Return the tensors of the checkpoint `path`, of whatever format.
-
-    Raises:
-        DamagedError: if what describes them is damaged.
-    """
-    return Checkpoint(path, manifest) if manifest.format else OldCheckpoint(path)
-
-
 def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = None) -> None:
     """Load the weights of the checkpoint `path` into what this rank holds of `model`, and no optimizer's state.
 
@@ -66,7 +56,7 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = 
     Raises:
         InputError: if it lacks a tensor of this model.
     """
-    state, stored = model.state_dict(), open_checkpoint(path, read_manifest(path))
+    state, stored = model.state_dict(), Checkpoint(path, read_manifest(path))
     for part in local_parts(state, {"state": {}}, cuts):
         try:
             fill(part, stored)
@@ -81,7 +71,7 @@ def find_faults(
     """Return what is wrong with the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
 
     The files may be what was written, and yet no state to go on from: each piece must be there in the type and sizes
-    that the manifest gives, and finite, as all are that a run saves. Of format 0 the checksums are within the tensors.
+    that the manifest gives, and finite, as all are that a run saves.
     """
     faults, whole = [], set()
     for file in sorted(manifest.files)[rank::world_size]:
@@ -91,11 +81,11 @@ def find_faults(
         except DamagedError as error:
             faults.append(str(error))
     try:
-        stored = open_checkpoint(path, manifest)
+        stored = Checkpoint(path, manifest)
         pieces = [(name, tensor, piece) for name, tensor in stored.tensors.items() for piece in tensor.pieces]
-        for name, tensor, piece in pieces if manifest.format else pieces[rank::world_size]:
+        for name, tensor, piece in pieces:
             tick()
-            if piece.file in whole or not manifest.format:
+            if piece.file in whole:
                 _check_values(path / piece.file, name, tensor, piece, stored.read(piece))
     except DamagedError as error:
         faults.append(str(error))
@@ -108,7 +98,7 @@ def _check_values(file: Path, name: str, tensor: StoredTensor, piece: Piece, val
     Raises:
         DamagedError: if they are not.
     """
-    if tensor.dtype and tensor.dtype != dtype_code(values.dtype):  # format 0 does not say it
+    if tensor.dtype != dtype_code(values.dtype):
         raise DamagedError(f"{file} holds {name} as {dtype_code(values.dtype)}, not {tensor.dtype}")
     if tuple(values.shape) != (piece.sizes[:1] if tensor.per_row else piece.sizes):
         raise DamagedError(f"{file} holds {name} in another shape than the manifest says")

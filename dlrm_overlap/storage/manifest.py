@@ -2,9 +2,6 @@
 
 It is written last, and its own last line is a checksum of what is above, so a manifest that reads well is a statement
 about all other files. Loads no torch.
-
-Format 1 is described by `Manifest`. Format 0 was written by torch.distributed.checkpoint: its `checkpoint.json` has
-no checksums, and what its tensors are is in a pickle, which `old_format` reads.
 """
 
 import dataclasses
@@ -113,12 +110,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError("no object")
-        if "format" not in content:  # format 0, or a manifest whose key was damaged
-            if "sha256" in content or not isinstance(content["step"], int):
-                raise ValueError("no format")
-            manifest = Manifest(content["step"], content["shape"], content.get("settings", {}), format=0)
-            _check_facts(manifest)
-            return manifest
         head = text.rpartition(_CHECKSUM)[0]
         if text != head + _tail(head):
             raise ValueError("its checksum is another")

@@ -53,7 +53,7 @@ class Part:
 
 
 class Stored(Protocol):
-    """Tensors of a checkpoint, whatever its format."""
+    """Tensors of a checkpoint."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

@@ -1,6 +1,6 @@
 """What can be done with a checkpoint beside training: tell what is in it, whether it is whole, and export it.
 
-No process group and no GPU is needed. All of it reads both formats.
+No process group and no GPU is needed.
 """
 
 import os
@@ -13,7 +13,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.files import temporary_of
 from dlrm_overlap.observe.text_table import plain
 from dlrm_overlap.storage.branches import is_checkpoint
-from dlrm_overlap.storage.load import find_faults, open_checkpoint
+from dlrm_overlap.storage.load import Checkpoint, find_faults
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from dlrm_overlap.storage.parts import whole
 from dlrm_overlap.storage.tensor_file import write_tensors
@@ -28,7 +28,7 @@ def show(path: Path) -> str:
         InputError: if it is no checkpoint, or what describes it is damaged.
     """
     manifest = _manifest(path)
-    tensors = open_checkpoint(path, manifest).tensors
+    tensors = Checkpoint(path, manifest).tensors
     lines = [f"{key}: {value}" for key, value in _facts(manifest).items()]
     lines += [f"file {name}: {file.bytes} bytes, sha256 {file.sha256}" for name, file in sorted(manifest.files.items())]
     for name, tensor in sorted(tensors.items()):
@@ -40,16 +40,16 @@ def show(path: Path) -> str:
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
     about = manifest.about
-    facts = {"step": manifest.step, "format": manifest.format}
-    if manifest.format:
-        kinds = [table["sharding"] for table in about.get("plan", {}).values()]
-        facts |= {
-            "parent": manifest.parent or "none",
-            "branch": manifest.branch,
-            "ranks": about.get("world_size", "unknown"),
-            "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
-            "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
-        }
+    kinds = [table["sharding"] for table in about.get("plan", {}).values()]
+    facts = {
+        "step": manifest.step,
+        "format": manifest.format,
+        "parent": manifest.parent or "none",
+        "branch": manifest.branch,
+        "ranks": about.get("world_size", "unknown"),
+        "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
+        "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
+    }
     facts |= manifest.metrics
     model = manifest.shape.get("model", {})
     shape = {f"model.{key}": value for key, value in model.items()}
@@ -99,7 +99,7 @@ def export(path: Path, output: Path, optimizer: bool = False) -> int:
         raise InputError(f"export: {output} is there already; name a new file")
     if faults := verify(path):
         raise InputError(f"export: {faults[0]}; export another checkpoint")
-    stored = open_checkpoint(path, _manifest(path))
+    stored = Checkpoint(path, _manifest(path))
     tensors = {
         name.removeprefix(_MODEL): whole(name, stored)
         for name in sorted(stored.tensors)

@@ -4,10 +4,8 @@ import errno
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -23,9 +20,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.storage import load, save
-from dlrm_overlap.storage.load import Checkpoint, find_faults, open_checkpoint
+from dlrm_overlap.storage.load import Checkpoint, find_faults
 from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
-from dlrm_overlap.storage.old_format import OldCheckpoint
 from dlrm_overlap.storage.parts import Part, Stored, fill, local_parts, whole
 from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
@@ -75,18 +71,8 @@ def write_new(folder: Path, state: State) -> Path:
     return folder / "step_3"
 
 
-def write_old(folder: Path, state: State) -> Path:
-    path = folder / "step_3"
-    dcp_saver.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
-    (path / MANIFEST).write_text(json.dumps({"step": 3, "shape": {}, "settings": {}}))
-    return path
-
-
-WRITERS = {"new": write_new, "old": write_old}
-
-
 def _open(path: Path) -> Stored:
-    return open_checkpoint(path, read_manifest(path))
+    return Checkpoint(path, read_manifest(path))
 
 
 def _load(path: Path, cuts: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -100,11 +86,10 @@ def _load(path: Path, cuts: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]
     return torch.cat([s.tensor for s in table.local_shards()], 1), [s.tensor for s in per_row.local_shards()]
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_state_of_one_number_a_row_loads_into_other_columns(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_a_state_of_one_number_a_row_loads_into_other_columns(tmp_path: Path) -> None:
     state = make_table([0, 2, 6])
     a, b, c = (shard.tensor for shard in state[1]["state"]["t.weight"]["momentum1"].local_shards())
-    path = write(tmp_path, state)
+    path = write_new(tmp_path, state)
     expected = {
         (0, 2, 6): [a, b, c],  # as it was, bit for bit
         (0,): [(2 * a + 4 * b + 2 * c) / 8],
@@ -257,46 +242,6 @@ def test_what_is_no_file_is_named_at_once(tmp_path: Path, kind: str) -> None:
     assert re.search(rf"safetensors (cannot be read \(it is {kind}|has \d+ bytes, not {size})", fault)
 
 
-class _Malice:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("place", ["metadata", "tensor"])
-def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path, place: str) -> None:
-    path = write_old(tmp_path, make_table([0]))
-    assert find_faults(path, read_manifest(path)) == []
-    code = pickle.dumps(_Malice(tmp_path / "made"))
-    if place == "metadata":
-        (path / ".metadata").write_bytes(code)
-        with pytest.raises(DamagedError, match=r"\.metadata cannot be read \(it names (posix|nt)\.mkdir"):
-            OldCheckpoint(path)
-    else:
-        (data,) = path.glob("*.distcp")
-        size = data.stat().st_size
-        torch.save(_Malice(tmp_path / "made"), data)
-        data.write_bytes(data.read_bytes().ljust(size, b"\0"))
-    assert find_faults(path, read_manifest(path)) != []
-    assert not (tmp_path / "made").exists()
-    pickle.loads(code)
-    assert (tmp_path / "made").exists(), "the code does something"
-
-
-def test_flipped_bytes_of_an_old_tensor_are_found(tmp_path: Path) -> None:
-    path = write_old(tmp_path, make_table([0]))
-    manifest, (data,) = read_manifest(path), path.glob("*.distcp")
-    content = data.read_bytes()
-    place = content.index(torch.arange(float(ROWS * D)).numpy().tobytes()) + 9
-    data.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-    (fault,) = find_faults(path, manifest)
-    assert fault.startswith(f"{data} is not what was written (the checksum of ")
-
-
 def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
     tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in dtypes}
@@ -376,11 +321,10 @@ def _make_up(path: Path, manifest: Manifest, place: tuple[Any, ...], value: Any)
     (path / MANIFEST).write_text(f'{head},\n "sha256": "{checksum}"\n}}\n')
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_values_that_are_not_finite_are_found(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_values_that_are_not_finite_are_found(tmp_path: Path) -> None:
     rows = torch.zeros(ROWS, D)
     rows[3, 5] = torch.nan
-    path = write(tmp_path, _state([0, 4], rows, torch.ones(2, ROWS)))
+    path = write_new(tmp_path, _state([0, 4], rows, torch.ones(2, ROWS)))
     (fault,) = find_faults(path, read_manifest(path))
     assert fault.endswith("holds values of model.t.weight that are nan or infinite")
 

@@ -1,6 +1,5 @@
 """What the command `checkpoint` tells of a checkpoint, and what it makes of one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from dlrm_overlap.storage.manifest import Manifest
 from dlrm_overlap.storage.parts import local_parts
 from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.storage.tensor_file import read_tensors
-from tests.unit.storage.test_format import ROWS, WRITERS, D, make_table, write_new
+from tests.unit.storage.test_format import ROWS, D, make_table, write_new
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -42,14 +41,11 @@ def test_takes_the_newest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{path}: whole\n"
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_says_whether_it_is_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], write: Callable[..., Path]
-) -> None:
-    path = write(tmp_path, make_table([0, 4]))
+def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_new(tmp_path, make_table([0, 4]))
     assert main(["checkpoint", "verify", str(path)]) == 0
     assert capsys.readouterr().out == f"{path}: whole\n"
-    (file,) = [*path.glob("*.safetensors"), *path.glob("*.distcp")]
+    (file,) = path.glob("*.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-900])
     assert main(["checkpoint", "verify", str(path)]) == 1
@@ -73,9 +69,8 @@ def test_one_that_a_run_removes_meanwhile_is_not_called_damaged(
     assert f"{path} was removed while it was read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_exports_unsharded_tensors(tmp_path: Path, write: Callable[..., Path]) -> None:
-    path, wanted = write(tmp_path, make_table([0, 2, 6])), torch.arange(float(ROWS * D)).view(ROWS, D)
+def test_exports_unsharded_tensors(tmp_path: Path) -> None:
+    path, wanted = write_new(tmp_path, make_table([0, 2, 6])), torch.arange(float(ROWS * D)).view(ROWS, D)
     assert main(["checkpoint", "export", str(path), str(tmp_path / "a.safetensors")]) == 0
     tensors = read_tensors(tmp_path / "a.safetensors")
     assert tensors.keys() == {"t.weight", "bias"}
