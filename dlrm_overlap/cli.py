@@ -108,8 +108,9 @@ def compare(argv: list[str]) -> int:
         if ranks.world.rank:
             return 0
         folders = {name: done[name] for name in configs}
-        faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn)
-        _print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
+        faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
+        with _output_may_fail():
+            _print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -149,6 +150,11 @@ def _output_may_fail() -> Iterator[None]:
             yield
     except OSError as error:
         tell(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
+
+
+def _show(text: str) -> None:
+    with _output_may_fail():
+        print(text)
 
 
 def _print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:

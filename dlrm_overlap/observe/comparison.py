@@ -9,7 +9,7 @@ from the files that the runs have written.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,20 +160,20 @@ def report(
     noise_runs: int = 0,
     tensorboard: bool = False,
     turn: int | None = None,
+    show: Callable[[str], None] = print,
 ) -> list[str]:
-    """Write the comparison to `output`, print its table, and return a line for each backend that disagrees.
+    """Write the comparison to `output`, show its table, and return a line for each backend that disagrees.
 
     Args:
         folders: see `compare_runs`, as for `rtol`, `noise_runs` and `turn`.
         output: JSON file; TensorBoard's part comes into the folder `comparison` beside it, and into the runs' folders.
         tensorboard: whether that is written.
+        show: prints text.
     """
     comparison = compare_runs(folders, rtol, noise_runs, turn)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     if tensorboard:
         losses = {name: _read_losses(folder) for name, folder in folders.items()}
         write_board(output.parent / "comparison", folders, losses, comparison)
-    print(format_comparison(comparison))
-    if comparison["device"] == "cpu":
-        print(CPU_NOTE)
+    show(format_comparison(comparison) + f"\n{CPU_NOTE}" * (comparison["device"] == "cpu"))
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]
