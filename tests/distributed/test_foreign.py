@@ -49,9 +49,18 @@ def test_what_would_go_wrong_later_is_refused_in_the_first_step(model: type[Plai
         train(Program(model), True, world(), CPU)
 
 
-ended = cases_on_ranks(2, _compare, list(PROGRAMS))
+# What every `make test` runs; the rest differs little from it.
+QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "growing_bags"]
+MORE = [name for name in PROGRAMS if name not in QUICK]
+ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", QUICK)
 def test_as_under_stock(ended: Callable[[str], None], name: str) -> None:
     ended(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_as_under_stock_too(more_ended: Callable[[str], None], name: str) -> None:
+    more_ended(name)

@@ -53,8 +53,6 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train configs/quickstart.yaml", ["not an option", "did you mean --config configs/quickstart.yaml?"]),
         (f"{BENCH} mine.yml", ["mine.yml: not an option", "did you mean --config mine.yml?"]),
         (f"{BENCH} --chunks 2 abc", ["--chunks: abc is not a whole number above 0"]),
-        ("bench concurrent --config configs/bench/tiny.yaml --sizes abc", ["--sizes: abc is not a whole number"]),
-        ("bench concurrent --config configs/bench/tiny.yaml --sizes 1 5", ["--sizes 1 5: must be some of 0, 1, 2"]),
         (f"{BENCH} --iteration 3", ["did you mean --iterations?"]),
         ("bench step --iterations 3", ["--iterations is not an option; --help tells the options"]),
         ("prepare criteo in out --mincount 3", ["--mincount is not an option", "did you mean --min_count?"]),
