@@ -2,7 +2,7 @@
 
 Text file i of IN, in natural order, becomes OUT's day_i_dense.npy (float32 [n, 13], log1p already taken),
 day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy (int32 [n, 1]); meta.json records how they were made,
-and size and checksum of each. One process at a time writes to OUT, which `files.hold_folder` sees to.
+and size and checksum of each. One process at a time writes to OUT, which `launching.files.hold_folder` sees to.
 Ids are made in one of two ways:
 
 - hashing into `rows` rows a table: row 0 for a missing value, a hash for any other (see `hash_ids`);
@@ -26,7 +26,7 @@ from dlrm_overlap.config import CRITEO_TABLES, InputError
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, TextRows, criteo_files, hash_ids, read_rows
 from dlrm_overlap.data.prepared import PARTS, Meta, SourceDay, Written, day_file, is_whole, read_meta, write_meta
 from dlrm_overlap.data.vocabulary import VOCABULARY, ValueCounter, look_up, read_vocabulary, write_vocabulary
-from dlrm_overlap.files import hold_folder, remove_temporaries, replacing
+from dlrm_overlap.launching.files import hold_folder, remove_temporaries, replacing
 
 
 def prepare_criteo(

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError
 from dlrm_overlap.data.npy_files import NOT_NPY
-from dlrm_overlap.files import replacing
+from dlrm_overlap.launching.files import replacing
 
 _META = "meta.json"
 _DENSE = "log1p of the count; 0 where it is missing or negative"

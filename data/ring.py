@@ -31,11 +31,11 @@ from typing import Any, Self
 
 import torch
 
+from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
 from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
-from dlrm_overlap.launching.watch import Patience
 
 _POLL_S = 0.05
 _CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed

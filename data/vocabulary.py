@@ -14,7 +14,7 @@ import numpy as np
 from dlrm_overlap.config import CRITEO_TABLES, InputError
 from dlrm_overlap.data.criteo_text import TextRows
 from dlrm_overlap.data.npy_files import NOT_NPY
-from dlrm_overlap.files import replacing
+from dlrm_overlap.launching.files import replacing
 
 VOCABULARY = "vocabulary.npz"
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table

@@ -1,8 +1,31 @@
-"""DLRM training whose embedding exchange overlaps with the rest of the step."""
+"""DLRM training whose embedding exchange overlaps with the rest of the step.
+
+The names below are for programs of one's own; they stay, while the modules that hold them may move. Each is loaded when
+it is asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrm_overlap.embedding.protocol.ids import BatchBound
+    from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+    from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+
+__all__ = ["BatchBound", "GraphTrainPipeline", "OverlapEmbeddingBagCollectionSharder"]
+
+_MODULES = {
+    "BatchBound": "embedding.protocol.ids",
+    "GraphTrainPipeline": "train.graphs.train_pipeline",
+    "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
+}
 
 
-def __getattr__(name: str) -> str:
-    """Return `__version__`, looked up when it is asked for."""
+def __getattr__(name: str) -> Any:
+    """Return a public name, or `__version__`, looked up when it is asked for."""
+    if name in _MODULES:
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import metadata

@@ -20,15 +20,15 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
-from dlrm_overlap.files import check_free
 from dlrm_overlap.launching import process_group
+from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
 from dlrm_overlap.launching.missing import tell_missing
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
-from dlrm_overlap.launching.preflight import check_data, check_output, check_runs, check_start
-from dlrm_overlap.observe.text_table import count_of, plain
-from dlrm_overlap.ranks import Ranks, run_on_ranks
+from dlrm_overlap.launching.text_table import count_of, plain
+from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
+from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 
 DISAGREEMENT = DAMAGED = 1
 USER_ERROR = 2
@@ -39,7 +39,7 @@ def train(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.run_log import check_folder
-        from dlrm_overlap.trainer import AskedToEndError
+        from dlrm_overlap.train.trainer import AskedToEndError
 
         check_folder(ranks.config)  # before a process group is made
         ranks.end.listen(answers=ranks.world.rank == 0)
@@ -69,7 +69,7 @@ def train(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy; nothing in the run's folder changes."""
-    from dlrm_overlap import evaluation
+    from dlrm_overlap.train import evaluation
 
     return evaluation.run(argv, evaluate.__doc__ or "")
 
@@ -89,8 +89,8 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
-        from dlrm_overlap.compare import count_noise_runs, run_configs, train_in_turns, train_runs
         from dlrm_overlap.observe.comparison import report
+        from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_in_turns, train_runs
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
@@ -292,16 +292,16 @@ def checkpoint(argv: list[str]) -> int:
         if value != default and not what.startswith(needed):
             raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
     if (path / "checkpoints").is_dir():
-        from dlrm_overlap.storage.branches import locate_checkpoint
+        from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
 
         path = locate_checkpoint(path, "checkpoint")
     if what == "export --format inference":
-        from dlrm_overlap.inference.export import export_for_inference
+        from dlrm_overlap.train.inference.export import export_for_inference
 
         signature = export_for_inference(path, Path(values.output), values.quantize)
         print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
         return 0
-    from dlrm_overlap.storage.tools import export, show, verify
+    from dlrm_overlap.checkpoint.storage.tools import export, show, verify
 
     if values.action == "show":
         text = show(path)

@@ -30,8 +30,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.launching import launcher, process_group
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower

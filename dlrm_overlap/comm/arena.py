@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.comm.loan import CudaMemory, Loan
+from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.watch import Patience
 
 _ALIGNMENT_BYTES = 256
 _ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order

@@ -25,9 +25,9 @@ from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
-from dlrm_overlap.gemm.linear import Activation
-from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.dense.gemm.linear import Activation
+from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
 class Shard(NamedTuple):
@@ -49,7 +49,7 @@ class LayerRanks:
         self.order: AbstractContextManager[object] = nullcontext()
         """entered around all that goes between the ranks, to order it among what else a captured step exchanges"""
         self.way = "auto"
-        """how products and their communication run, see `gemm.operators`; to be set before the first step"""
+        """how products and their communication run, see `dense.gemm.operators`; to be set before the first step"""
         self._products: dict[torch.device, ParallelProducts] = {}
 
     def products_on(self, device: torch.device) -> ParallelProducts:

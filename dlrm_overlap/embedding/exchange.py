@@ -17,6 +17,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.uncompiled import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.failure import fails_for_good
@@ -29,7 +30,6 @@ from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.device.kept_rows import KeptRows

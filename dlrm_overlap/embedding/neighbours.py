@@ -9,9 +9,9 @@ import torch.distributed as dist
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.network import choose_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
+from dlrm_overlap.comm.uncompiled import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.uncompiled import uncompiled
 
 log = logging.getLogger("dlrm_overlap")
 

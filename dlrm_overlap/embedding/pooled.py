@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.distributed.types import Awaitable
 
+from dlrm_overlap.comm.uncompiled import uncompiled
 from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.exchange import Exchange

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dlrm_overlap.observe.text_table import markdown_table
+from dlrm_overlap.launching.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import Span, Work, length, subtract
 
 _OWN_KINDS = {

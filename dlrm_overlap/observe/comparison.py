@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
 from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison_board import CPU_NOTE, write_board
 from dlrm_overlap.observe.result_files import nan_as_none, read_step_ms, read_summary, write_atomically
-from dlrm_overlap.observe.text_table import format_table
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")

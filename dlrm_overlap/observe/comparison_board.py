@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_overlap.launching.text_table import markdown_table
 from dlrm_overlap.observe.agreement import Losses
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.text_table import markdown_table
 
 DIFFERENCE = "compare/loss_difference"
 _EXPOSED = "exposed communication, ms a traced step"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import LOCK_NAME, read_file, replacing
+from dlrm_overlap.launching.files import LOCK_NAME, read_file, replacing
 
 log = logging.getLogger("dlrm_overlap")
 

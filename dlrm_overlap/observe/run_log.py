@@ -21,12 +21,14 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.checkpoint import make_folder
+from dlrm_overlap.checkpoint.checkpoint import make_folder
+from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
-from dlrm_overlap.files import LOCK_NAME
 from dlrm_overlap.launching.environment import environment
+from dlrm_overlap.launching.files import LOCK_NAME
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import (
@@ -37,10 +39,8 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.trace_summary import read_steps
 from dlrm_overlap.observe.tracing import StepTracer
-from dlrm_overlap.storage.branches import newest_checkpoint, same_checkpoint
 
 log = logging.getLogger("dlrm_overlap")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import open_file
-from dlrm_overlap.observe.text_table import format_table
+from dlrm_overlap.launching.files import open_file
+from dlrm_overlap.launching.text_table import format_table
 
 # Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
 # matches counts; what none matches is dense.

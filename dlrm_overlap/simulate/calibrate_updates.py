@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from dlrm_overlap.embedding.traffic import UpdateBytes
 from dlrm_overlap.simulate.calibrate import Measured, Prediction, Row, line_through, round_rate, stage_config
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig, UpdateConfig
 from dlrm_overlap.simulate.step import simulate
 from dlrm_overlap.simulate.workload import build_workload
-from dlrm_overlap.traffic import UpdateBytes
 
 _OPTIMIZERS = ("sgd", "rowwise_adagrad")
 _FREE = 1e9  # GB/s: what takes no time

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
-from dlrm_overlap.observe.text_table import format_table
+from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
 from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product, phases

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.gemm.plan import WHOLE
+from dlrm_overlap.dense.gemm.plan import WHOLE
 from dlrm_overlap.simulate.calibrate import (
     BACKENDS,
     Measured,

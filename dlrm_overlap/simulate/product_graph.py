@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_overlap.gemm.plan import WHOLE, Part, halve, scattered_parts, turns
+from dlrm_overlap.dense.gemm.plan import WHOLE, Part, halve, scattered_parts, turns
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.tiles import Wave, tile_waves, waves_of_products

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.simulate import stage
 from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
 from dlrm_overlap.simulate.cluster import Cluster
@@ -28,7 +29,6 @@ from dlrm_overlap.simulate.collectives import hierarchical_all_reduce, ring_all_
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine, Timeline
 from dlrm_overlap.simulate.workload import Workload, build_workload
-from dlrm_overlap.traffic import DenseCounts, count_dense
 
 _OPTIMIZER_BYTES = 26  # a parameter: what an update under Adagrad with a bfloat16 shadow reads and writes
 _BUCKETS = 4  # in which the collective backward sums dense gradients

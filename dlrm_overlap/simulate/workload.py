@@ -1,4 +1,4 @@
-"""What ranks have to do in a step, counted by `dlrm_overlap.traffic` as the figures of `bench` count: the mean rank's
+"""What ranks have to do in a step, counted by `embedding.traffic` as the figures of `bench` count: the mean rank's
 work, and how much of it each rank has by the plan.
 """
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from dlrm_overlap.config import InputError, ModelConfig, parse_multi_hot
 from dlrm_overlap.embedding.balance import TableLoad, balance
+from dlrm_overlap.embedding.traffic import ShardTraffic, UpdateBytes, pooling_bytes, update_bytes
 from dlrm_overlap.simulate.config import WorkConfig
-from dlrm_overlap.traffic import ShardTraffic, UpdateBytes, pooling_bytes, update_bytes
 
 _EXACT_RANKS, _BIN = 4096, 1.01  # the first so many rows one by one, then rows together up to 1% more
 CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps what the multiprocessors beside it have read

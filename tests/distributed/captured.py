@@ -21,10 +21,10 @@ from dlrm_overlap.embedding import halves
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
-from dlrm_overlap.graphs import parts, train_pipeline
-from dlrm_overlap.graphs.captured import CapturedStep
-from dlrm_overlap.graphs.read_ahead import ReadAhead
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.graphs import parts, train_pipeline
+from dlrm_overlap.train.graphs.captured import CapturedStep
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.distributed.interpreted import without_streams
 
 

@@ -44,7 +44,7 @@ def rank_main() -> None:
 
 
 def _install(at: int, how: str) -> None:
-    from dlrm_overlap.trainer import Trainer
+    from dlrm_overlap.train.trainer import Trainer
 
     step, calls = Trainer.step, 0
 

@@ -31,7 +31,7 @@ from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.distributed.models import local_tensors
 

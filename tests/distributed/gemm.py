@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm.linear import Layer
-from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.gemm.products import ParallelProducts
+from dlrm_overlap.dense.gemm.linear import Layer
+from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.gemm.arguments import Tiling
 from tests.agreement import assert_same
@@ -149,8 +149,8 @@ HALVES = [
 
 def check_copies() -> None:
     """What a GPU runs, its kernels interpreted and its copies the host's, with ranks that are late at random."""
-    from dlrm_overlap.gemm.copies import Copies
-    from dlrm_overlap.gemm.pushes import Pushes
+    from dlrm_overlap.dense.gemm.copies import Copies
+    from dlrm_overlap.dense.gemm.pushes import Pushes
 
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     late = random.Random(place[0])
@@ -183,8 +183,8 @@ TILED = [
 def check_tiles() -> None:
     """As `check_copies`, by the kernels that hold the communication."""
     from dlrm_overlap.comm.copy_engine import CopyEngine
-    from dlrm_overlap.gemm.tiles import Tiles
-    from dlrm_overlap.gemm.triggered import Triggered
+    from dlrm_overlap.dense.gemm.tiles import Tiles
+    from dlrm_overlap.dense.gemm.triggered import Triggered
 
     def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
         assert int(word) >= count, "a part is sent that is not complete"
@@ -205,9 +205,9 @@ def check_tiles() -> None:
 
 def check_out_of_memory() -> None:
     """Whichever allocation of a call fails, on all ranks alike, the next call is as good as any."""
-    from dlrm_overlap.gemm.copies import Copies
-    from dlrm_overlap.gemm.tiles import Tiles
-    from dlrm_overlap.gemm.triggered import Triggered
+    from dlrm_overlap.dense.gemm.copies import Copies
+    from dlrm_overlap.dense.gemm.tiles import Tiles
+    from dlrm_overlap.dense.gemm.triggered import Triggered
 
     device, ranks, new_empty = torch.device("cpu"), dist.get_world_size(), torch.Tensor.new_empty
     x, weight = torch.ones(16 * ranks, 8).half(), torch.ones(8, 8).half()

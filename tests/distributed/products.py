@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from tests.agreement import assert_near, assert_same
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -9,7 +9,7 @@ from torchrec.distributed import comm_ops
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
 from tests.distributed.workers import quickstart, run_ranks, train

@@ -13,8 +13,8 @@ from random import Random
 
 import pytest
 
-from dlrm_overlap.storage.load import find_faults
-from dlrm_overlap.storage.manifest import read_manifest
+from dlrm_overlap.checkpoint.storage.load import find_faults
+from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import ROOT, read_metrics, run_cli, run_quickstart, train_quickstart
 

@@ -176,7 +176,8 @@ def test_another_seed_is_found_and_gets_no_speedup(tmp_path: Path) -> None:
     """The whole command, with the second backend started from other weights, as a broken one would go astray."""
     script = f"""
 import dataclasses
-from dlrm_overlap import cli, compare
+from dlrm_overlap import cli
+from dlrm_overlap.train import compare
 
 def wrong_weights(*args, make=compare.run_configs):
     configs = make(*args)

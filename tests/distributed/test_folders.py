@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.checkpoint.finite import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.files import LOCK_NAME, hold_folder
+from dlrm_overlap.launching.files import LOCK_NAME, hold_folder
 from dlrm_overlap.launching.watch import Watch
-from dlrm_overlap.observe.finite import NotFiniteError
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import ROOT, read_metrics, run_cli
 from tests.distributed.workers import quickstart, run_ranks, train
 

@@ -17,18 +17,18 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.graphs.parts import dense_parameters
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.model import DLRM
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.graphs.parts import dense_parameters
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.model import DLRM
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train

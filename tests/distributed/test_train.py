@@ -13,8 +13,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.launching.preflight import total_steps
 from dlrm_overlap.observe.trace_summary import read_events
+from dlrm_overlap.train.preflight import total_steps
 from tests.conftest import configuration, read_metrics, run_cli, train_quickstart
 from tests.distributed.workers import quickstart, run_ranks, train
 

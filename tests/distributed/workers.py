@@ -20,8 +20,8 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import LOOPBACK, World
-from dlrm_overlap.ranks import Ranks
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.ranks import Ranks
+from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import ROOT, configuration
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)

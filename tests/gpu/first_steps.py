@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.background_save import BackgroundSaves
+from dlrm_overlap.checkpoint.background_save import BackgroundSaves
+from dlrm_overlap.checkpoint.storage.snapshot import Snapshot
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.observe.result_files import read_step_ms
-from dlrm_overlap.ranks import Ranks, run_on_ranks
-from dlrm_overlap.storage.snapshot import Snapshot
+from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 
 _EVERY, _BESIDE, _FIRST = 110, 80, 150  # steps between saves; of these beside one; that find caches cold
 _WARMUP_STEPS = 10  # which step_ms.npy leaves out

@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap import saving
-from dlrm_overlap.background_save import BackgroundSaves
-from dlrm_overlap.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.checkpoint import saving
+from dlrm_overlap.checkpoint.background_save import BackgroundSaves
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.checkpoint.storage.save import gather
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
 from dlrm_overlap.observe.result_files import read_step_ms
-from dlrm_overlap.ranks import Ranks, run_on_ranks
-from dlrm_overlap.storage.save import gather
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+from dlrm_overlap.train.trainer import Trainer
 
 _WARMUP_STEPS = 10  # which step_ms.npy leaves out
 _MLPERF = ["--config", "configs/bench/step_mlperf.yaml", "--embedding.backend", "pgas", "--train.compile_dense", "true"]

@@ -30,12 +30,12 @@ from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import as_text
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.push import Push
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.parsing import Parser
+from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.metrics import quantile
-from dlrm_overlap.observe.text_table import format_table
-from dlrm_overlap.ranks import Ranks, run_on_ranks
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 
 _CONTENDER, _BATCHES, _FIRST_STEPS = "pgas_graph", 8, 20
 _ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")

@@ -13,10 +13,10 @@ from random import Random
 
 import pytest
 
+from dlrm_overlap.checkpoint.storage.branches import checkpoint_folders
+from dlrm_overlap.checkpoint.storage.load import find_faults
+from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.launching.lifetime import SAVED
-from dlrm_overlap.storage.branches import checkpoint_folders
-from dlrm_overlap.storage.load import find_faults
-from dlrm_overlap.storage.manifest import read_manifest
 from tests.conftest import read_metrics
 from tests.distributed.faults import Run, children_of, train
 

@@ -27,7 +27,7 @@ from dlrm_overlap.bench.step_contenders import ABLATION
 from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.plan import fullest_rank
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _IN_A_GROUP = 3  # with both references five trainers, of some 20 GB a GPU on two GPUs where tables have 4M rows
 _SHOWN = (

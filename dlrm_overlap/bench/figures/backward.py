@@ -27,7 +27,7 @@ from dlrm_overlap.bench.report.columns import describe, times
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.stage_request import BackwardRequest
 from dlrm_overlap.config import Config, EmbeddingConfig
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
     "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",

@@ -26,7 +26,7 @@ from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
 from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _MB = 1 << 20
 _ROUNDS = 4  # contenders take turns

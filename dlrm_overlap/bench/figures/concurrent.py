@@ -35,7 +35,7 @@ from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Timed, Turns, greatest
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")
 

@@ -23,7 +23,7 @@ from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, EmbeddingConfig
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 Row = dict[str, Any]
 MakeContenders = Callable[[EmbeddingConfig, Workload], list[Contender]]

@@ -3,9 +3,9 @@
 A shape M x K x N is that of two layers whose N hidden units are cut over the ranks, see `harness.gemm_contenders`:
 `all_gather` is the product of [M, K], whose rows are gathered, and [N / W, K]; `reduce_scatter` that of [M, N / W] and
 [K, N / W], whose sums are scattered. Contenders: `serial`, the collective and the product one after the other; the
-other ways of `dlrm_overlap.gemm`, and `auto`, which picks one; and `torch`, the fused operators of torch's symmetric
-memory. Under `--tune` every way of each shape is first measured, captured, and the fastest is kept in a file of this
-machine, by which `auto` picks from then on, in training runs, too (`gemm.tuner`). The output of each contender is held
+other ways of `dense.gemm`, and `auto`, which picks one; and `torch`, the fused operators of torch's symmetric memory.
+Under `--tune` every way of each shape is first measured, captured, and the fastest is kept in a file of this machine,
+by which `auto` picks from then on, in training runs, too (`dense.gemm.tuner`). The output of each contender is held
 against a product in float32 before it is timed, and again afterwards. All contenders and their parts are timed in
 turns, the ranks beginning together, without the host's time.
 
@@ -36,9 +36,9 @@ from dlrm_overlap.bench.harness.timing import gather
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.turns import Timed, Turns, greatest
-from dlrm_overlap.gemm.products import parallel_products
-from dlrm_overlap.gemm.tuner import entry, tune
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.dense.gemm.products import parallel_products
+from dlrm_overlap.dense.gemm.tuner import entry, tune
+from dlrm_overlap.train.ranks import Ranks
 
 _DTYPE = torch.bfloat16
 _PARTS = ("cublas", "triton", "collective", "own")

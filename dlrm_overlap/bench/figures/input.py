@@ -17,8 +17,8 @@ from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.observe.metrics import StepTimer
-from dlrm_overlap.ranks import Ranks
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.ranks import Ranks
+from dlrm_overlap.train.trainer import Trainer
 
 _ROUNDS = 4  # cached and loaded steps take turns, so that a drift of the machine slows both
 _WARMUP_STEPS = 10

@@ -16,7 +16,7 @@ from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import OccupancyRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 
 def run(request: OccupancyRequest, ranks: Ranks) -> int:

@@ -16,7 +16,7 @@ from dlrm_overlap.bench.harness.workload import make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.stage_request import ProgramsRequest
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _BACKEND = "fused"
 _SHOWN = ("program", "sm", "destination", "local", "begin_us", "end_us", "put_us", "wait_us")

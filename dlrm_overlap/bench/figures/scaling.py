@@ -21,7 +21,7 @@ from dlrm_overlap.bench.figures.stage import every_backend
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender
 from dlrm_overlap.bench.harness.rounds import time_parts
 from dlrm_overlap.bench.stage_request import ForwardRequest
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 
 def run(request: ForwardRequest, ranks: Ranks) -> int:

@@ -15,7 +15,7 @@ from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.kernels.schedule import SCHEDULES
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 
 def run(request: ForwardRequest, ranks: Ranks) -> int:

@@ -15,7 +15,7 @@ from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.stage_request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _SLICE_BAGS = (4, 8, 16, 32, 64, 128)
 

@@ -23,7 +23,7 @@ from dlrm_overlap.bench.stage_request import EveryoneRequest
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")
 

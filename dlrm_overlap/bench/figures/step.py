@@ -34,9 +34,9 @@ from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.plan import describe_plan
-from dlrm_overlap.launching.preflight import check_start
-from dlrm_overlap.ranks import Ranks
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.preflight import check_start
+from dlrm_overlap.train.ranks import Ranks
+from dlrm_overlap.train.trainer import Trainer
 
 Found = TypeVar("Found")
 

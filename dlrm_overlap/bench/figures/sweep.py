@@ -33,7 +33,7 @@ from dlrm_overlap.bench.sweep_request import MapRequest
 from dlrm_overlap.comm.turns import Turns, greatest
 from dlrm_overlap.config import Config, parse_multi_hot
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 log = logging.getLogger("dlrm_overlap")
 

@@ -25,7 +25,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.observe.metrics import quantile
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _UNTRACED_STEPS = 50
 _SHOWN = (

@@ -24,7 +24,7 @@ from dlrm_overlap.bench.harness.workload import make_workload, read_ids
 from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.stage_request import CHUNKS, VolumeRequest
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 
 _BACKEND = "fused"
 _SHOWN = ("contender", "stage_us", "first_us", "last_us", "sent_bytes", "link_gb_per_s")

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm.linear import Layer
-from dlrm_overlap.gemm.products import ParallelProducts
-from dlrm_overlap.gemm.ways import Problem
+from dlrm_overlap.dense.gemm.linear import Layer
+from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.gemm.ways import Problem
 
 Call = Callable[[], torch.Tensor]
 
@@ -139,7 +139,7 @@ class Case:
         elif self.device.type == "cuda":
             out = mine.clone()
             found["collective"] = lambda: (dist.reduce_scatter_tensor(out, rows, group=self.group), out)[1]
-        else:  # gloo's own way, see `gemm.ways.Serial`
+        else:  # gloo's own way, see `dense.gemm.ways.Serial`
             landing = torch.empty_like(rows)
             found["collective"] = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]
         if self.operator == "all_gather" and self.device.type == "cuda":

@@ -18,9 +18,9 @@ from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import lengths_and_ids
+from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
 from dlrm_overlap.kernels.schedule import staggered_peers
 from dlrm_overlap.observe.metrics import StepTimer, quantile
-from dlrm_overlap.traffic import ShardTraffic, pooling_bytes, update_bytes
 
 _WARMUP, _REPEATS = 3, 20
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}

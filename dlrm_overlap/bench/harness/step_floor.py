@@ -22,8 +22,8 @@ from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import lengths_and_ids
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.shardings import build_layout, model_order
-from dlrm_overlap.traffic import DenseCounts, DividedCounts, count_dense, count_divided
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.embedding.traffic import DenseCounts, DividedCounts, count_dense, count_divided
+from dlrm_overlap.train.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dlrm_overlap.bench.harness.step_trace import mark_time
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.observe.metrics import StepTimer
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.trainer import Trainer
 
 _WARMUP_STEPS = 10
 _AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too

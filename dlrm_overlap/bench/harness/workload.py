@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder,
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.model import build_model
+from dlrm_overlap.train.model import build_model
 
 _CPU = torch.device("cpu")
 BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache

@@ -28,8 +28,8 @@ from dlrm_overlap.bench.report.measured import (
 from dlrm_overlap.bench.report.plots import PLOTS, Plot
 from dlrm_overlap.bench.report.step_plots import step_title
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.text_table import count_of, markdown_table
 from dlrm_overlap.observe.result_files import write_atomically
-from dlrm_overlap.observe.text_table import count_of, markdown_table
 
 PAGE, MARKDOWN, JSON = "index.html", "report.md", "rows.json"
 _MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import replacing
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.observe.text_table import format_table
+from dlrm_overlap.launching.files import replacing
+from dlrm_overlap.launching.text_table import format_table
 
 
 def command_line() -> str:

@@ -20,7 +20,7 @@ from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Turns, round_of
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks
 from tests.conftest import read_rows
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError, PeerError
-from dlrm_overlap.gemm.choose import Choice
-from dlrm_overlap.gemm.linear import Layer
-from dlrm_overlap.gemm.products import ParallelProducts
-from dlrm_overlap.gemm.ways import Problem
+from dlrm_overlap.dense.gemm.choose import Choice
+from dlrm_overlap.dense.gemm.linear import Layer
+from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.gemm.ways import Problem
 from tests.unit.comm.threads import Rank, Threads
 
 
@@ -24,7 +24,7 @@ def _tell(_: Problem) -> NoReturn:
 
 
 def test_a_known_product_on_gpus_takes_the_host_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_overlap.gemm.products._fault", lambda *_: "")
+    monkeypatch.setattr("dlrm_overlap.dense.gemm.products._fault", lambda *_: "")
     monkeypatch.setattr(Problem, "__str__", _tell)
     ranks, choice = MagicMock(), Choice("serial")
     ranks.size.return_value = 2

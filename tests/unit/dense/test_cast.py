@@ -11,8 +11,8 @@ from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense_part import cast_once
-from dlrm_overlap.model import TrainTask, build_model
+from dlrm_overlap.train.dense_part import cast_once
+from dlrm_overlap.train.model import TrainTask, build_model
 from tests.agreement import assert_same
 
 LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9

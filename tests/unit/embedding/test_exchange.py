@@ -20,7 +20,7 @@ from dlrm_overlap.embedding.protocol.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Tuning
 from dlrm_overlap.kernels.launches import Launch
-from dlrm_overlap.model import JoinInPlace, concatenated
+from dlrm_overlap.train.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
 from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage

@@ -21,7 +21,7 @@ from dlrm_overlap.embedding.plan import (
 )
 from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.model import build_model
+from dlrm_overlap.train.model import build_model
 
 _ROWS, _POOLING = [100, 50, 20, 10], [1.0, 2.0, 3.0, 4.0]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import hold_folder
-from dlrm_overlap.gemm.choose import Choice, choose, key, predicted_us, read_tuned, tuned_file
-from dlrm_overlap.gemm.tuner import _keep, entry
-from dlrm_overlap.gemm.ways import Problem
+from dlrm_overlap.dense.gemm.choose import Choice, choose, key, predicted_us, read_tuned, tuned_file
+from dlrm_overlap.dense.gemm.tuner import _keep, entry
+from dlrm_overlap.dense.gemm.ways import Problem
+from dlrm_overlap.launching.files import hold_folder
 
 CPU = torch.device("cpu")
 ABLE = [Choice("serial"), *(Choice("copies", parts) for parts in (0, 1, 2, 4, 8)), Choice("chunks", 2)]
@@ -85,7 +85,7 @@ def test_a_home_that_is_not_there_or_not_ones_own_ends_no_training(
     assert tuned_file(CPU, 2).is_absolute()
     (tmp_path / "file").touch()
     assert read_tuned(tmp_path / "file" / "tuned.json") == {}
-    monkeypatch.setattr("dlrm_overlap.gemm.choose.read_file", refused)
+    monkeypatch.setattr("dlrm_overlap.dense.gemm.choose.read_file", refused)
     assert read_tuned(tmp_path / "tuned.json") == {}
     assert "Permission denied: '/root/.cache'; ways of products are predicted" in caplog.text
 
@@ -122,7 +122,7 @@ def test_a_folder_that_another_user_may_have_planted_is_not_used(
     """A user without a home has the folder of choices in the temporary folder, which all users share."""
     if plant is _of_another_user and os.geteuid():
         pytest.skip("needs the right to give a folder away: root")
-    monkeypatch.setattr("dlrm_overlap.gemm.choose.Path.home", lambda: tmp_path)
+    monkeypatch.setattr("dlrm_overlap.dense.gemm.choose.Path.home", lambda: tmp_path)
     path, elsewhere = tuned_file(CPU, 2), tmp_path / "elsewhere"
     path.parent.parent.mkdir()
     plant(path.parent, elsewhere)
@@ -133,7 +133,7 @@ def test_a_folder_that_another_user_may_have_planted_is_not_used(
 
 
 def test_the_folder_of_choices_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_overlap.gemm.choose.Path.home", lambda: tmp_path)
+    monkeypatch.setattr("dlrm_overlap.dense.gemm.choose.Path.home", lambda: tmp_path)
     path = tuned_file(CPU, 2)
     _keep(path, "mine", {"serial/1": 90.0})
     assert path.parent.stat().st_mode & 0o777 == 0o700

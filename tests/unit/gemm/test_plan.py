@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.gemm.plan import WHOLE, cut, double, gathered_parts, halve, scattered_parts, senders, turns
+from dlrm_overlap.dense.gemm.plan import WHOLE, cut, double, gathered_parts, halve, scattered_parts, senders, turns
 
 
 def test_cuts_begin_where_tiles_or_vectors_do() -> None:

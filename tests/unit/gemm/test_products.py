@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlrm_overlap.gemm.choose import Choice
-from dlrm_overlap.gemm.linear import Layer
-from dlrm_overlap.gemm.products import ParallelProducts
-from dlrm_overlap.gemm.ways import Serial
+from dlrm_overlap.dense.gemm.choose import Choice
+from dlrm_overlap.dense.gemm.linear import Layer
+from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.gemm.ways import Serial
 from tests.agreement import assert_same
 
 

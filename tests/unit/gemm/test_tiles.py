@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from dlrm_overlap.gemm import gathering, tiles
-from dlrm_overlap.gemm.linear import Layer
-from dlrm_overlap.gemm.tiles import Tiles
-from dlrm_overlap.gemm.triggered import Triggered
-from dlrm_overlap.gemm.ways import Problem
+from dlrm_overlap.dense.gemm import gathering, tiles
+from dlrm_overlap.dense.gemm.linear import Layer
+from dlrm_overlap.dense.gemm.tiles import Tiles
+from dlrm_overlap.dense.gemm.triggered import Triggered
+from dlrm_overlap.dense.gemm.ways import Problem
 from tests.distributed.interpreted import without_streams
 
 RANKS = 4

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm import tuner
-from dlrm_overlap.gemm.choose import Choice, key
-from dlrm_overlap.gemm.products import ParallelProducts
-from dlrm_overlap.gemm.ways import Problem
+from dlrm_overlap.dense.gemm import tuner
+from dlrm_overlap.dense.gemm.choose import Choice, key
+from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.gemm.ways import Problem
 
 PROBLEMS = [Problem("all_gather", rows, 4, 3, torch.bfloat16, False, "none", keep=True) for rows in (8, 16)]
 

@@ -29,7 +29,6 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from dlrm_overlap import pipeline
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
@@ -38,9 +37,10 @@ from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.graphs.captured import Streams
-from dlrm_overlap.graphs.dense_step import DenseStep
-from dlrm_overlap.graphs.parts import (
+from dlrm_overlap.train import pipeline
+from dlrm_overlap.train.graphs.captured import Streams
+from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.parts import (
     NoCollectives,
     check_all_held,
     check_updates_reach,
@@ -50,8 +50,8 @@ from dlrm_overlap.graphs.parts import (
     split_optimizer,
     why_not_captured,
 )
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.pipeline import takes_graph
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.pipeline import takes_graph
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 

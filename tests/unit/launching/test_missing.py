@@ -33,7 +33,7 @@ def test_a_package_that_is_not_installed(package: str, command: list[str], tmp_p
 
 def test_a_module_of_ours_that_is_missing_shows_where(tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['dlrm_overlap.ranks'] = None; from dlrm_overlap.__main__ import run; "
+        "import sys; sys.modules['dlrm_overlap.train.ranks'] = None; from dlrm_overlap.__main__ import run; "
         "sys.argv = ['dlrm-overlap', 'doctor']; run()"
     )
     argv = [sys.executable, "-c", program]

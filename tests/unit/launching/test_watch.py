@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dlrm_overlap.launching.watch import Patience
+from dlrm_overlap.comm.patience import Patience
 
 
 def test_time_in_which_the_process_stands_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Tables for a terminal, and counted things."""
 
-from dlrm_overlap.observe.text_table import count_of, format_table, plain
+from dlrm_overlap.launching.text_table import count_of, format_table, plain
 
 
 def test_numbers_stand_right_and_words_left() -> None:

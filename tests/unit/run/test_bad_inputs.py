@@ -20,7 +20,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_to_start(*_: object) -> None:
         raise AssertionError("ranks were started, or connected")
 
-    monkeypatch.setattr("dlrm_overlap.ranks.spawn", refuse_to_start)
+    monkeypatch.setattr("dlrm_overlap.train.ranks.spawn", refuse_to_start)
     monkeypatch.setattr("dlrm_overlap.launching.process_group.init_process_group", refuse_to_start)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.storage.branches import line, newest_checkpoint, read_manifests, surplus
+from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.preflight import check_resume
 from dlrm_overlap.observe.run_log import check_folder
-from dlrm_overlap.storage.branches import line, newest_checkpoint, read_manifests, surplus
-from dlrm_overlap.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
+from dlrm_overlap.train.preflight import check_resume
 from tests.conftest import NO_FILES, configuration
 
 ROWS = [10, 20]

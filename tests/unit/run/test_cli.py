@@ -17,7 +17,7 @@ import dlrm_overlap
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import _show, main, run
 from dlrm_overlap.config import Config, InputError, PeerError
-from dlrm_overlap.ranks import run_on_ranks
+from dlrm_overlap.train.ranks import run_on_ranks
 from tests.conftest import PYTHON_PATH, configuration
 
 
@@ -99,7 +99,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
 sys.meta_path.insert(0, Signals())
-sys.modules["dlrm_overlap.ranks"] = SimpleNamespace(Ranks=object, run_on_ranks=train)
+sys.modules["dlrm_overlap.train.ranks"] = SimpleNamespace(Ranks=object, run_on_ranks=train)
 from dlrm_overlap.__main__ import run
 run()
 """
@@ -296,7 +296,7 @@ def test_nproc_auto(
     tmp_path: Path,
 ) -> None:
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr("dlrm_overlap.ranks.spawn", lambda *asked: started.append(asked) or 0)
+    monkeypatch.setattr("dlrm_overlap.train.ranks.spawn", lambda *asked: started.append(asked) or 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
     assert main(["train", "--nproc", "auto", *options]) == 0

@@ -8,8 +8,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.launching.preflight import check_start
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.preflight import check_start
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree
 from tests.distributed.workers import make_trainer, quickstart

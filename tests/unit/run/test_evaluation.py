@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, dump_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.evaluation import evaluate, evaluate_exported, stored_config
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.storage.manifest import MANIFEST, Manifest, dump_manifest
+from dlrm_overlap.train.evaluation import evaluate, evaluate_exported, stored_config
 from tests.conftest import read_metrics
 from tests.distributed.workers import make_trainer, quickstart, ranks_here
 

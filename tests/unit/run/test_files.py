@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.checkpoint.storage.tensor_file import write_tensors
 from dlrm_overlap.config import InputError
-from dlrm_overlap.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
+from dlrm_overlap.launching.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
 from dlrm_overlap.observe.run_folder import hold_run_folder
-from dlrm_overlap.storage.tensor_file import write_tensors
 from tests.conftest import NO_FILES, ROOT
 
 # Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from dlrm_overlap.files import hold_folder
+from dlrm_overlap.launching.files import hold_folder
 with hold_folder(Path(sys.argv[1]), "log.dir"):
     child = os.fork()
     if child:

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.checkpoint.storage.load import Checkpoint
+from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.inference.export import export_for_inference
-from dlrm_overlap.inference.model import Scratch, Squares, build_for_inference, quantised_table, stored_table
-from dlrm_overlap.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
-from dlrm_overlap.storage.load import Checkpoint
-from dlrm_overlap.storage.manifest import read_manifest
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.inference.export import export_for_inference
+from dlrm_overlap.train.inference.model import Scratch, Squares, build_for_inference, quantised_table, stored_table
+from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
+from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.storage.test_format import NAME, ROWS, D, make_table, write_new

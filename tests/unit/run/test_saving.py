@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap import compare
-from dlrm_overlap.background_save import BackgroundSaves
-from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.background_save import BackgroundSaves
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.storage.load import find_faults
+from dlrm_overlap.checkpoint.storage.manifest import read_manifest
+from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.storage.snapshot import Snapshot, place_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.finite import NotFiniteError
-from dlrm_overlap.storage.load import find_faults
-from dlrm_overlap.storage.manifest import read_manifest
-from dlrm_overlap.storage.parts import Part
-from dlrm_overlap.storage.snapshot import Snapshot, place_of_copy
+from dlrm_overlap.train import compare
 from tests.conftest import file_limit
 from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.run.test_trainer import SMALL, checkpoints

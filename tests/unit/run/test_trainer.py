@@ -13,18 +13,18 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from dlrm_overlap.assembly import with_overlap
+from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.files import LOCK_NAME
-from dlrm_overlap.graphs.parts import innermost
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.launching.preflight import check_runs
-from dlrm_overlap.observe.finite import NotFiniteError
+from dlrm_overlap.launching.files import LOCK_NAME
 from dlrm_overlap.observe.run_log import RunLog
-from dlrm_overlap.storage.manifest import read_manifest
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.assembly import with_overlap
+from dlrm_overlap.train.graphs.parts import innermost
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.preflight import check_runs
+from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import file_limit, read_metrics
 from tests.distributed.workers import make_trainer, quickstart
 
@@ -91,7 +91,9 @@ def test_whether_steps_are_captured_is_told_to_the_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: str, given: bool | None
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dlrm_overlap.assembly.GraphTrainPipeline", lambda *_, capture, **others: told.append(capture))
+    monkeypatch.setattr(
+        "dlrm_overlap.train.assembly.GraphTrainPipeline", lambda *_, capture, **others: told.append(capture)
+    )
     options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.capture", captures]
     make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
     assert told == [given]
@@ -111,7 +113,7 @@ def test_a_step_is_saved_once_and_only_if_asked(
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrm_overlap.checkpoint._SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr("dlrm_overlap.checkpoint.checkpoint._SEEN_WITHIN_S", 0.0)
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
     with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks"):
@@ -404,7 +406,7 @@ class _Exchange:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
-    monkeypatch.setattr("dlrm_overlap.assembly.exchanges", lambda model: [exchange])
+    monkeypatch.setattr("dlrm_overlap.train.assembly.exchanges", lambda model: [exchange])
     return exchange
 
 

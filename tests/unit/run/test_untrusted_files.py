@@ -15,7 +15,7 @@ from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
 from dlrm_overlap.data.prepared import read_meta
-from dlrm_overlap.files import LOCK_NAME, check_free
+from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.result_files import MetricsFile, read_summary
 from tests.unit.data.criteo_lines import random_lines

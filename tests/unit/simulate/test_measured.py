@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.simulate.calibrate import read_rows, split_sweep
 from dlrm_overlap.simulate.config import NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig
@@ -23,7 +24,6 @@ from dlrm_overlap.simulate.measured import (
 )
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
-from dlrm_overlap.traffic import count_dense
 
 RESULTS = Path("docs/results")
 

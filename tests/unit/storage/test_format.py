@@ -18,13 +18,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
+from dlrm_overlap.checkpoint.storage import load, save
+from dlrm_overlap.checkpoint.storage.load import Checkpoint, find_faults
+from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
+from dlrm_overlap.checkpoint.storage.parts import Part, Stored, fill, local_parts, whole
+from dlrm_overlap.checkpoint.storage.save import remove_checkpoint, write_checkpoint
+from dlrm_overlap.checkpoint.storage.tensor_file import read_tensors, write_tensors
 from dlrm_overlap.config import InputError
-from dlrm_overlap.storage import load, save
-from dlrm_overlap.storage.load import Checkpoint, find_faults
-from dlrm_overlap.storage.manifest import MANIFEST, DamagedError, Manifest, dump_manifest, read_manifest
-from dlrm_overlap.storage.parts import Part, Stored, fill, local_parts, whole
-from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
-from dlrm_overlap.storage.tensor_file import read_tensors, write_tensors
 from tests.agreement import assert_same
 from tests.conftest import NO_FILES
 

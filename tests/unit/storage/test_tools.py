@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from dlrm_overlap.checkpoint.storage import tools
+from dlrm_overlap.checkpoint.storage.manifest import Manifest
+from dlrm_overlap.checkpoint.storage.parts import local_parts
+from dlrm_overlap.checkpoint.storage.save import remove_checkpoint, write_checkpoint
+from dlrm_overlap.checkpoint.storage.tensor_file import read_tensors
 from dlrm_overlap.cli import main
-from dlrm_overlap.storage import tools
-from dlrm_overlap.storage.manifest import Manifest
-from dlrm_overlap.storage.parts import local_parts
-from dlrm_overlap.storage.save import remove_checkpoint, write_checkpoint
-from dlrm_overlap.storage.tensor_file import read_tensors
 from tests.unit.storage.test_format import ROWS, D, make_table, write_new
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.gemm.products import ParallelProducts, parallel_products
+from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
 from dlrm_overlap.observe.trace_summary import gpu_work, read_events
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
@@ -213,9 +213,9 @@ def _check_owners(place: Place) -> None:
 
 def _check_tuned(place: Place) -> None:
     """What was measured is kept, and taken."""
-    from dlrm_overlap.gemm.choose import choose, key, read_tuned
-    from dlrm_overlap.gemm.tuner import tune
-    from dlrm_overlap.gemm.ways import Problem
+    from dlrm_overlap.dense.gemm.choose import choose, key, read_tuned
+    from dlrm_overlap.dense.gemm.tuner import tune
+    from dlrm_overlap.dense.gemm.ways import Problem
 
     products, ranks = parallel_products(place.group, place.device), place.world_size
     problem = Problem("reduce_scatter", 256 * ranks, 256, 128, _BRAIN, False, "none")

@@ -16,9 +16,9 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.model import DLRM
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.model import DLRM
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.distributed.foreign import PROGRAMS, compare
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.protocol import cache
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near
 from tests.gpu.exchange.checks.graphs import graph_config
 from tests.gpu.exchange.checks.training import SAMPLES, make_trainer, rows_of, train_steps

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dlrm_overlap.embedding.options import PUTS, ExchangeOptions
-from dlrm_overlap.model import JoinInPlace
+from dlrm_overlap.train.model import JoinInPlace
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly

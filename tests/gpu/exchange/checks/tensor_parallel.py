@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
-from dlrm_overlap.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE
 from tests.gpu.exchange.checks.graphs import delayed
 from tests.gpu.exchange.checks.training import assert_agree, make_trainer, small_config, train_steps

@@ -21,7 +21,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.config import (
     Config,
     DataConfig,
@@ -36,8 +36,8 @@ from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.pipeline import build_pipeline
-from dlrm_overlap.trainer import Trainer
+from dlrm_overlap.train.pipeline import build_pipeline
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
 from tests.gpu.exchange.place import Check, Place
 

@@ -1,0 +1,1 @@
+"""What is saved of a run, when, and how it is read again."""

@@ -1,0 +1,317 @@
+"""Checkpoints of a run: tables, dense part and optimizer state, whatever the plan.
+
+A checkpoint is a folder `step_<N>`; it appears under that name once it is whole, so a run that dies while writing
+leaves the one before. Its tensors are stored by their names in the unsharded model, in files that nothing can be
+executed from, so it loads under another plan, number of ranks or backend. All ranks must see the same file system.
+What is on disk is the business of `storage`.
+"""
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from dlrm_overlap.checkpoint.storage.branches import (
+    is_checkpoint,
+    line,
+    lineage,
+    newest_checkpoint,
+    read_manifests,
+    same_checkpoint,
+    surplus,
+)
+from dlrm_overlap.checkpoint.storage.fits import check_fits
+from dlrm_overlap.checkpoint.storage.load import Checkpoint, agree_on
+from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
+from dlrm_overlap.checkpoint.storage.parts import Cut, Part, deal, fill, local_parts
+from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
+from dlrm_overlap.checkpoint.storage.tensor_file import ToHost, copy_to_host
+from dlrm_overlap.config import Config, InputError, ModelConfig
+from dlrm_overlap.dense.tensor_parallel import shards_of
+from dlrm_overlap.embedding.plan import data_parallel_tables
+
+log = logging.getLogger("dlrm_overlap")
+
+_SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
+_FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sample
+
+
+def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
+    """Return what two runs must share for one to load the other's checkpoint."""
+    return {
+        "model": _sizes(config.model) | {"dense_features": config.data.dense_features},
+        "rows": rows,
+        "optimizers": [config.embedding.optimizer, config.train.optimizer],
+        "weight_dtype": config.embedding.weight_dtype,
+        "data_parallel": data_parallel_tables(config.embedding, rows),
+    }
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return the model's keys but for how ranks share it, which is no part of what is stored."""
+    return {key: value for key, value in vars(model).items() if key not in ("top_parallel", "cross_parallel")}
+
+
+def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
+    """Return the keys and values that say which samples a step takes, and from which weights the first one started.
+
+    Step s takes the samples from s times the global batch on, so the number of ranks is not among them. Nor is what may
+    well change on the way: learning rates, backend, plan, number of steps.
+    """
+    data = config.as_dict()["data"]
+    tables = data.pop("tables")
+    for key in ("path", "eval_path"):
+        data[key] = data[key] and str(Path(data[key]).absolute())
+    return {
+        "train.global_batch_size": global_batch,
+        "train.seed": config.train.seed,
+        **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
+        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha")},
+    }
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which `checkpoint` was written."""
+    return read_manifest(checkpoint).step
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` unless it is there.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
+        ) from None
+
+
+def parts_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Part]:
+    """Return what this rank stores of the state, which it shares memory with."""
+    parts = local_parts(model.state_dict(), optimizer.state_dict(), cuts_of(model))
+    return deal(parts, dist.get_rank(), dist.get_world_size())
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        shape: dict[str, Any],
+        settings: dict[str, Any] | None = None,
+        keep_best: int = 0,
+    ) -> None:
+        """Keep the newest `keep` checkpoints of this run's branch in `folder`, and the `keep_best` of best AUROC.
+
+        Args:
+            folder: of the checkpoints, each a folder in it.
+            keep: number of checkpoints.
+            shape: what a checkpoint must have in common with this run to be loaded, `checkpoint_shape`.
+            settings: what it should have in common unless a change is allowed, `trained_with`.
+            keep_best: number of checkpoints.
+        """
+        self.folder = folder
+        self.keep, self.keep_best = keep, keep_best
+        self.shape = shape
+        self.settings = settings or {}
+        self.about: dict[str, Any] = {}  # what manifests tell their readers of this run
+        self.tick: Callable[[], None] = lambda: None
+        """called for every piece that is read, or written while steps wait: other ranks wait until all are"""
+        self._branch, self._led = "", ()  # of this run: its name, and the branches that led to it
+        self._parent: str | None = None
+
+    def find(self, resume: str, changed: bool = False) -> Path | None:
+        """Return the checkpoint that `checkpoint.resume` names, which is whole; a collective.
+
+        For `auto` it is the one written last, or, where that is damaged, the newest before it that is whole. Without
+        any it is None, as for `never`. Rank 0 finds it, and each rank reads a share of its files.
+
+        Raises:
+            InputError: if the path is not a checkpoint, if it is damaged, if ranks see different ones, or if it does
+                not fit this run, see `check_fits`.
+        """
+        if resume == "never":
+            return None
+        faults: list[str] = []
+        if resume == "auto":
+            is_first = not (dist.is_initialized() and dist.get_rank())
+            manifests, broken = read_manifests(self.folder) if is_first else ({}, {})
+            found = line(manifests)
+            newest = manifests[found[0]].step if found else -1
+            faults = [fault for path, fault in broken.items() if int(path.name.split("_")[1]) > newest]
+            found, faults = gather((found, faults))[0]
+            if not found and not faults:
+                return None
+        elif not is_checkpoint(Path(resume)):
+            raise InputError(f"checkpoint.resume: {resume} is not a checkpoint; give a folder named step_<N>")
+        else:
+            found = [Path(resume)]
+        for path in found:
+            manifest, wrong = agree_on(path, self.tick)
+            if manifest is not None and not wrong:
+                check_fits(path, manifest, self.shape, self.settings, changed)
+                if faults and not (dist.is_initialized() and dist.get_rank()):
+                    log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
+                return path
+            faults += wrong
+        others = ", and no checkpoint before it is whole" if resume == "auto" else ""
+        raise InputError(
+            f"checkpoint.resume: {faults[0]}{others}; name another checkpoint, or start anew with --checkpoint.resume "
+            f"never and another --log.name"
+        )
+
+    def make_shared_folder(self) -> None:
+        """Make the folder and check that every rank sees it, before anything is trained; a collective.
+
+        Raises:
+            InputError: on all ranks, if one does not see it.
+        """
+        if dist.get_rank() == 0:
+            make_folder(self.folder)
+        dist.barrier()
+        deadline = time.monotonic() + _SEEN_WITHIN_S
+        while not (found := self.folder.is_dir()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if blind := [rank for rank, seen in enumerate(gather(found)) if not seen]:
+            raise InputError(
+                f"log.dir: {self.folder} is not seen by all ranks (not by rank {blind[0]}), which write checkpoints "
+                f"together; put it on a file system of all hosts, or save none by --checkpoint.last false "
+                f"--checkpoint.every 0"
+            )
+
+    def save(
+        self,
+        step: int,
+        model: DistributedModelParallel,
+        optimizer: CombinedOptimizer,
+        metrics: dict[str, float] | None = None,
+    ) -> Path:
+        """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
+
+        def to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+            self.tick()
+            return copy_to_host(name, elements)
+
+        return self.write(step, parts_to_store(model, optimizer), metrics, to_host=to_host)
+
+    def write(
+        self,
+        step: int,
+        parts: list[Part],
+        metrics: dict[str, float] | None = None,
+        group: dist.ProcessGroup | None = None,
+        to_host: ToHost = copy_to_host,
+        refusal: Callable[[], Refusal | None] = lambda: None,
+    ) -> Path:
+        """Write `step_<step>` from all ranks, remove what is not to be kept, and return the new one; a collective.
+
+        Args:
+            step: number of steps taken.
+            parts: what this rank stores, `parts_to_store` or a copy of it.
+            metrics: of an evaluation after this step.
+            group: as `write_checkpoint` takes it.
+            to_host: the same.
+            refusal: the same.
+
+        Raises:
+            InputError: on all ranks, if one cannot write; the checkpoints before it stay.
+            RefusedError: the same, if one refuses what was written.
+        """
+        final = self.folder / f"step_{step}"
+        manifests, broken = read_manifests(self.folder) if dist.get_rank() == 0 else ({}, {})
+        self._branch = self._branch or uuid.uuid4().hex[:8]
+
+        def manifest() -> Manifest:
+            return Manifest(
+                step,
+                self.shape,
+                self.settings,
+                saved=1 + max((each.saved for each in manifests.values()), default=0),
+                branch=self._branch,
+                lineage=(*self._led, (self._branch, step)),
+                parent=self._parent,
+                metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
+                about=self.about,
+            )
+
+        write_checkpoint(final, parts, manifest, group, to_host, refusal)
+        self._parent = final.name
+        if dist.get_rank() == 0:
+            broken.pop(final, None)
+            manifests[final] = read_manifest(final)
+            for old in surplus(manifests, list(broken), self.keep, self.keep_best):
+                remove_checkpoint(old)
+        dist.barrier(group)
+        return final
+
+    def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
+        """Load `path` in place on all ranks and return the step it was written after.
+
+        Saves that follow belong to its branch if it was written last of this folder, otherwise to a new one.
+
+        Raises:
+            InputError: if it lacks a tensor of this model or its optimizers.
+        """
+        manifest = read_manifest(path)
+        for _, part in optimizer.optimizers:
+            if isinstance(part, KeyedOptimizer):
+                part.init_state()  # some optimizers make it at their first step, and loading needs it
+        state = model.state_dict(), optimizer.state_dict()
+        stored = Checkpoint(path, manifest)
+        for part in local_parts(*state, cuts_of(model)):
+            self.tick()
+            try:
+                fill(part, stored)
+            except InputError as error:
+                raise InputError(f"checkpoint.resume: {path}: {error}") from None
+        model.load_state_dict(state[0])  # type: ignore[arg-type]
+        optimizer.load_state_dict(state[1])
+        source = same_checkpoint(self.folder, path)
+        self._parent = source.name if source else str(path.absolute())
+        if source:
+            *led, own = lineage(manifest)
+            is_tip = manifest.branch and newest_checkpoint(self.folder) == source
+            self._branch, self._led = (manifest.branch, tuple(led)) if is_tip else ("", (*led, own))
+        return manifest.step
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """Return shape and offsets of each dense parameter of which this rank holds a part, as `local_parts` takes them."""
+    return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
+
+
+def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> None:
+    """Check that a run of `config` can go on from the checkpoint that it will find, by the manifests alone.
+
+    Needs no process group, so that a model that does not fit is refused before ranks meet. Whether the checkpoint is
+    whole is found later, by all ranks together.
+
+    Args:
+        config: of the run.
+        rows: of each table.
+        global_batch: samples of all ranks.
+
+    Raises:
+        InputError: with every difference, see `check_fits`.
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return
+    path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
+    if path is not None:
+        shape, settings = checkpoint_shape(config, rows), trained_with(config, global_batch)
+        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)

@@ -1,0 +1,116 @@
+"""Which checkpoints of a folder a run goes on from, and which of them it keeps. Loads no torch.
+
+A run that goes on from another checkpoint than the one written last leaves those behind it: they are of another branch.
+Each manifest has the number of its save, its branch, and its lineage: how far each branch that led to it counts. The
+checkpoint with the greatest number is the tip; the line is the tip and what led to it. The rest is abandoned.
+
+Example, saves in this order: 10, 20, 30 of branch a; then, gone on from 20, step 25 of branch b with the lineage
+[(a, 20), (b, 25)]. The line is 25, 20, 10; step 30 is abandoned.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from dlrm_overlap.config import InputError
+
+_STEP = re.compile(r"step_\d+")
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the folders in `folder` that are named as checkpoints are, by step."""
+    named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=_step_of)
+
+
+def same_checkpoint(folder: Path, path: Path) -> Path | None:
+    """Return the checkpoint in `folder` that `path` leads to, by whatever name or link; None if it is none of these."""
+    return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("_")[2])
+
+
+def read_manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:
+    """Return the manifests of the checkpoints in `folder`, and, of those whose manifest is damaged, the fault."""
+    manifests: dict[Path, Manifest] = {}
+    faults: dict[Path, str] = {}
+    for path in checkpoint_folders(folder):
+        try:
+            manifests[path] = read_manifest(path)
+        except DamagedError as error:
+            faults[path] = str(error)
+    return manifests, faults
+
+
+def line(manifests: Mapping[Path, Manifest]) -> list[Path]:
+    """Return the checkpoint that was written last, and those that led to it, newest first."""
+    if not manifests:
+        return []
+    tip = max(manifests.values(), key=_order)
+    led = {path: m for path, m in manifests.items() if any(m.branch == b and m.step <= s for b, s in lineage(tip))}
+    return sorted(led, key=lambda path: _order(led[path]), reverse=True)
+
+
+def lineage(manifest: Manifest) -> tuple[tuple[str, int], ...]:
+    """Return the branches that led to a checkpoint and how far each counts, its own the last."""
+    return manifest.lineage or ((manifest.branch, manifest.step),)
+
+
+def surplus(manifests: Mapping[Path, Manifest], damaged: list[Path], keep: int, keep_best: int) -> list[Path]:
+    """Return the checkpoints to remove after a save.
+
+    Of the line the newest `keep` stay, and the `keep_best` of the greatest AUROC. What is abandoned, or has a damaged
+    manifest, stays until the branch of the newest has `keep` checkpoints of its own.
+    """
+    order = line(manifests)
+    rated = [path for path in order if "auroc" in manifests[path].metrics]
+    best = sorted(rated, key=lambda path: manifests[path].metrics["auroc"], reverse=True)[:keep_best]
+    kept = {*order[:keep], *best}
+    removed = [path for path in order if path not in kept]
+    if sum(manifests[path].branch == manifests[order[0]].branch for path in order) >= keep:
+        removed += [path for path in (*manifests, *damaged) if path not in order]
+    return removed
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint in `folder` that a run goes on from if it is whole, None without any."""
+    manifests, faults = read_manifests(folder)
+    return next(iter([*line(manifests), *reversed(faults)]), None)
+
+
+def locate_checkpoint(path: Path, key: str) -> Path:
+    """Return the checkpoint that `path` names: itself, or, of a run's folder, the one that was written last.
+
+    Args:
+        path: a folder `step_<N>`, or that of a run.
+        key: the option that names it, for the error.
+
+    Raises:
+        InputError: if it is neither, or the manifest of the last one is damaged.
+    """
+    if is_checkpoint(path):
+        return path
+    manifests, faults = read_manifests(path / "checkpoints")
+    newest = next(iter(line(manifests)), None)
+    for damaged, fault in reversed(faults.items()):
+        if newest is None or _step_of(damaged) > manifests[newest].step:
+            raise InputError(f"{key}: {fault}; name another checkpoint")
+    if newest is not None:
+        return newest
+    raise InputError(
+        f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run that has one; give a folder named "
+        f"step_<N>, or that of a run"
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is the folder of a checkpoint, be it damaged: its manifest may be none."""
+    return os.path.exists(path / MANIFEST)  # pathlib raises where a name is too long
+
+
+def _order(manifest: Manifest) -> tuple[int, int]:
+    return manifest.saved, manifest.step

@@ -1,0 +1,65 @@
+"""Whether a run can go on from a checkpoint, by what its manifest says: it names all that differs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from dlrm_overlap.checkpoint.storage.manifest import Manifest
+from dlrm_overlap.config import InputError
+
+log = logging.getLogger("dlrm_overlap")
+
+
+def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
+    """Return each field of `shape` that a checkpoint has otherwise; nothing if none is."""
+    had, has = (_flat({"data_parallel": []} | manifest.shape), _flat(shape))  # old ones had no such tables
+    return "; ".join(
+        f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
+    )
+
+
+def check_fits(
+    path: Path, manifest: Manifest, shape: dict[str, Any], settings: dict[str, Any], changed: bool = False
+) -> None:
+    """Check that a run can go on from the checkpoint `path`, by what its manifest says.
+
+    Args:
+        path: for the message.
+        manifest: of the checkpoint.
+        shape: of the run, `checkpoint.checkpoint_shape`.
+        settings: of the run, `checkpoint.trained_with`.
+        changed: whether the checkpoint may have been trained with other settings.
+
+    Raises:
+        InputError: with every difference, if it is one of another model, or, unless `changed` is set, if it was trained
+            with other settings.
+    """
+    if parted := differences(manifest, shape):
+        raise InputError(
+            f"checkpoint.resume: {path} has {parted}; use the same, or start anew with --checkpoint.resume never "
+            f"and another --log.name"
+        )
+    before = manifest.settings  # which older checkpoints lack
+    changes = ", ".join(
+        f"{key} {_short(before[key])}, now {_short(value)}"
+        for key, value in settings.items()
+        if key in before and before[key] != value
+    )
+    if changes and not changed:
+        raise InputError(
+            f"checkpoint.resume: {path} was trained with {changes}; set what it had, take the change by "
+            f"--checkpoint.resume_changed true, or start anew with another --log.name"
+        )
+    if changes:
+        log.info("resume: %s was trained with %s", path, changes)
+
+
+def _flat(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return `shape` with the model's keys named as in the configuration."""
+    model = {f"model.{key}": value for key, value in shape.get("model", {}).items()}
+    return model | {key: value for key, value in shape.items() if key != "model"}
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

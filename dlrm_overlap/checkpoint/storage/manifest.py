@@ -1,0 +1,251 @@
+"""The manifest of a checkpoint, `checkpoint.json`: what is in it, where it comes from, and a checksum of every file.
+
+It is written last, and its own last line is a checksum of what is above, so a manifest that reads well is a statement
+about all other files. Loads no torch.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.launching.files import open_file, read_file
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+_CHECKSUM = ',\n "sha256": "'
+_CHUNK_BYTES = 1 << 24
+_MOST_ELEMENTS = 2**63 - 1  # of a tensor, along a dimension
+
+
+class DamagedError(InputError):
+    """A checkpoint is not what was written. Its message names the file and the fault."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements [offsets, offsets + sizes) of a tensor, as `name` in `file`."""
+
+    file: str
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the unsharded model or of its optimizer.
+
+    Of row-wise Adagrad's state the shape is that of the table, [rows, D], and `per_row` is true: a piece of sizes
+    (r, c) is stored as r numbers, one for the c columns of each row that it stands for.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    per_row: bool = False
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    """step after which it was written"""
+    shape: dict[str, Any]
+    """what a run must have in common to load it"""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """what it should have in common: which samples a step takes"""
+    saved: int = 0
+    """number of this save in its folder; the greatest one was written last"""
+    branch: str = ""
+    """name of the line of saves that it belongs to"""
+    lineage: tuple[tuple[str, int], ...] = ()
+    """the branches that led here, oldest first: (branch, the last step of it that counts)"""
+    parent: str | None = None
+    """the checkpoint that was saved or loaded before, by its name in this folder or its path elsewhere"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """of the evaluation after this step, if there was one"""
+    about: dict[str, Any] = field(default_factory=dict)
+    """for readers: the resolved configuration, the plan, the number of ranks"""
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """Return the text of `manifest`, whose last line is the checksum of those above."""
+    head = json.dumps(dataclasses.asdict(manifest), indent=1).rstrip("}\n")
+    return head + _tail(head)
+
+
+def _tail(head: str) -> str:
+    return f'{_CHECKSUM}{hashlib.sha256(head.encode()).hexdigest()}"\n}}\n'
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest of the folder `checkpoint`.
+
+    Raises:
+        DamagedError: if it cannot be read or is not what was written.
+        InputError: if it is of a format that is newer than this program.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        text = read_file(path).decode()
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("no object")
+        head = text.rpartition(_CHECKSUM)[0]
+        if text != head + _tail(head):
+            raise ValueError("its checksum is another")
+        if (version := _whole_number(content["format"])) > FORMAT:
+            raise InputError(f"{path} has format {version}, and this program knows those up to {FORMAT}; use a newer")
+        return _from_json(content)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise DamagedError(f"{path} is not what was written ({in_one_line(error):.80})") from None
+
+
+def _from_json(content: dict[str, Any]) -> Manifest:
+    content.pop("sha256")
+    content["lineage"] = tuple((branch, step) for branch, step in content["lineage"])
+    content["files"] = {name: StoredFile(**about) for name, about in content["files"].items()}
+    content["tensors"] = {
+        name: StoredTensor(
+            about["dtype"],
+            tuple(about["shape"]),
+            tuple(Piece(p["file"], p["name"], tuple(p["offsets"]), tuple(p["sizes"])) for p in about["pieces"]),
+            about["per_row"],
+        )
+        for name, about in content["tensors"].items()
+    }
+    manifest = Manifest(**content)
+    _check_facts(manifest)
+    for name, tensor in manifest.tensors.items():
+        _check_tensor(name, tensor)
+    for name in manifest.files:
+        if Path(name).name != name or name in (".", ".."):
+            raise ValueError(f"{name!r} is not the name of a file")
+    check_coverage(manifest.tensors)
+    places = [(piece.file, piece.name) for tensor in manifest.tensors.values() for piece in tensor.pieces]
+    if lost := {file for file, _ in places} - manifest.files.keys():
+        raise ValueError(f"file {min(lost)} is not listed")
+    if len(set(places)) < len(places):
+        raise ValueError("two pieces are the same tensor of a file")
+    return manifest
+
+
+def _check_facts(manifest: Manifest) -> None:
+    """Check that what a manifest says of its run has the types that its readers count on, whoever wrote it.
+
+    Raises:
+        ValueError: naming a field that has not.
+    """
+    about, texts = manifest.about, [manifest.branch, *(branch for branch, _ in manifest.lineage)]
+    numbers = [manifest.step, manifest.saved, *(step for _, step in manifest.lineage)]
+    config, plan = (about.get(key, {}) for key in ("config", "plan"))
+    for field_name, is_right in {
+        "step, saved or lineage": all(_whole_number(number) >= 0 for number in numbers),
+        "branch": all(isinstance(text, str) for text in texts),
+        "parent": isinstance(manifest.parent, str | None),
+        "shape": isinstance(manifest.shape, dict) and isinstance(manifest.shape.get("model", {}), dict),
+        "settings": isinstance(manifest.settings, dict),
+        "metrics": all(isinstance(value, int | float) for value in manifest.metrics.values()),
+        "config": all(isinstance(group, dict) for group in config.values()),
+        "plan": all(isinstance(table["sharding"], str) for table in plan.values()),
+        "files": all(_whole_number(file.bytes) >= 0 for file in manifest.files.values()),
+    }.items():
+        if not is_right:
+            raise ValueError(f"{field_name} is of another type")
+
+
+def _check_tensor(name: str, tensor: StoredTensor) -> None:
+    """Check that the pieces of a tensor lie within it, and that it is none that no memory could hold.
+
+    Raises:
+        ValueError: naming the tensor where one does not.
+    """
+    if max(tensor.shape, default=0) > _MOST_ELEMENTS:
+        raise ValueError(f"{name} is larger than a tensor can be")
+    for piece in tensor.pieces:
+        boxes = list(zip(piece.offsets, piece.sizes, tensor.shape, strict=True))
+        within = all(0 <= _whole_number(first) <= first + _whole_number(size) <= end for first, size, end in boxes)
+        if not (within and all(size >= 0 for size in piece.sizes) and isinstance(piece.name, str)):
+            raise ValueError(f"a piece of {name} is not within it")
+    if not isinstance(tensor.per_row, bool) or (tensor.per_row and len(tensor.shape) != 2):
+        raise ValueError(f"{name} is no number a row")
+
+
+def _whole_number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def check_coverage(tensors: dict[str, StoredTensor]) -> None:
+    """Check that the pieces of each tensor are as many elements as it has, and none of them twice.
+
+    Raises:
+        ValueError: naming a tensor that lacks some, or has some twice.
+    """
+    for name, tensor in tensors.items():
+        held, wanted = sum(math.prod(piece.sizes) for piece in tensor.pieces), math.prod(tensor.shape)
+        if held != wanted:
+            raise ValueError(f"{name} has {held} of {wanted} elements")
+        beside: list[Piece] = []  # pieces that share rows with the next one
+        for piece in sorted((each for each in tensor.pieces if 0 not in each.sizes), key=lambda each: each.offsets):
+            beside = [each for each in beside if each.offsets[0] + each.sizes[0] > piece.offsets[0]]
+            if any(_overlap(piece, each) for each in beside):
+                raise ValueError(f"{name} has elements twice")
+            beside.append(piece)
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in boxes)
+
+
+def check_file(path: Path, expected: StoredFile, tick: Callable[[], None] = lambda: None) -> None:
+    """Check that `path` is the file that was written, and call `tick` for each 16 MB of it.
+
+    Raises:
+        DamagedError: if it is not there, or has another size or checksum.
+    """
+    try:
+        if (size := path.stat().st_size) != expected.bytes:
+            raise DamagedError(f"{path} has {size} bytes, not {expected.bytes}")
+        checksum = hashlib.sha256()
+        with open_file(path) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                checksum.update(chunk)
+                tick()
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    if checksum.hexdigest() != expected.sha256:
+        raise DamagedError(f"{path} is not what was written (its checksum is another)")
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write `text` to `path` and sync it."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,180 @@
+"""Writing a checkpoint from all ranks: beside its final place, synced, with the manifest last, then renamed."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from dlrm_overlap.checkpoint.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    check_coverage,
+    dump_manifest,
+    write_synced,
+)
+from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.storage.tensor_file import ToHost, copy_to_host, dtype_code, write_tensors
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.files import sync_folder
+
+_SPARE_BYTES = 1 << 20  # about what the manifest and the files' headers take
+_PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
+_T = TypeVar("_T")
+
+
+class Refusal(NamedTuple):
+    """Why a checkpoint that was written is not to be kept."""
+
+    text: str
+    not_finite: bool = False
+    """whether that is NaN or infinity"""
+
+
+class RefusedError(InputError):
+    """A rank has refused the checkpoint that was written, so it was not kept."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+def write_checkpoint(
+    final: Path,
+    mine: list[Part],
+    manifest: Callable[[], Manifest],
+    group: dist.ProcessGroup | None = None,
+    to_host: ToHost = copy_to_host,
+    refusal: Callable[[], Refusal | None] = lambda: None,
+) -> None:
+    """Write the parts of all ranks and a manifest to `final`, all of it or nothing; a collective.
+
+    Args:
+        final: the folder to make. One that is there is replaced.
+        mine: what this rank stores, of `deal`.
+        manifest: called on rank 0; gives all that the files do not tell.
+        group: of all ranks, which nothing else uses meanwhile; None is the default group.
+        to_host: copies to the host what is to be written.
+        refusal: called on every rank once its file is written; says why the checkpoint is not to be kept, or None.
+
+    Raises:
+        InputError: on all ranks, if one of them cannot write. No checkpoint appears, those that are there stay.
+        RefusedError: the same, if one of them refuses it.
+    """
+    rank, temporary = dist.get_rank(), final.with_name(f"{_PARTIAL}{final.name}")
+    needed = sum(gather(sum(part.tensor.nbytes for part in mine), group)) + _SPARE_BYTES
+    try:
+        _agree(final, "" if rank else _fault_of(lambda: _make(temporary, needed)), group)
+        written: list[StoredFile] = []
+        tensors = {part.key: part.tensor for part in mine}
+        path = temporary / _file(rank)
+        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_host))), group)
+        gathered = gather((written[0], _describe(mine, _file(rank)), refusal()), group)
+        if refusals := [each for _, _, each in gathered if each]:
+            raise RefusedError(refusals[0])
+        files = [(file, described) for file, described, _ in gathered]
+        _agree(final, "" if rank else _fault_of(lambda: _commit(temporary, final, manifest(), files)), group)
+    except InputError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the checkpoint `path`, which is not found any more from the first moment on."""
+    removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
+    os.replace(path, removed)
+    with contextlib.suppress(OSError):  # the next save tries again
+        _discard(removed)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder with what is in it, or a file. What a link leads to is somebody else's, and stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def gather(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Return the `value` of every rank, by rank; a collective. Where there is no process group, of this process.
+
+    Args:
+        value: of this rank.
+        group: of all ranks; None is the default group.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def _file(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def _fault_of(act: Callable[[], object]) -> str:
+    """Do `act` and return what the operating system had against it, empty if nothing."""
+    try:
+        act()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _agree(final: Path, fault: str, group: dist.ProcessGroup | None) -> None:
+    """Raise an InputError on all ranks if one has a fault; a collective."""
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(gather(fault, group)) if each]
+    if faults:
+        raise InputError(
+            f"checkpoint: {final} cannot be written ({'; '.join(faults)}); the checkpoints before it are as they were; "
+            f"make room or mend the folder, and start again: the run goes on from the newest, or, without any, begins "
+            f"anew"
+        )
+
+
+def _make(temporary: Path, needed_bytes: int) -> None:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    for left in temporary.parent.glob(f"{_PARTIAL}*"):  # by a run that died
+        _discard(left)
+    free = shutil.disk_usage(temporary.parent).free
+    if needed_bytes > free:
+        raise OSError(f"it takes {needed_bytes} bytes, and {free} are left on the disk")
+    temporary.mkdir()
+
+
+def _describe(parts: list[Part], file: str) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for part in parts:
+        before = tensors[part.name].pieces if part.name in tensors else ()
+        piece = Piece(file, part.key, part.offsets, part.sizes)
+        tensors[part.name] = StoredTensor(dtype_code(part.tensor.dtype), part.shape, (*before, piece), part.per_row)
+    return tensors
+
+
+def _commit(
+    temporary: Path, final: Path, manifest: Manifest, gathered: list[tuple[StoredFile, dict[str, StoredTensor]]]
+) -> None:
+    """Write the manifest of what the ranks have written and give the folder its name."""
+    tensors: dict[str, StoredTensor] = {}
+    for _, described in gathered:
+        for name, tensor in described.items():
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = replace(tensor, pieces=(*before, *tensor.pieces))
+    check_coverage(tensors)  # on whatever plan: what a rank has kept back would be lost
+    files = {_file(rank): written for rank, (written, _) in enumerate(gathered)}
+    text = dump_manifest(replace(manifest, tensors=dict(sorted(tensors.items())), files=files))
+    write_synced(temporary / MANIFEST, text)
+    sync_folder(temporary)
+    if final.exists():  # abandoned or damaged, since it has this very step
+        remove_checkpoint(final)
+    os.replace(temporary, final)
+    sync_folder(final.parent)

@@ -1,0 +1,108 @@
+"""A copy of the state that a rank stores, to be written while the state goes on to change."""
+
+import time
+from dataclasses import replace
+
+import psutil
+import torch
+
+from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.storage.tensor_file import CHUNK_BYTES
+
+_SHARE = 0.5  # of the memory that is free before the first step: activations and graphs come later
+
+
+def place_of_copy(parts: list[Part], device: torch.device, local_ranks: int) -> torch.device | None:
+    """Return where a copy of `parts` is to be kept, or None where there is no room for it.
+
+    That is `device` if the copy takes at most half of its free memory; else the host, if the copies of its
+    `local_ranks` ranks take at most half of what is available there.
+    """
+    sizes = [part.tensor.nbytes for part in parts]
+    if device.type == "cuda":
+        if sum(sizes) <= _SHARE * torch.cuda.mem_get_info(device)[0]:
+            return device
+        sizes = [1 << max(0, size - 1).bit_length() for size in sizes]  # how PyTorch allots page-locked memory
+    fits = sum(sizes) * local_ranks <= _SHARE * psutil.virtual_memory().available
+    return torch.device("cpu") if fits else None
+
+
+class Snapshot:
+    """A copy of what this rank stores. Its memory is made once and serves one save after the other."""
+
+    def __init__(self, device: torch.device, place: torch.device) -> None:
+        """Prepare copies of what is on `device`, to be kept at `place`."""
+        self._on_gpu, self._place = device.type == "cuda", place
+        self._held: dict[str, torch.Tensor] = {}
+        self._pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._taken_s = 0.0
+        self.fault = ""
+        """what is not finite in what was read so far, or nothing"""
+        self.read_bytes = 0
+        """bytes that `to_host` has returned since the copy was taken"""
+        if self._on_gpu:
+            self._stream = torch.cuda.Stream(device)
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def reserve(self, parts: list[Part]) -> list[Part]:
+        """Make room for copies of `parts`, which takes longer than to copy them, and return what `take` will fill."""
+        self._pairs = {}
+        for part in parts:
+            source, held = part.tensor, self._held.get(part.key)
+            if held is None or (held.shape, held.dtype) != (source.shape, source.dtype):
+                place = self._place if source.is_cuda else source.device
+                pinned = source.is_cuda and place.type == "cpu"
+                held = torch.empty(source.shape, dtype=source.dtype, device=place, pin_memory=pinned)
+                self._held[part.key] = held
+            targets, sources = self._pairs.setdefault(source.dtype, ([], []))
+            targets.append(held)
+            sources.append(source)
+        return [replace(part, tensor=self._held[part.key]) for part in parts]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what `reserve` was given on the current stream, behind all that was issued there.
+
+        On a GPU the copies are only issued; `to_host` waits for them. Those that stay there are a kernel for dozens of
+        tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
+        """
+        begin = time.perf_counter()
+        self.fault, self.read_bytes = "", 0
+        if self._on_gpu:
+            self._begin.record()
+        for targets, sources in self._pairs.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # type: ignore[no-untyped-call]
+        self.end_copies()
+        self._taken_s = time.perf_counter() - begin
+
+    def end_copies(self) -> None:
+        """Have `await_copies` wait for all that was issued on the current stream by now."""
+        if self._on_gpu:
+            self._end.record()
+
+    def await_copies(self) -> float:
+        """Wait until the copies are made, and return the seconds that they took."""
+        if not self._on_gpu:
+            return self._taken_s
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3
+
+    def to_host(self, name: str, elements: torch.Tensor) -> torch.Tensor:
+        """Return some elements of a copy on the host, as `ToHost` asks for; takes down in `fault` what is not finite.
+
+        All copies are made when this is called.
+        """
+        if elements.is_cuda:
+            landed = self._landing[: elements.nbytes].view(elements.dtype)
+            with torch.cuda.stream(self._stream):
+                landed.copy_(elements, non_blocking=True)
+            self._stream.synchronize()
+            elements = landed
+        self.read_bytes += elements.nbytes
+        if elements.is_floating_point() and elements.numel():
+            least, greatest = elements.aminmax()  # NaN, if there is one
+            if not (least.isfinite() and greatest.isfinite()):
+                what = "a weight" if name.startswith("model.") else "an optimizer's state"
+                self.fault = self.fault or f"{what} is nan or infinite"
+        return elements

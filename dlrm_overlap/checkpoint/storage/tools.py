@@ -1,0 +1,125 @@
+"""What can be done with a checkpoint beside training: tell what is in it, whether it is whole, and export it.
+
+No process group and no GPU is needed.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
+from dlrm_overlap.checkpoint.storage.load import Checkpoint, find_faults
+from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from dlrm_overlap.checkpoint.storage.parts import whole
+from dlrm_overlap.checkpoint.storage.tensor_file import write_tensors
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.files import temporary_of
+from dlrm_overlap.launching.text_table import plain
+
+_MODEL = "model."
+
+
+def show(path: Path) -> str:
+    """Return what is in the checkpoint `path`, in lines.
+
+    Raises:
+        InputError: if it is no checkpoint, or what describes it is damaged.
+    """
+    manifest = _manifest(path)
+    tensors = Checkpoint(path, manifest).tensors
+    lines = [f"{key}: {value}" for key, value in _facts(manifest).items()]
+    lines += [f"file {name}: {file.bytes} bytes, sha256 {file.sha256}" for name, file in sorted(manifest.files.items())]
+    for name, tensor in sorted(tensors.items()):
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        pieces = f", {len(tensor.pieces)} pieces" if len(tensor.pieces) > 1 else ""
+        lines.append(f"tensor {name}: {tensor.dtype} {shape}{', a number a row' * tensor.per_row}{pieces}")
+    return "\n".join(map(plain, lines))
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    about = manifest.about
+    kinds = [table["sharding"] for table in about.get("plan", {}).values()]
+    facts = {
+        "step": manifest.step,
+        "format": manifest.format,
+        "parent": manifest.parent or "none",
+        "branch": manifest.branch,
+        "ranks": about.get("world_size", "unknown"),
+        "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
+        "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
+    }
+    facts |= manifest.metrics
+    model = manifest.shape.get("model", {})
+    shape = {f"model.{key}": value for key, value in model.items()}
+    shape |= {key: value for key, value in manifest.shape.items() if key != "model"}
+    return facts | shape | manifest.settings
+
+
+def verify(path: Path) -> list[str]:
+    """Return what is wrong with the checkpoint `path`: nothing, if it is whole.
+
+    Raises:
+        InputError: if it is no checkpoint, or was removed meanwhile.
+    """
+    try:
+        faults = find_faults(path, _manifest(path))
+    except DamagedError as error:
+        faults = [str(error)]
+    if not path.is_dir():
+        raise InputError(
+            f"checkpoint: {path} was removed while it was read, as a run removes its older ones; name another one"
+        )
+    return faults
+
+
+def export(path: Path, output: Path, optimizer: bool = False) -> int:
+    """Write the unsharded tensors of the checkpoint `path` to one file, by the names of the unsharded model.
+
+    All of them are in memory at once.
+
+    Args:
+        path: of the checkpoint, whose files are checked first.
+        output: a new file, .safetensors, or .pt, a dictionary that `torch.load(weights_only=True)` reads.
+        optimizer: with the optimizers' states, under names that begin with `optimizer.state.`.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        InputError: if the checkpoint is not whole, or the file cannot be written or is there.
+    """
+    if output.suffix not in (".safetensors", ".pt"):
+        raise InputError(
+            f"export: {output} must end in .safetensors or .pt, which says how tensors are written; "
+            f"a program ends in .pt2 and needs --format inference"
+        )
+    if output.exists():
+        raise InputError(f"export: {output} is there already; name a new file")
+    if faults := verify(path):
+        raise InputError(f"export: {faults[0]}; export another checkpoint")
+    stored = Checkpoint(path, _manifest(path))
+    tensors = {
+        name.removeprefix(_MODEL): whole(name, stored)
+        for name in sorted(stored.tensors)
+        if optimizer or name.startswith(_MODEL)
+    }
+    temporary = temporary_of(output)
+    try:
+        if output.suffix == ".pt":
+            torch.save(tensors, temporary)
+        else:
+            write_tensors(temporary, tensors)
+        os.replace(temporary, output)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
+        temporary.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"export: {output} cannot be written ({reason}); name another file") from None
+    return len(tensors)
+
+
+def _manifest(path: Path) -> Manifest:
+    if not is_checkpoint(path):
+        raise InputError(f"checkpoint: {path} is not a checkpoint, it has no {MANIFEST}; give a folder named step_<N>")
+    return read_manifest(path)

@@ -1,0 +1,141 @@
+"""Trains one configuration with one backend after another, or with all in turns; `observe.comparison` judges them.
+
+On GPUs the reference is trained again, since it is not deterministic there: what it parts from itself widens the
+tolerance (`observe.agreement`).
+"""
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.observe.result_files import has_results
+from dlrm_overlap.observe.run_folder import hold_run_folder
+from dlrm_overlap.train.trainer import Trainer
+
+log = logging.getLogger("dlrm_overlap")
+
+_NOISE_RUNS = {"cuda": 2, "cpu": 0}  # with one, the bound would be more than twice as wide
+
+
+def count_noise_runs(asked: int | str, device: str) -> int:
+    """Return how often the reference is trained again: as often as `asked`, or by `device` (cuda | cpu) for auto."""
+    return _NOISE_RUNS[device] if asked == "auto" else int(asked)
+
+
+def noise_run_names(reference: str, count: int) -> list[str]:
+    """Return the names of the runs that train the reference again: torchrec_again, torchrec_again_2, .."""
+    return [f"{reference}_again" + (f"_{i}" if i > 1 else "") for i in range(1, count + 1)]
+
+
+def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
+    """Return run -> its configuration: `config`, but trained from the first step on and without checkpoints.
+
+    Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it.
+
+    A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
+    leave them for a later run to go on from. A backend that does not have the backward of `config` takes its own.
+
+    Raises:
+        InputError: if the folder of one of the runs holds a checkpoint, and so a run that could go on.
+    """
+    checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
+    configs = {}
+    again = noise_run_names(backends[0], noise_runs)
+    for name in [backends[0], *again, *backends[1:]]:
+        backend = backends[0] if name in again else name
+        embedding = dataclasses.replace(config.embedding, backend=backend)
+        if not embedding.has_backward:
+            embedding = dataclasses.replace(embedding, backward="auto")
+        run_log = dataclasses.replace(config.log, name=name if name in again else None)
+        configs[name] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint, log=run_log)
+        folder = configs[name].folder
+        if newest := newest_checkpoint(folder / "checkpoints"):
+            raise InputError(
+                f"log.dir: {newest} is of a run that could go on, whose place {name} would take; give another "
+                f"--log.dir, or remove {folder}"
+            )
+    return configs
+
+
+def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
+    """Train each of `configs`, one after the other, and return run -> its folder; a collective.
+
+    Rank 0 holds the lock of `log.dir` meanwhile, from when the first trainer has made the process group.
+    """
+    folders = {}
+    with ExitStack() as stack:
+        for name, config in configs.items():
+            trainer = make_trainer(config)
+            if not folders:
+                stack.enter_context(hold_run_folder(Path(config.log.dir)))
+            folders[name] = _train(trainer, config)
+            del trainer
+            _collect()
+    return folders
+
+
+def _collect() -> None:
+    """Free the memory of trainers that nothing uses any more, and begin to count the peak anew."""
+    gc.unfreeze()  # saves beside training have left what was loaded out of collections
+    gc.collect()  # the parts of a trainer refer to each other
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def train_in_turns(
+    configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int
+) -> dict[str, Path]:
+    """Train all of `configs` at once, `turn` steps of one after those of the other, as `train_runs`; a collective.
+
+    What slows the host for a while slows all of them. All trainers are in memory at once.
+    """
+    folders = _take_turns(configs, make_trainer, turn)
+    _collect()
+    return folders
+
+
+def _take_turns(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int) -> dict[str, Path]:
+    with ExitStack() as stack:
+        trainers: dict[str, Trainer] = {}
+        for name, config in configs.items():
+            trainers[name] = make_trainer(config)
+            if len(trainers) == 1:
+                stack.enter_context(hold_run_folder(Path(config.log.dir)))
+            _announce(config)
+        left = {name: trainer.fit_in_turns(turn, replace=True) for name, trainer in trainers.items()}
+        while left:
+            for name, turns in list(left.items()):
+                try:
+                    next(turns)
+                except StopIteration:
+                    del left[name]
+                except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
+                    log.info("backend %s: %s", name, error)
+                    del left[name]
+        for trainer in trainers.values():
+            trainer.close()
+        return {name: trainer.folder for name, trainer in trainers.items()}
+
+
+def _announce(config: Config) -> None:
+    earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
+    log.info("backend %s%s", config.folder.name, earlier)
+
+
+def _train(trainer: Trainer, config: Config) -> Path:
+    _announce(config)
+    try:
+        trainer.fit(replace=True)
+    except NotFiniteError as error:  # see `train_in_turns`
+        log.info("backend %s: %s", config.folder.name, error)
+    trainer.close()
+    return trainer.folder

@@ -1,0 +1,226 @@
+"""In which form the dense part trains: divided over the ranks, compiled, captured in CUDA graphs, or with cast weights.
+
+The functions stand in the order in which `assembly` calls them. Evaluation runs eagerly in any case; layers that are
+divided stay so.
+"""
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
+from torch.func import functional_call
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.optim.keyed import CombinedOptimizer
+
+from dlrm_overlap.config import ModelConfig, TrainConfig
+from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.cross import CrossLayer, Write, cross
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
+from dlrm_overlap.embedding.sharded_module import output_dtype
+from dlrm_overlap.train.graphs.parts import innermost
+from dlrm_overlap.train.model import DotInteraction, Head, TrainTask, concatenated
+
+log = logging.getLogger("dlrm_overlap")
+
+
+def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
+    """Divide layers of the head over the ranks of `group` as `model.top_parallel` and `model.cross_parallel` say.
+
+    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. What `train`
+    would have compiled or captured of the head is told of in the log.
+    """
+    ranks, divided = LayerRanks(group, group.rank(), group.size()), []
+    if ranks.world_size == 1:
+        return
+    if model.top_parallel == "tensor":
+        pairs = divide_pairs(head.top, ranks)
+        divided += [f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs]
+        if not pairs:
+            _tell(logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width")
+    if model.cross_parallel == "tensor" and isinstance(head.interaction, LowRankCrossNet):
+        if model.cross_rank % ranks.world_size:
+            _tell(logging.WARNING, f"model.cross_parallel: data, since {ranks.world_size} ranks do not divide the rank")
+        else:
+            head.interaction = DividedCrossNet(head.interaction, ranks)
+            divided.append("the cross layers")
+    if divided:
+        _tell(logging.INFO, f"divided over {ranks.world_size} ranks: {', '.join(divided)}")
+    for key, does in {"compile_dense": "compiled", "graph_dense": "captured by themselves"}.items():
+        if divided and getattr(train, key):
+            _tell(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
+
+
+def _tell(level: int, text: str) -> None:
+    if dist.get_rank() == 0:
+        log.log(level, "%s", text)
+
+
+def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
+    """Compile forward and backward of the bottom MLP and of the head for batches of `samples`. Evaluation runs eagerly.
+
+    torch.compile compiles at the first call, so each part is called once here. That comes before DDP wraps the model:
+    within DDP's forward torch.compile would cut what it compiles at the borders of DDP's buckets. It cannot look into
+    products with communication inside, so a head that is divided over the ranks stays as it is.
+    """
+    parts = _without_divided(task)
+    for part in parts:
+        part.forward = _compiled_in_training(part, part.forward)
+    with task.autocast():
+        for part, inputs in zip(parts, _example_inputs(task, samples, device), strict=False):
+            output = part(*inputs)
+            wanted = [tensor for tensor in (*inputs, *part.parameters()) if tensor.requires_grad]
+            torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
+
+
+def _compiled_in_training(part: nn.Module, eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of the part, compiled while it trains and eager while it evaluates, as where it is captured."""
+    # The forward alone, since the module that torch.compile makes of a module gives its parameters other names.
+    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
+    return lambda *inputs: (compiled if part.training else eager)(*inputs)
+
+
+def _without_divided(task: TrainTask) -> tuple[nn.Module, ...]:
+    """Return the bottom MLP and, unless layers of it are divided over the ranks, the head."""
+    dlrm = task.dlrm
+    return (dlrm.bottom,) if divided_layers(dlrm.head) else (dlrm.bottom, dlrm.head)
+
+
+def _example_inputs(
+    task: TrainTask, samples: int, device: torch.device
+) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Return inputs of the bottom MLP and of the head as a training batch of `samples` has them; under autocast."""
+    dlrm = task.dlrm
+    dense = torch.randn(samples, dlrm.dense_features, device=device)
+    dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
+    pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device)
+    if dlrm.joins_in_place:
+        return (dense,), (concatenated(dense_bD, pooled).detach().requires_grad_(),)
+    return (dense,), (dense_bD, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
+
+
+def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
+    """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
+    task.loss.forward = _compiled_in_training(task.loss, task.loss.forward)
+    logits = torch.zeros(samples, device=device, requires_grad=True)
+    torch.autograd.grad(task.loss(logits, torch.zeros(samples, device=device)), logits)
+
+
+def join_dense(
+    model: DistributedModelParallel, task: TrainTask, device: torch.device, graph_samples: int | None = None
+) -> None:
+    """Put the dense part under data parallelism by DDP; `GraphTrainPipeline` does without.
+
+    Where `graph_samples` gives the samples of a training batch, b, the dense part is captured in CUDA graphs before
+    DDP wraps it, in the order that DDP requires.
+    """
+    nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
+    model.init_data_parallel()
+    del nodes  # DDP holds them from here on
+
+
+def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
+    """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
+
+    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly. So
+    does a head that is divided over the ranks: what it exchanges would not be ordered among TorchRec's collectives.
+
+    Returns:
+        The nodes that accumulate the parameters' gradients. Such a node runs on the stream where it was made, and DDP,
+        before it reduces a bucket, waits for only one of the streams that fill it. So all nodes are made here, on the
+        current stream, before the warm-up or the capture would make them on streams of their own.
+    """
+    capture = torch.cuda.graph
+    parts = _without_divided(task)
+    nodes = [get_gradient_edge(parameter).node for part in parts for parameter in part.parameters()]
+    # Captured on the nodes' stream, since a capture cannot wait for another, and its kernels keep its priority.
+    before, capture.default_capture_stream = capture.default_capture_stream, torch.cuda.current_stream(device)
+    with task.autocast():
+        inputs = _example_inputs(task, samples, device)[: len(parts)]
+        set_warn_on_accumulate_grad_stream_mismatch(False)  # the warm-up has a stream of its own
+        torch.cuda.make_graphed_callables(parts, inputs)
+        set_warn_on_accumulate_grad_stream_mismatch(True)
+    capture.default_capture_stream = before
+    return nodes
+
+
+def cast_once(
+    task: TrainTask,
+    flat: FlatParameters,
+    optimizer: CombinedOptimizer,
+    compiled: bool,
+    partitioned: bool = False,
+) -> CastWeights:
+    """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
+
+    The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
+
+    Args:
+        compiled: by torch.compile, at the first step. A cross network is then computed by `cross`. Of a head that is
+            divided over the ranks the interaction alone is compiled.
+        partitioned: the head's weights' products leave multiprocessors to what runs beside them.
+    """
+    names = {parameter: name for name, parameter in flat.parameters.items()}
+    bottom, head = task.dlrm.bottom, task.dlrm.head
+    inner = innermost(dict(optimizer.optimizers)["dense"])
+    assert isinstance(inner, FlatOptimizer)
+    crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
+    biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
+    shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
+    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases], partitioned)
+    computed = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
+    # The pooled embeddings' gradient leaves first, since it is asked for later in the forward.
+    bottom.forward = lambda input: casts.ahead_of(computed(input)) if bottom.training else computed(input)
+    compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
+    if crossed is None:
+        if compiled and isinstance(head.interaction, DotInteraction) and not compiles_top:
+            head.interaction.forward = _compiled_in_training(head.interaction, head.interaction.forward)
+        head.forward = _with_casts(head, head, head.forward, names, casts, compiles_top)
+        return casts
+    top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=nn.Flatten(0)))
+    head.join = _compiled_in_training(head, head.join)
+    crossed.forward = _cross_with_casts(crossed, names, casts)
+    head.score = _with_casts(head, top, head.score, names, casts, compiles_top)
+    return casts
+
+
+def _with_casts(
+    owner: nn.Module,
+    part: nn.Module,
+    eager: Callable[..., torch.Tensor],
+    names: Mapping[nn.Parameter, str],
+    casts: CastWeights,
+    compiled: bool,
+) -> Callable[..., torch.Tensor]:
+    """Return what computes `part` with weights from `casts` while `owner` trains, and `eager` while it evaluates."""
+    buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
+    stateless = copy.deepcopy(part).to("meta")  # without weights of its own
+
+    def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        return functional_call(stateless, (weights, buffers), inputs)
+
+    compute = torch.compile(compute, fullgraph=True, dynamic=False) if compiled else compute
+    return lambda *inputs: compute(casts.of(own), *inputs) if owner.training else eager(*inputs)
+
+
+def _cross_with_casts(
+    network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
+) -> Callable[..., torch.Tensor]:
+    """Return the network's forward: `cross` with weights from `casts` while it trains, its own while it evaluates."""
+    each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
+    eager, wanted = network.forward, [names[parameter] for layer in each for parameter in layer]
+
+    def later(write: Write) -> None:
+        casts.later(wanted, lambda places: write([CrossLayer(*places[i : i + 3]) for i in range(0, len(places), 3)]))
+
+    def compute(x0: torch.Tensor) -> torch.Tensor:
+        return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)
+
+    return lambda input: compute(input) if network.training else eager(input)

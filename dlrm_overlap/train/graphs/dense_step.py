@@ -1,0 +1,112 @@
+"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.train.graphs.parts import innermost
+
+_BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
+
+
+class DenseStep:
+    """What a pipeline does for the dense parameters in a step: `begin`, forward and backward, `update`.
+
+    Both may be captured; then `update_behind` follows each launch of the graph.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        flat: FlatParameters,
+        casts: CastWeights | None,
+        group: dist.ProcessGroup,
+        order: CommunicationOrder,
+        gradient_dtype: torch.dtype,
+        stores: StoreOptions | None,
+    ) -> None:
+        """Take the parameters; all ranks start from rank 0's weights, but for shards, which is a collective.
+
+        Args:
+            optimizers: of dense parameters, maybe within TorchRec's wrappers.
+            casts: through which the model gets its weights, if it does.
+            order: of all that goes between the ranks in a captured step.
+            gradient_dtype: in which gradients are sent, float32 or bfloat16.
+            stores: how they are reduced by stores; None leaves that to the group's collective.
+        """
+        self._optimizers, self._flat, self._casts = optimizers, flat, casts
+        self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
+        # Another optimizer knows its numbers on the host alone, and so does a wrapper that does more than to hold one.
+        # They take their steps behind the graph.
+        self.captures_update = len(self._flat_optimizers) == len(optimizers) and all(
+            type(each) in (KeyedOptimizerWrapper, FlatOptimizer) for each in optimizers
+        )
+        """whether `update` updates the parameters; otherwise `update_behind` does"""
+        if group.size() > 1:
+            dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
+        self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
+        if casts is not None:
+            casts.on_complete(self._buckets.complete)
+
+    @property
+    def counters(self) -> Sequence[Counters]:
+        """Counters of the dense gradients' epochs, which a captured step advances."""
+        return self._buckets.counters
+
+    def learn(self) -> AbstractContextManager[None]:
+        """Return a context that finds out in which order a backward completes the gradients."""
+        return self._buckets.learn()
+
+    def begin(self) -> None:
+        """Begin a step, before its forward: no gradient of an earlier step is added to."""
+        if self._casts is not None:
+            self._casts.begin()
+        else:
+            self._flat.zero()
+
+    def update(self) -> None:
+        """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
+        if self._casts is not None:
+            self._casts.finish()
+        if self.captures_update and self._flat_optimizers:
+            self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
+        else:
+            self._buckets.finish()
+
+    def update_behind(self) -> None:
+        """Take the steps of optimizers that cannot be captured."""
+        if self.captures_update:
+            return
+        # A replay runs no Python: where `zero_grad` came since the last step, gradients are still None.
+        self._flat.show_gradients()
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def cast_shadows(self) -> None:
+        """Write the shadows of the weights anew, where somebody may have changed weights since the last step."""
+        for optimizer in self._flat_optimizers:
+            optimizer.cast_shadows()
+
+    def refresh(self) -> None:
+        """Write learning rates that have changed to where captured steps read them."""
+        for optimizer in self._flat_optimizers:
+            optimizer.refresh()
+
+    def check(self) -> None:
+        """Raise what kernels have recorded; never waits for the device."""
+        self._buckets.check()
+
+    def close(self) -> None:
+        """Let go of the parameters, and of memory that peers see."""
+        self._buckets.close()

@@ -1,0 +1,347 @@
+"""A train pipeline whose steps are CUDA graphs: the host only copies the batches in and launches a graph a step.
+
+TorchRec's pipelines issue a step's kernels one by one and wait for numbers of ids; that takes the host longer than the
+GPU needs for the step. Here nothing is read back. A step is captured twice, once for each of the two windows that steps
+take in turn, and the two graphs are replayed alternately:
+
+    copy stream     copy batch i + 2 from the host -------------------------------------------
+    ids' stream     send the ids of batch i + 1 ----
+    lookup stream   lookup i ---
+    main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
+    update stream   sort ids i ----                       | rows, as gradients arrive ------
+
+What changes from step to step is in device memory: epochs and the number of the step, see `comm.counters`, and learning
+rates. What the step does between ranks is in one order, see `comm.order`. On CPUs, and before the capture, the same
+steps are taken one by one.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.optim.keyed import KeyedOptimizer
+
+from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
+from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.train.graphs.captured import CapturedStep, Streams
+from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.parts import (
+    NoCollectives,
+    check_all_held,
+    check_updates_reach,
+    dense_parameters,
+    exchange_of,
+    frozen_parameters,
+    leave_ddp,
+    losses_and_output,
+    split_optimizer,
+    why_not_captured,
+)
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.static_batch import on_device
+
+log = logging.getLogger("dlrm_overlap")
+
+_DENSE_REDUCE = ("auto", "collective", "stores")
+_WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and learn the order of the gradients
+
+
+class GraphTrainPipeline(TrainPipeline[Any, Any]):
+    """Trains a TorchRec model as TorchRec's own pipelines do, by CUDA graphs.
+
+    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output); it calls no
+    collective of its own. It is taken out of DDP: this pipeline sums the dense gradients itself, and starts all ranks
+    from rank 0's dense weights. Every training batch has the bound's number of samples and tensors of the same shapes,
+    and gives a gradient to the same dense parameters.
+
+    What cannot be captured is left to `TrainPipelineSparseDist`, which the log says once, with the reason.
+
+    Example:
+        bound = BatchBound(samples=512, bag_sizes={"user": (1, 1), "clicks": (0, 50)})
+        pipeline = GraphTrainPipeline(model, optimizer, device, bound)
+        for _ in range(steps):
+            output = pipeline.progress(batches)
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: torch.optim.Optimizer | KeyedOptimizer,
+        device: torch.device,
+        bound: BatchBound,
+        group: dist.ProcessGroup | None = None,
+        flat: FlatParameters | None = None,
+        casts: CastWeights | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
+        dense_reduce: str = "auto",
+        capture: bool | None = None,
+    ) -> None:
+        """Take what TorchRec's pipelines take, and the bound of the batches.
+
+        Args:
+            group: of the model's ranks; None is the default group.
+            flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
+            casts: through which the model gets its weights, if it does.
+            gradient_dtype: in which dense gradients are sent, float32 or bfloat16.
+            dense_reduce: collective | stores | auto, which is stores where all ranks are on one host: how they are
+                summed, see `dense.stores`.
+            capture: None captures on GPUs.
+
+        Raises:
+            InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, a dense parameter
+                that is trained is not in `flat`, or a `FlatOptimizer` is of another one or does not have all of it to
+                itself.
+        """
+        if dense_reduce not in _DENSE_REDUCE:
+            raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
+        if not hasattr(model, "init_data_parallel"):
+            what = f"{type(model).__name__} is no DistributedModelParallel"
+            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
+        self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
+        if (reason := why_not_captured(model)) is not None:
+            if dist.get_rank(group) == 0:
+                log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
+            model.init_data_parallel()  # does nothing to a model that has been wrapped before
+            self._fallback = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+            return
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._captures = device.type == "cuda" if capture is None else capture
+        self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
+        self._dense_optimizers, self._fused = split_optimizer(optimizer)
+        check_updates_reach(flat, optimizer)
+        leave_ddp(model)
+        self._order = CommunicationOrder()
+        for layer in divided_layers(model):
+            layer.ranks.order = self._order
+        ranks = group or dist.group.WORLD
+        assert ranks is not None, "the process group is made before the pipeline"
+        self._dense = self._open_dense_step(ranks, flat, casts, gradient_dtype, dense_reduce)
+        if self._captures and not self._dense.captures_update:
+            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer alone")
+        self._streams = Streams(device)
+        self._ahead = ReadAhead(self._modules, device, bound, self._streams, self._order)
+        self._graphs: list[CapturedStep | None] = [None, None]
+        self._captured_places: list[Any] = []
+        self._steps = 0
+        self._learning_rates: list[Any] = []
+
+    def _open_dense_step(
+        self,
+        group: dist.ProcessGroup,
+        flat: FlatParameters | None,
+        casts: CastWeights | None,
+        gradient_dtype: torch.dtype,
+        dense_reduce: str,
+    ) -> DenseStep:
+        """Return what trains the dense parameters, of which all ranks then have rank 0's; a collective."""
+        trained = dense_parameters(self._model)
+        flat = flat or FlatParameters(trained, shards_of(self._model))
+        check_all_held(flat, trained)
+        if group.size() > 1:
+            for parameter in frozen_parameters(self._model):
+                dist.broadcast(parameter.data, group=group, group_src=0)
+        exchanges = [exchange_of(module) for module in self._modules]
+        # Where all exchanges store to all their peers, dense gradients can be stored there as well.
+        reached = all(exchange.reach.whole for exchange in exchanges)
+        by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
+        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
+        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
+        return DenseStep(self._dense_optimizers, flat, casts, group, self._order, gradient_dtype, stores)
+
+    def reset(self) -> None:
+        """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
+        if self._fallback is not None:
+            self._fallback.reset()
+            return
+        self._ahead.reset()
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
+
+        In training it is valid until the next call.
+
+        Raises:
+            StopIteration: if there is no batch left.
+            InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, if the
+                forward returns no (losses, output), if the model calls a collective, if other dense parameters get a
+                gradient than in the first step, or if rows or windows were moved or given back since a capture.
+            RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
+        """
+        if self._fallback is not None:
+            return self._fallback.progress(dataloader_iter)
+        try:
+            self.check()
+            with self._streams.main():
+                return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
+        except RuntimeError:
+            self.check()  # where a kernel has stopped the GPU, its record says why
+            raise
+
+    def check(self) -> None:
+        """Raise what kernels have recorded; never waits for the device."""
+        if self._fallback is None:
+            for module in self._modules:
+                exchange_of(module).check()
+            self._dense.check()
+
+    def close(self) -> None:
+        """Release the graphs, which must be gone before the process group, and memory that peers see.
+
+        Raises:
+            RuntimeError: what kernels have recorded, where one has stopped the GPU.
+        """
+        if self._fallback is None:
+            self._graphs = [None, None]
+            try:
+                self._dense.close()
+            except RuntimeError:
+                self.check()
+                raise
+
+    def _evaluate(self, batches: Iterator[Any]) -> Any:
+        if self._ahead.ids_are_sent:
+            self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
+        batch = on_device(next(batches), self._device)
+        return losses_and_output(self._model.module(batch))[1]
+
+    def _train(self, batches: Iterator[Any]) -> Any:
+        self._check_places()
+        parity = self._steps % 2
+        if not self._ahead.holds(parity):
+            self._ahead.begin(batches, parity)
+            self._dense.cast_shadows()  # a checkpoint may have been loaded since the last step
+        if not self._ahead.ids_are_sent:
+            self._align(parity)
+        self._follow_learning_rates()
+        following = self._ahead.holds(1 - parity)
+        output = self._take_step(parity, following)
+        self._dense.update_behind()
+        self._ahead.release(parity)
+        self._steps += 1
+        if following:
+            self._ahead.land(batches, parity)
+        else:
+            self._ahead.forget_sent_ids()
+        return output
+
+    def _take_step(self, parity: int, following: bool) -> Any:
+        # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find them.
+        # So the graphs are replayed once there are both; the first is captured anew where a segment's end came between.
+        if (captured := self._graphs[parity]) is not None and self._graphs[1 - parity] is not None:
+            return captured.replay()
+        if self._captures and self._steps >= _WARMUP_STEPS and following:
+            return self._capture(parity).launch()
+        if self._steps:
+            return self._step(parity, following)
+        with self._ahead.finding_ids(), self._dense.learn(), NoCollectives():
+            loss, output = self._forward(parity)
+            loss.backward()
+        self._dense.update()
+        if following:
+            self._ahead.bring_in(1 - parity)
+        return output
+
+    def _step(self, parity: int, following: bool) -> Any:
+        """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it."""
+        if following:
+            with self._streams.ids():
+                self._ahead.bring_in(1 - parity)
+        loss, output = self._forward(parity)
+        loss.backward()
+        self._dense.update()
+        for module in self._modules:
+            exchange_of(module).finish_rows()
+        self._streams.join_ids()
+        return output
+
+    def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
+        self._dense.begin()
+        losses, output = losses_and_output(self._model.module(self._ahead.batch(parity)))
+        return losses.sum(dim=0), output
+
+    def _follow_learning_rates(self) -> None:
+        """Hand the learning rates on where they have changed since the last step."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if rates == self._learning_rates:
+            return
+        self._learning_rates = rates
+        for fused in self._fused:
+            fused.step()  # which sets the learning rate of the rows
+        self._dense.refresh()
+        for module in self._modules:
+            exchange_of(module).keep_rules_in_place()
+
+    def _capture(self, parity: int) -> CapturedStep:
+        """Capture the step of `parity`; the graph is to be launched next."""
+        for module in self._modules:
+            exchange_of(module).keep_rules_in_place()
+        other = self._graphs[1 - parity]
+        captured = CapturedStep(
+            lambda: self._step(parity, following=True),
+            self._order,
+            self._counters,
+            pool=other.pool if other is not None else None,
+            stream=self._streams.main_stream,
+        )
+        self._graphs[parity], self._captured_places = captured, self._places
+        return captured
+
+    @property
+    def _places(self) -> list[Any]:
+        """Each module's exchange, and where it has rows and windows."""
+        return [(exchange, exchange.places) for exchange in map(exchange_of, self._modules)]
+
+    def _check_places(self) -> None:
+        """Check that what graphs read and write is still there.
+
+        Raises:
+            InputError: if it is not.
+        """
+        if any(self._graphs) and self._places != self._captured_places:
+            raise InputError(
+                "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
+                "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
+                "pipeline and make another one"
+            )
+
+    @property
+    def _counters(self) -> list[Counters]:
+        """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
+        return [*(exchange_of(module).counters for module in self._modules), *self._dense.counters]
+
+    def _align(self, parity: int) -> None:
+        """Send the ids of the batch at `parity` where none are under way.
+
+        Eager steps since the capture have moved the epochs on. What was captured goes on with the windows and the
+        arguments that it was captured with. So where the next epoch has the other window, one is skipped, and the words
+        on the device are set to what makes up the difference. Dense gradients have one window, and skip nothing.
+        """
+        captured = self._graphs[parity] or self._graphs[1 - parity]
+        if captured is not None:
+            captured_other = captured is self._graphs[1 - parity]
+            for module, values in zip(self._modules, captured.captured_values, strict=False):
+                exchange = exchange_of(module)
+                counters = exchange.counters
+                for counter, value in zip(counters.each, values, strict=True):
+                    sends = counter is counters.ids and self._ahead.sends(exchange)
+                    following = counter.value + 1 + sends + captured_other
+                    if counter is not counters.steps and (following - value) % 2:
+                        exchange.skip(counter)
+        if self._steps:
+            self._ahead.send_ids(parity)
+        if captured is not None:
+            for counters, arguments in zip(self._counters, captured.arguments, strict=True):
+                counters.set_arguments(arguments)
+                counters.settle()

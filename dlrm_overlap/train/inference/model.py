@@ -1,0 +1,159 @@
+"""The model that is exported, put together from the files of a checkpoint.
+
+No table is held in memory. One that the checkpoint keeps in one piece is the mapped file itself; one that is put
+together of pieces, or quantised, is made chunk by chunk in a mapped file of its own.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from dlrm_overlap.checkpoint.storage.load import Checkpoint
+from dlrm_overlap.checkpoint.storage.manifest import Manifest
+from dlrm_overlap.checkpoint.storage.parts import Part, Stored, fill
+from dlrm_overlap.config import InputError, ModelConfig
+from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
+from dlrm_overlap.train.model import DLRM
+
+_CHUNK_ELEMENTS = 1 << 22  # of a table, that are read and quantised at a time
+
+
+class InferenceModel(nn.Module):
+    """A DLRM on one device, from ids to probabilities: what is exported."""
+
+    def __init__(self, tables: Sequence[nn.Module], dlrm: DLRM) -> None:
+        """Take a lookup for each table, and the dense part of `dlrm`."""
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+        self.bottom, self.head = dlrm.bottom, dlrm.head
+        self.requires_grad_(False)
+
+    def forward(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+        """Return the probability [b] float32 of a click, for inputs as `logits` takes them."""
+        return self.logits(dense, values, lengths).sigmoid()
+
+    def logits(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+        """Return the logits [b] float32.
+
+        Args:
+            dense: [b, F] float32.
+            values: of each table, the ids [n_t] int64 of all bags, one sample's after another's.
+            lengths: [T, b] int64, how many of them each bag has.
+        """
+        offsets = pad(lengths.cumsum(1), (1, 0))
+        pooled = [table(ids, offsets[t]) for t, (table, ids) in enumerate(zip(self.tables, values, strict=True))]
+        return self.head(self.bottom(dense), torch.cat(pooled, dim=1))
+
+
+class Scratch:
+    """Tensors in files of a folder, to which the kernel writes them back where memory is short."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of `shape`, of no particular elements.
+
+        Raises:
+            OSError: if there is no room on the disk.
+        """
+        path = self._folder / str(self._count)
+        self._count += 1
+        elements = math.prod(shape)
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, elements * dtype.itemsize)  # a full disk would else be a SIGBUS later
+        return torch.from_file(str(path), shared=True, size=elements, dtype=dtype).view(*shape)
+
+
+@dataclass
+class Squares:
+    """Sums over all weights that were quantised."""
+
+    of_errors: float = 0.0
+    of_weights: float = 0.0
+
+    def add(self, errors: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add those of some rows."""
+        self.of_errors += errors.double().square().sum().item()
+        self.of_weights += weights.double().square().sum().item()
+
+    @property
+    def relative_rms_error(self) -> float:
+        """Root of the mean square error over that of the mean square weight."""
+        return math.sqrt(self.of_errors / self.of_weights) if self.of_weights else 0.0
+
+
+def build_for_inference(
+    path: Path, manifest: Manifest, quantize: str, scratch: Scratch
+) -> tuple[InferenceModel, Squares]:
+    """Return the model of the checkpoint `path`, which is whole, on the CPU, and what quantising has cost.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        quantize: none or int8.
+        scratch: for tables that are not a piece of one of the checkpoint's files.
+
+    Raises:
+        InputError: if the checkpoint does not tell its model, or lacks a tensor of it.
+        OSError: if there is no room for a table.
+    """
+    stored = Checkpoint(path, manifest)
+    model, rows = dict(manifest.shape.get("model", {})), manifest.shape.get("rows", [])
+    if not model or not rows:
+        raise InputError(f"export: {path} does not tell of which model it is; export its tensors alone")
+    dense_features = model.pop("dense_features")
+    with torch.random.fork_rng(devices=[]):
+        dlrm = DLRM(ModelConfig(**model), rows, dense_features, "fp32")
+    for name, parameter in dlrm.named_parameters():
+        if not name.startswith("embedding."):
+            _read(f"model.dlrm.{name}", parameter.data, stored)
+    squares, tables = Squares(), []
+    for key, count in zip(dlrm.keys, rows, strict=True):
+        name, shape = f"model.dlrm.embedding.embedding_bags.{key}.weight", (count, dlrm.dim)
+        if quantize == "int8":
+            step = count if manifest.format == 0 else max(1, _CHUNK_ELEMENTS // dlrm.dim)  # 0: a read is of all rows
+            tables.append(quantised_table(name, shape, step, stored, scratch, squares))
+        else:
+            weight = stored_table(name, shape, stored, scratch)
+            tables.append((FloatTable if weight.dtype == torch.float32 else NarrowTable)(weight))
+    return InferenceModel(tables, dlrm).eval(), squares
+
+
+def _read(name: str, into: torch.Tensor, stored: Stored, shape: Sequence[int] = (), first_row: int = 0) -> None:
+    """Copy the tensor `name`, or, of one of `shape`, the rows from `first_row` on, into `into`."""
+    offsets = (first_row, *(0 for _ in into.shape[1:]))
+    fill(Part(name, tuple(shape or into.shape), offsets, tuple(into.shape), into), stored)
+
+
+def stored_table(name: str, shape: tuple[int, int], stored: Stored, scratch: Scratch) -> torch.Tensor:
+    """Return a table [rows, D]: a view of the checkpoint's file where it lies there in one piece."""
+    source = stored.tensors.get(name)
+    pieces = source.pieces if source and source.shape == shape else ()
+    first = stored.read(pieces[0]) if pieces else torch.empty(0)
+    if len(pieces) == 1:
+        return first
+    weight = scratch.empty(shape, first.dtype)
+    _read(name, weight, stored)
+    return weight
+
+
+def quantised_table(
+    name: str, shape: tuple[int, int], step: int, stored: Stored, scratch: Scratch, squares: Squares
+) -> Int8Table:
+    """Return the table `name` in 8 bits, `step` rows of which are read at a time."""
+    rows, dim = shape
+    table = Int8Table(scratch.empty(shape, torch.uint8), scratch.empty((rows, 2), torch.float32))
+    for first in range(0, rows, step):
+        weight = torch.empty(min(step, rows - first), dim)
+        _read(name, weight, stored, shape, first)
+        here = slice(first, first + len(weight))
+        table.codes[here], table.scales[here] = codes, scales = quantise_rows(weight)
+        squares.add(codes * scales[:, :1] + scales[:, 1:] - weight, weight)
+    return table

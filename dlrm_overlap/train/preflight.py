@@ -1,0 +1,229 @@
+"""What a run may be refused for before its ranks meet.
+
+Before a rank is started: too many processes, batches or layers beyond this machine's memory, a folder that nothing can
+be written to. On each rank, before the process group is made: what its device cannot do, and a data set that is too
+small. This file loads no torch, so that the first of these mistakes are reported at once.
+"""
+
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
+from dlrm_overlap.checkpoint.storage.manifest import DamagedError, read_manifest
+from dlrm_overlap.config import (
+    CRITEO_TABLES,
+    HELD_BATCHES,
+    Config,
+    DataConfig,
+    InputError,
+    ModelConfig,
+    parse_multi_hot,
+)
+from dlrm_overlap.launching.files import check_free
+
+if TYPE_CHECKING:
+    import torch
+
+    from dlrm_overlap.data.batch import Dataset
+
+_MOST_PROCESSES = 64  # no host has more GPUs, and each process takes some 0.5 GB before it has read a sample
+
+
+def check_processes(nproc: int) -> None:
+    """Check that this host can run `nproc` processes: up to 4 a core and 64 in all, and 8 on any host.
+
+    Raises:
+        InputError: if they are more.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = min(_MOST_PROCESSES, max(8, 4 * cores))
+    if nproc > most:
+        raise InputError(
+            f"--nproc: {nproc} processes are above {most}, the most for the {cores} cores here (4 a core, up to "
+            f"{_MOST_PROCESSES}); start one a GPU, or two on a CPU"
+        )
+
+
+def check_memory(config: Config, world_size: int, local_ranks: int) -> None:
+    """Check that the batches and layers of this host's `local_ranks` ranks fit in its memory, by the least they need.
+
+    Raises:
+        InputError: naming the key that asks for too much.
+    """
+    train, data = config.train, config.data
+    samples = (train.global_batch_size or train.batch_size * world_size) // world_size
+    tables = data.tables.number(CRITEO_TABLES)
+    specs = data.tables.multi_hot if isinstance(data.tables.multi_hot, list) else [data.tables.multi_hot] * tables
+    ids = sum(parse_multi_hot(spec)[1] for spec in specs)
+    read_bytes = 4 * samples * (ids + tables + data.dense_features + 1)
+    pooled_bytes = 4 * samples * tables * config.model.dim
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks = f"{local_ranks} ranks" if local_ranks > 1 else "the one rank"
+    here = f"for {ranks} here, and this machine has {memory_bytes / 1e9:.0f} GB of memory"
+    if (needed := local_ranks * (read_bytes + pooled_bytes)) > memory_bytes:
+        key = "train.global_batch_size" if train.global_batch_size else "train.batch_size"
+        raise InputError(
+            f"{key}: {samples} samples a rank are {needed // 10**9} GB of ids, features and pooled embeddings {here}; "
+            f"take a smaller one"
+        )
+    batches = data.prefetch
+    if data.workers:
+        batches = data.workers * (data.prefetch + math.ceil(HELD_BATCHES / data.workers))
+    if (needed := local_ranks * batches * read_bytes) > memory_bytes:
+        raise InputError(
+            f"data.prefetch: {data.prefetch}, with data.workers {data.workers}, reads {batches} batches ahead, "
+            f"{needed // 10**9} GB {here}; read less ahead"
+        )
+    weights = dense_weights(config.model, tables, data.dense_features)
+    if (needed := local_ranks * 4 * sum(weights.values())) > memory_bytes:
+        key = max(weights, key=weights.__getitem__)
+        value = getattr(config.model, key)
+        raise InputError(
+            f"model.{key}: {value}, and the weights of the dense part are {needed // 10**9} GB {here}; take smaller "
+            f"layers"
+        )
+
+
+def dense_weights(model: ModelConfig, tables: int, dense_features: int) -> dict[str, int]:
+    """Return the number of weights, without biases, that each key of `model` is the cause of."""
+    joined = (tables + 1) * model.dim
+    crossed = model.dim + tables * (tables + 1) // 2 if model.arch == "dot" else joined
+    bottom, top = [dense_features, *model.bottom_mlp], [crossed, *model.top_mlp]
+    weights = {key: sum(map(mul, widths, widths[1:])) for key, widths in (("bottom_mlp", bottom), ("top_mlp", top))}
+    return weights | {"cross_rank": 2 * joined * model.cross_rank * model.cross_layers * (model.arch == "dcn")}
+
+
+def check_resume(config: Config) -> None:
+    """Check that `checkpoint.resume` is auto, never or the folder of a checkpoint, whose manifest is whole.
+
+    Raises:
+        InputError: if it is none of these.
+    """
+    resume = config.checkpoint.resume
+    if resume in ("auto", "never"):
+        return
+    if not is_checkpoint(Path(resume)):
+        raise InputError(
+            f"checkpoint.resume: {resume!r} is neither auto nor never nor a checkpoint; give one of the two words, or "
+            f"a folder named step_<N>"
+        )
+    try:
+        read_manifest(Path(resume))
+    except DamagedError as error:
+        raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
+
+
+def check_data(data: DataConfig) -> None:
+    """Check that the files that the configuration names are there; what is in them is looked at by each rank.
+
+    Raises:
+        InputError: naming the key.
+    """
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if data.kind == "synthetic" or path is None:
+            continue
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
+            raise InputError(f"{key}: {path} is not on this machine, and only local files are read; copy them here")
+        if not os.path.exists(path):
+            raise InputError(f"{key}: {path}: no such file or folder; give one that is there")
+
+
+def check_runs(config: Config, names: Iterable[str]) -> None:
+    """Check that runs of these names can write to their folders in `log.dir`, and that no other run does.
+
+    Raises:
+        InputError: if `log.dir` is empty, or one of the folders cannot be written to or is another run's.
+    """
+    if not config.log.dir:
+        raise InputError("log.dir: empty, so runs would lie loose in this folder; name one, or leave it out for runs")
+    for name in names:
+        folder = Path(config.log.dir) / name
+        check_writable(folder, "log.dir")
+        check_free(folder, "log.dir")
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Check that files can be written to `folder`, or, where it does not exist yet, to the nearest folder above it.
+
+    Raises:
+        InputError: naming `key`, if it is not.
+    """
+    try:
+        if b"\0" in os.fsencode(folder):  # pathlib says of such a folder that it is not there
+            raise ValueError("a null byte")
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{key}: nothing can be written to {folder} ({reason}); give a folder that is yours") from None
+
+
+def check_output(path: Path) -> None:
+    """Check that rows can be appended to the file `path`.
+
+    Raises:
+        InputError: if it is a folder or cannot be written.
+    """
+    if path.is_dir():
+        raise InputError(f"--output: {path} is a folder; name a CSV file, say {path / 'rows.csv'}")
+    check_writable(path.parent, "--output")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InputError(f"--output: {path} cannot be written; name another file")
+
+
+def check_start(config: Config, device: "torch.device") -> None:
+    """Check that no key asks a CPU for what only a GPU does or for a compiler that is missing, nor a backend for a
+    backward that it does not have.
+
+    Raises:
+        InputError: naming the key.
+    """
+    gpu_only = {
+        "train.precision": (config.train.precision, "tf32", "fp32"),
+        "train.graph_dense": (config.train.graph_dense, True, "false"),
+        "embedding.plan": (config.embedding.plan, "row_wise", "auto"),
+    }
+    for key, (value, forbidden, cure) in gpu_only.items():
+        if device.type == "cpu" and value == forbidden:
+            shown = str(value).lower()
+            raise InputError(f"{key}: {shown} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
+    if config.train.compile_dense and device.type == "cpu" and shutil.which(compiler) is None:
+        raise InputError(
+            f"train.compile_dense: true needs a C++ compiler, and {compiler} is not found; install it, set CXX to "
+            f"another, or set --train.compile_dense false"
+        )
+    if not config.embedding.has_backward:
+        raise InputError(
+            f"embedding.backward: {config.embedding.backward}, but backend {config.embedding.backend} has a backward "
+            f"of its own; set --embedding.backward auto, or --embedding.backend pgas or fused"
+        )
+
+
+def total_steps(config: Config, train: "Dataset", world_size: int) -> int:
+    """Return the number of training steps: as configured, or the whole global batches that the epochs hold.
+
+    Raises:
+        InputError: if the data set is smaller than one global batch, or the run ends before the last step to trace.
+    """
+    batch = config.train.samples_per_rank(world_size) * world_size
+    if train.num_samples is not None and train.num_samples < batch:
+        raise InputError(
+            f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
+            f"train on; take a smaller one"
+        )
+    steps = config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
+    if (traced := config.log.traced) and traced[-1] > steps:
+        raise InputError(
+            f"log.trace_first: {traced[0]}, and so steps up to {traced[-1]} are to be traced, but the run ends after "
+            f"step {steps}; trace earlier ones"
+        )
+    return steps

@@ -1,0 +1,202 @@
+"""A command on all ranks: reads its options, starts its ranks or finds this one's place, and gives each its `Ranks`."""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from jsonargparse.typing import PositiveInt
+
+from dlrm_overlap.config import Config, InputError, PeerError, flatten
+from dlrm_overlap.launching import launcher, process_group
+from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
+from dlrm_overlap.launching.parsing import Parser, parse_config
+from dlrm_overlap.launching.spawn import spawn
+from dlrm_overlap.launching.watch import Progress
+from dlrm_overlap.train.preflight import check_memory, check_processes, check_resume, check_start, total_steps
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from dlrm_overlap.train.trainer import Trainer
+
+log = logging.getLogger("dlrm_overlap")
+
+# Sections of the configuration, which is compared as it is resolved, and options that place no rank.
+_NOT_COMPARED = {field.name for field in fields(Config)} | {"config", "nproc"}
+_HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a command's work is given on one rank: what was asked for, and the rank's place among all."""
+
+    config: Config
+    values: Any
+    """all parsed options, the command's own among them"""
+    world: launcher.World
+    device: "torch.device"
+    progress: Progress = field(default_factory=Progress)
+    end: EndRequest = field(default_factory=EndRequest)
+
+    def connect(self, **samples: str) -> "dist.ProcessGroup":
+        """Start the log and make the process group, unless that is done; return the group, which all ranks are in.
+
+        Args:
+            samples: key of `data` -> `Dataset.fingerprint` of the samples that it names.
+
+        Raises:
+            InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
+        """
+        import torch.distributed as dist
+        from rich.console import Console
+
+        from dlrm_overlap.observe.run_log import start_logging
+
+        if not dist.is_initialized():
+            start_logging(self.world.rank, Console(stderr=True))
+            log.info("%s", self.world.describe())
+            if line := self.config.train.overridden_batch_size:
+                log.info("%s", line)
+            wait_s = self.config.embedding.wait_timeout_s
+            own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
+            read = {f"the samples of data.{key}": value for key, value in samples.items()}
+            with self.end.while_ranks_meet():
+                process_group.init_process_group(
+                    self.world, self.device, wait_timeout_s=wait_s, facts=flatten(self.config.as_dict()) | own | read
+                )
+            process_group.watch_ranks(self.world, wait_s, self.progress, lambda: self.end.asked)
+        group = dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def trainer(
+        self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None, resumes: bool = False
+    ) -> "Trainer":
+        """Check `config`, by default the command's own, then make the process group and build the trainer.
+
+        Args:
+            config: of the trainer.
+            fused_params: tells TorchRec of the tables what no key says.
+            resumes: whether the trainer will go on from a checkpoint if there is one, which must fit `config`.
+
+        Raises:
+            InputError: if the device, the data or the checkpoint do not fit `config`; before the process group is made.
+        """
+        from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
+        from dlrm_overlap.data.loader import open_datasets
+        from dlrm_overlap.train.trainer import Trainer
+
+        config = config or self.config
+        check_start(config, self.device)
+        train_data, held_out = open_datasets(config.data, self.device)
+        total_steps(config, train_data, self.world.world_size)
+        if resumes:
+            batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
+            check_resume_fits(config, list(train_data.rows), batch)
+        self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
+        return Trainer(config, self.world, self.device, train_data, held_out, fused_params, self.progress, self.end)
+
+
+def run_on_ranks(
+    command: list[str],
+    description: str,
+    argv: list[str],
+    work: Callable[[Ranks], int],
+    add_options: Callable[[Parser], None] = lambda parser: None,
+    check: Callable[[Config, Any], None] = lambda config, values: None,
+    defaults: Mapping[str, Any] | None = None,
+) -> int:
+    """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
+
+    With --nproc this process starts the ranks and waits for them; otherwise it is one of them. `work` makes the process
+    group, by `Ranks.connect` or `Ranks.trainer`, after its own checks.
+
+    Args:
+        command: its words, such as ["bench", "input"].
+        description: what --help says of it.
+        argv: the options behind them.
+        work: what a rank does.
+        add_options: adds the command's own options.
+        check: raises an InputError for options that do not go together, before any rank is started.
+        defaults: take the place of the keys' own, nested as in a file.
+
+    Returns:
+        The exit code.
+    """
+
+    def add_all(parser: Parser) -> None:
+        text = "start this many processes on this machine; auto: one a GPU, or two on the CPU"
+        parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
+        add_options(parser)
+
+    end_with_launcher()
+    with _one_rank_reports():
+        config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults)
+        check(config, values)
+        check_resume(config)
+        if values.nproc:
+            nproc = _count_processes(values.nproc, config)
+            config.train.samples_per_rank(nproc)
+            check_memory(config, nproc, nproc)
+            if config.train.device == "cuda":
+                process_group.find_device("cuda", local_rank=nproc - 1)
+            return spawn([*command, *_without_nproc(argv)], nproc)
+
+        world = launcher.detect()
+        check_memory(config, world.world_size, world.local_world_size)
+        # Not before the options are known to be good: this loads torch, which takes seconds.
+        from dlrm_overlap.launching.stack import check_stack
+
+        check_stack()
+        device = process_group.find_device(config.train.device, world.local_rank, world.source, world.local_world_size)
+        ranks = Ranks(config, values, world, device)
+        code = work(ranks)
+        ranks.progress.is_over = True
+    process_group.shutdown()
+    return code
+
+
+def _count_processes(nproc: int | str, config: Config) -> int:
+    """Return the number of processes that `--nproc` asks for; for `auto`, print it on standard error too."""
+    if nproc != "auto":
+        check_processes(int(nproc))
+        return int(nproc)
+    gpus = process_group.visible_gpus(config.train.device)
+    text = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
+    print(f"--nproc auto: {text}", file=sys.stderr)
+    return gpus or 2
+
+
+@contextlib.contextmanager
+def _one_rank_reports() -> Iterator[None]:
+    """Delay an error on all ranks but one, so that the launcher ends them before they report it as well.
+
+    Most mistakes of a user are found by every rank: rank 0 reports them at once, the others wait. Any other error may
+    follow from the end of a peer, as a broken connection does: every rank waits before it reports one, rank 0 shorter
+    than the others. A `PeerError` has followed, and comes last.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank = launcher.announced_rank()
+        held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
+        if rank is not None and held_back:
+            heed_asks()  # torchrun and mpirun end a rank by SIGTERM
+            time.sleep(_HOLD_BACK_S * held_back)
+        raise
+
+
+def _without_nproc(argv: list[str]) -> list[str]:
+    kept = []
+    options = iter(argv)
+    for option in options:
+        if option == "--nproc":
+            next(options)
+        elif not option.startswith("--nproc="):
+            kept.append(option)
+    return kept
