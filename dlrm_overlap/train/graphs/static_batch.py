@@ -130,7 +130,8 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, type | Enum):  # which all batches share
         return ()
-    names = [*getattr(value, "__dict__", {}), *copyreg._slotnames(type(value))]
+    slots = copyreg._slotnames(type(value))  # pyright: ignore[reportAttributeAccessIssue]  as copy.copy does
+    names = [*getattr(value, "__dict__", {}), *slots]
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 

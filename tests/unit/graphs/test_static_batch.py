@@ -123,12 +123,13 @@ def test_a_batch_may_be_of_any_class(kind: Callable[..., Any]) -> None:
     static = StaticBatch(kind(dense=torch.zeros(3), ids=FIRST, mode=Mode.TRAINING), CPU, RANGES)
     static.fill(kind(dense=torch.ones(3), ids=SECOND, mode=Mode.TRAINING))
     for _ in range(2):
-        assert isinstance(static.batch, type(kind(dense=None, ids=None)))
-        assert_same(static.batch.dense, torch.ones(3), "dense")
-        assert_same(static.batch.ids["g"].values()[:4], SECOND["g"].values(), "ids")
-        assert static.batch.mode is Mode.TRAINING
-        static.batch = None
+        batch: Any = static.batch
+        assert isinstance(batch, type(kind(dense=None, ids=None)))
+        assert_same(batch.dense, torch.ones(3), "dense")
+        assert_same(batch.ids["g"].values()[:4], SECOND["g"].values(), "ids")
+        assert batch.mode is Mode.TRAINING
         static.renew()
+        assert static.batch is not batch
 
 
 def test_a_batch_without_a_tensor_is_refused() -> None:
