@@ -31,6 +31,7 @@ class TensorBoard:
         # Where a run goes on, TensorBoard hides what it wrote past this step before it stopped.
         first = start_step + 1 if start_step else None
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first)
+        self._write(SummaryWriter.flush)  # makes its file now, or a thread would, later, in whatever folder is there
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write every finite value of `values` under its tag, such as `train/loss`."""
