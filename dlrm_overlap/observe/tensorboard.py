@@ -20,7 +20,9 @@ _SHOWN_KEYS = ("embedding.backend", "model.arch", "train.compile_dense", "train.
 class TensorBoard:
     """Writes the events of one run. All runs use the same tags, so the curves of runs side by side overlay.
 
-    Where they cannot be written, as on a full disk, a warning says so, and the run goes on without them.
+    Where they cannot be written, as on a full disk, a warning says so, and the run goes on without them. Scalars and
+    texts are in the file when their call returns: its thread opens the file by name for each event, and later it could
+    be another run's folder that has this name.
     """
 
     def __init__(self, folder: Path, start_step: int | None) -> None:
@@ -31,17 +33,17 @@ class TensorBoard:
         # Where a run goes on, TensorBoard hides what it wrote past this step before it stopped.
         first = start_step + 1 if start_step else None
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first)
-        self._write(SummaryWriter.flush)  # makes its file now, or a thread would, later, in whatever folder is there
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write every finite value of `values` under its tag, such as `train/loss`."""
         for tag, value in values.items():
             if math.isfinite(value):
                 self._write(lambda writer, tag=tag, value=value: writer.add_scalar(tag, value, step))
+        self._write(SummaryWriter.flush)
 
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
-        self._write(lambda writer: writer.add_text(tag, markdown))
+        self._write(lambda writer: [writer.add_text(tag, markdown), writer.flush()])
 
     def image(self, tag: str, picture: np.ndarray, step: int = 0) -> None:
         """Write a picture, [height, width, 3] uint8."""
