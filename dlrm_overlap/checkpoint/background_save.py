@@ -194,7 +194,7 @@ class BackgroundSaves:
             self._thread.join(_BEAT_S)
             if self._snapshot.read_bytes != read:
                 read = self._snapshot.read_bytes
-                self._progress.batch += 1
+                self._progress.tick()
         self._thread = None
         if self._error is not None:
             error, self._error = self._error, None

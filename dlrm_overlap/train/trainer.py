@@ -338,7 +338,7 @@ class Trainer:
         with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
             batches = iter(loader)
             for _ in range(steps):
-                self.progress.batch += 1
+                self.progress.tick()
                 _, batch_logits, batch_labels = self.pipeline.progress(batches)
                 logits.append(batch_logits)
                 labels.append(batch_labels)
