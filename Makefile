@@ -5,7 +5,7 @@
 # make test-slow  the slow ones: runs on four ranks, and variants of what `make test` covers
 # make soak       kills and resumes a run 200 times, and lets one go on for five minutes; half an hour
 # make test-gpu   those that need GPUs
-# make lint       ruff, pyright, import-linter
+# make lint       ruff, import-linter, pyright; and counts of turns of phrase at which strangers stumble
 #
 # The stack is CUDA's where a GPU is seen, else the CPU's. PYTHON=python3.12 picks an interpreter (3.11 or 3.12).
 # The CPU stack needs no CUDA libraries: PyTorch's index of CPU wheels is asked besides, unless pip was pointed elsewhere
@@ -45,6 +45,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.sentences
 	$(BIN)/pyright
 
 format: $(READY)
