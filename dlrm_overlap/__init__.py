@@ -7,14 +7,14 @@ it is asked for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrm_overlap.embedding.protocol.ids import BatchBound
+    from dlrm_overlap.embedding.id_layout import BatchBound
     from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
 __all__ = ["BatchBound", "GraphTrainPipeline", "OverlapEmbeddingBagCollectionSharder"]
 
 _MODULES = {
-    "BatchBound": "embedding.protocol.ids",
+    "BatchBound": "embedding.id_layout",
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
 }

@@ -54,39 +54,39 @@ BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, ()),
     "nccl": Backend(
         "our lookup, then the same",
-        Implementation(cpu="collective:HostCollectiveForward", cuda="device_collective:DeviceCollectiveForward"),
+        Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:DeviceCollectiveForward"),
         ("collective",),
     ),
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
-        Implementation(cpu="host:HostZeroCopyForward", cuda="zero_copy:ZeroCopyForward"),
+        Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
         ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
-        forward_across=Implementation(cpu="host_across:HostZeroCopyAcross", cuda="across:ZeroCopyAcross"),
+        forward_across=Implementation(cpu="cpu:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
-        Implementation(cpu="host:HostSlicedForward", cuda="sliced:SlicedForward"),
+        Implementation(cpu="cpu:CpuSlicedForward", cuda="fused:SlicedForward"),
         ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
         has_slices=True,
-        forward_by_put={"dma": Implementation("host:HostSlicedForward", "sliced_copies:CopiedSlicesForward")},
-        forward_across=Implementation(cpu="host_across:HostSlicedAcross", cuda="across:SlicedAcross"),
+        forward_by_put={"dma": Implementation("cpu:CpuSlicedForward", "fused_copies:CopiedSlicesForward")},
+        forward_across=Implementation(cpu="cpu:CpuSlicedAcross", cuda="across:SlicedAcross"),
     ),
 }
 
 BACKWARDS = {
     "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
-    "push": Implementation(cpu="host:HostPush", cuda="push:Push"),
-    "dma": Implementation(cpu="host:HostPush", cuda="push_copies:CopyPush"),
-    "atomic": Implementation(cpu="host:HostPush", cuda="atomic:AtomicPush"),
+    "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
+    "dma": Implementation(cpu="cpu:CpuPush", cuda="dma:CopyPush"),
+    "atomic": Implementation(cpu="cpu:CpuPush", cuda="push:AtomicPush"),
 }
 
-_PUSH_ACROSS = Implementation(cpu="host_across:HostPushAcross", cuda="across:PushAcross")
+_PUSH_ACROSS = Implementation(cpu="cpu:CpuPushAcross", cuda="across:PushAcross")
 BACKWARDS_ACROSS = BACKWARDS | {
     "push": _PUSH_ACROSS,
     "dma": _PUSH_ACROSS,
-    "atomic": Implementation(cpu="host_across:HostPushAcross", cuda="across:AtomicPushAcross"),
+    "atomic": Implementation(cpu="cpu:CpuPushAcross", cuda="across:AtomicPushAcross"),
 }
 """The backwards where ranks are on several hosts; copy engines are not used there."""
 

@@ -1,16 +1,24 @@
-"""The embedding stage of one sharded module on one rank: forward and backward as autograd sees them.
+"""The embedding stage of one sharded module on one rank: from the ids to the rows' update, in the order of a step.
 
-In a training step `Exchange.start` starts the forward's half and returns what waits for it. Later autograd calls
-`start_backward`, when the gradient of the pooled embeddings is there, and `finish_backward`, at the end.
+send_ids          ids to the owners of their rows, where the exchange takes them; else TorchRec has sent them
+start             StartExchange.forward -> start_forward: owners pool, and send pooled embeddings
+.. the model's bottom MLP ..
+wait              FinishExchange.forward -> finish_forward: pooled embeddings of this rank's samples are here
+.. interaction, top MLP, loss, and their backward ..
+(autograd)        FinishExchange.backward -> start_backward: gradients leave for the owners of the rows
+.. the bottom MLP's backward ..
+(autograd)        StartExchange.backward -> finish_backward: this rank's rows are updated
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -20,18 +28,53 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.uncompiled import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
-from dlrm_overlap.embedding.failure import fails_for_good
-from dlrm_overlap.embedding.halves import Halves, open_halves
-from dlrm_overlap.embedding.neighbours import Neighbours
+from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.opening import Halves, are_put, open_halves, reach_of
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.pooled import PooledAwaitable, StartExchange
-from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
-from dlrm_overlap.embedding.protocol.layout import Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.windows import WindowHeldError
 
-_HERE = nullcontext()
+_NO_STREAM = nullcontext()
+
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+
+def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Return a method that is refused once a part of a step, of the same object, has failed on this rank.
+
+    The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
+    failure in `failure`, which is None until then. In inference mode the method runs outside of it, since training
+    steps could not write to tensors that are made in it and kept.
+
+    Raises:
+        RuntimeError: by the method, if an earlier part has failed.
+    """
+
+    @wraps(part)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        self: Any = args[0]
+        if self.failure is not None:
+            raise RuntimeError(
+                f"exchange: {self.failure} on this rank, which cannot go on where the others wait for that step; end "
+                f"all ranks and start again, from a checkpoint"
+            )
+        try:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    return part(*args, **kwargs)
+            return part(*args, **kwargs)
+        except WindowHeldError:  # nothing has begun
+            raise
+        except Exception as error:
+            self.failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
+            raise
+
+    return run
 
 
 class Exchange:
@@ -61,7 +104,6 @@ class Exchange:
         self._replicated: ReplicatedTables | None = None
         self.order = CommunicationOrder()
         """of captured steps; set before the first step where several exchanges are captured together"""
-        self.neighbours = Neighbours(options, group, self.device)
         self._tables, self._group = tables, group
         self._halves: Halves | None = None
         self._closed = 0  # how often
@@ -86,10 +128,14 @@ class Exchange:
     def steps(self, steps: int) -> None:
         self.counters.steps.value = steps
 
-    @property
+    @cached_property
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; a collective when it is asked for first."""
-        return self.neighbours.reach
+        return reach_of(self.options, self._group, self.device)
+
+    @cached_property
+    def _puts(self) -> bool:
+        return are_put(self.options, self.reach, self._group, self.device)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -97,13 +143,113 @@ class Exchange:
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
 
+    def take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        layout: Layout | None = None,
+        replicated: ReplicatedTables | None = None,
+    ) -> None:
+        """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
+
+        Args:
+            keys: the features in the order in which every batch has them, alike on all ranks.
+            bound: the most that a rank brings to a step.
+            layout: with the tables that every rank holds, which from now on are looked up here, too; None has none.
+            replicated: those tables, whose gradients are added to those of their parameters.
+
+        Raises:
+            InputError: if a feature has no bound, or there is no room for the windows.
+        """
+        self.close()
+        self.layout, self._replicated = joined(layout or self.layout), replicated
+        self._ids = IdLayout(self.layout, list(keys), bound)
+        self._require(bound.samples)
+
+    @uncompiled
+    def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
+        """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
+
+        The ids of a step may be sent when its forward begins at the latest, those of the step after it until then.
+        """
+        self._sent.append((features, self._send(features, count)))
+
+    @fails_for_good
+    def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
+        assert self._ids is not None, "an exchange that does not take ids"
+        ids = self._require(self._ids.bound.samples).ids
+        assert ids is not None
+        return ids.send(features, count)
+
+    def forget_sent_ids(self) -> None:
+        """Forget ids that were sent for steps that will not be taken."""
+        self._sent.clear()
+
+    @uncompiled
+    def check_samples(self, samples: int, training: bool) -> None:
+        """Check that all ranks bring as many samples to a step whose ids were taken; in evaluation a collective.
+
+        Raises:
+            InputError: if they do not, or in training if they are not the bound's; nothing has begun.
+        """
+        if not training:
+            self._require_as_many(samples)
+            return
+        assert self._ids is not None, "an exchange that does not take ids"
+        if samples != (expected := self._ids.bound.samples):
+            raise InputError(
+                f"ids: {samples} samples in a training step, but the bound names {expected}, which all ranks bring "
+                f"alike; give the collection ids of all samples, with lengths of 0 for no ids"
+            )
+
+    def _require_as_many(self, samples: int) -> None:
+        """Raise, on every rank, if ranks bring different numbers of samples to an evaluation; a collective.
+
+        Ids that ranks publish are found by the number of samples, and each rank takes its own for all ranks'.
+        """
+        try:  # on the CPU, which need not wait for the GPU, if the group has a backend there
+            self._group._get_backend(torch.device("cpu"))
+            device = torch.device("cpu")
+        except RuntimeError:
+            device = self.device
+        mine = torch.tensor([samples], dtype=torch.int64, device=device)
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(every, mine, group=self._group)
+        sizes = torch.cat(every).tolist()
+        if (other := next((rank for rank, size in enumerate(sizes) if size != samples), None)) is not None:
+            raise InputError(
+                f"evaluation: {samples} samples on rank {self._group.rank()} and {sizes[other]} on rank {other}, but "
+                f"where ids are sent without the host all ranks have as many; leave out or pad the last samples"
+            )
+
+    @uncompiled
+    def start_sent(self, features: KeyedJaggedTensor) -> "PooledAwaitable":
+        """Start the step of `features`, which were sent first among those that wait; where none wait, send them.
+
+        Returns:
+            As `start`.
+
+        Raises:
+            InputError: if ids of another step wait, which a peer may wait for, too; nothing has begun.
+        """
+        if not self._sent:
+            self.send_ids(features)
+        sent, arrived = self._sent[0]
+        if sent is not features:
+            raise InputError(
+                "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
+                "looked up first; evaluate by the pipeline's progress, or call its reset before"
+            )
+        self._sent.popleft()
+        return self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated)
+
     @uncompiled
     def start(
         self,
         inputs: Sequence[KeyedJaggedTensor],
         batch_sizes: Sequence[int],
         replicated: KeyedJaggedTensor | None = None,
-    ) -> PooledAwaitable:
+    ) -> "PooledAwaitable":
         """Start a step.
 
         Args:
@@ -149,111 +295,29 @@ class Exchange:
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which a captured step looks up, beside what its model computes until it waits."""
-        return torch.cuda.stream(self._lookup_stream) if self.order.active else _HERE
+        return torch.cuda.stream(self._lookup_stream) if self.order.active else _NO_STREAM
 
     def _require(self, samples: int) -> Halves:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
         if self._halves is None or samples > self._capacity:
             self.close()
             self._capacity = max(1, samples)
-            known = self.layout, self._tables, self.options, self._group, self.device
-            rest = self.order, self._ids, self._replicated, self.reach, self.neighbours.puts
-            context = ExchangeContext(*known, self._capacity, self.counters, *rest)
+            context = ExchangeContext(
+                self.layout,
+                self._tables,
+                self.options,
+                self._group,
+                self.device,
+                self._capacity,
+                self.counters,
+                self.order,
+                self._ids,
+                self._replicated,
+                self.reach,
+                self._puts,
+            )
             self._halves = open_halves(context)
         return self._halves
-
-    def take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        layout: Layout | None = None,
-        replicated: ReplicatedTables | None = None,
-    ) -> None:
-        """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
-
-        Args:
-            keys: the features in the order in which every batch has them, alike on all ranks.
-            bound: the most that a rank brings to a step.
-            layout: with the tables that every rank holds, which from now on are looked up here, too; None has none.
-            replicated: those tables, whose gradients are added to those of their parameters.
-
-        Raises:
-            InputError: if a feature has no bound, or there is no room for the windows.
-        """
-        self.close()
-        self.layout, self._replicated = joined(layout or self.layout), replicated
-        self._ids = IdLayout(self.layout, list(keys), bound)
-        self._require(bound.samples)
-
-    @uncompiled
-    def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
-        """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
-
-        The ids of a step may be sent when its forward begins at the latest, those of the step after it until then.
-        """
-        self._sent.append((features, self._send(features, count)))
-
-    @fails_for_good
-    def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
-        assert self._ids is not None, "an exchange that does not take ids"
-        ids = self._require(self._ids.bound.samples).ids
-        assert ids is not None
-        return ids.send(features, count)
-
-    def keep_rules_in_place(self) -> None:
-        """Hand the optimizers' numbers on to captured steps, where they have changed; on the current stream."""
-        if self._halves is not None:
-            self._halves.backward.keep_rules_in_place()
-
-    def skip(self, counter: Counter) -> None:
-        """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
-        halves, counters = self._open(), self.counters
-        parts = {counters.forward: halves.forward, counters.backward: halves.backward, counters.ids: halves.ids}
-        part = parts[counter]
-        assert part is not None
-        part.skip()
-
-    def forget_sent_ids(self) -> None:
-        """Forget ids that were sent for steps that will not be taken."""
-        self._sent.clear()
-
-    @uncompiled
-    def check_samples(self, samples: int, training: bool) -> None:
-        """Check that all ranks bring as many samples to a step whose ids were taken; in evaluation a collective.
-
-        Raises:
-            InputError: if they do not, or in training if they are not the bound's; nothing has begun.
-        """
-        if not training:
-            self.neighbours.require_as_many(samples)
-            return
-        assert self._ids is not None, "an exchange that does not take ids"
-        if samples != (expected := self._ids.bound.samples):
-            raise InputError(
-                f"ids: {samples} samples in a training step, but the bound names {expected}, which all ranks bring "
-                f"alike; give the collection ids of all samples, with lengths of 0 for no ids"
-            )
-
-    @uncompiled
-    def start_sent(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start the step of `features`, which were sent first among those that wait; where none wait, send them.
-
-        Returns:
-            As `start`.
-
-        Raises:
-            InputError: if ids of another step wait, which a peer may wait for, too; nothing has begun.
-        """
-        if not self._sent:
-            self.send_ids(features)
-        sent, arrived = self._sent[0]
-        if sent is not features:
-            raise InputError(
-                "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
-                "looked up first; evaluate by the pipeline's progress, or call its reset before"
-            )
-        self._sent.popleft()
-        return self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated)
 
     def _set_aside(self, step: Step) -> None:
         """Keep the pooled embeddings of a step that may still be asked for when the next has begun."""
@@ -274,7 +338,7 @@ class Exchange:
         pooled, step.set_aside = step.set_aside, None
         if pooled is None:
             raise RuntimeError(
-                "pooled embeddings: asked for a second time, or behind a close or a failure of the exchange; keep what "
+                "pooled embeddings: asked for a second time, or after a close or a failure of the exchange; keep what "
                 "the first call returned"
             )
         if step.set_aside_event is not None:
@@ -306,7 +370,7 @@ class Exchange:
 
     @fails_for_good
     def finish_backward(self, step: Step) -> None:
-        """Make all that is issued on the current stream from now on see this rank's rows updated by the step."""
+        """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so."""
         backward = self._open().backward
         if not step.sent:
             assert step.gradient is not None
@@ -319,7 +383,7 @@ class Exchange:
             self._finish(step)
 
     def finish_rows(self) -> None:
-        """Make the current stream wait for the rows of a step that is captured; what needs them not comes before."""
+        """Make the current stream wait for the rows of a captured step; issue work that needs no rows before."""
         while self._unfinished:
             self._finish(self._unfinished.pop(0))
 
@@ -330,6 +394,19 @@ class Exchange:
     def _open(self) -> Halves:
         assert self._halves is not None, "a step begins with its forward"
         return self._halves
+
+    def keep_rules_in_place(self) -> None:
+        """Hand the optimizers' numbers on to captured steps, where they have changed; on the current stream."""
+        if self._halves is not None:
+            self._halves.backward.keep_rules_in_place()
+
+    def skip(self, counter: Counter) -> None:
+        """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
+        halves, counters = self._open(), self.counters
+        parts = {counters.forward: halves.forward, counters.backward: halves.backward, counters.ids: halves.ids}
+        part = parts[counter]
+        assert part is not None
+        part.skip()
 
     def check(self) -> None:
         """Raise what a kernel has recorded: an expired wait, an id outside its table. Never waits for the device."""
@@ -358,3 +435,66 @@ class Exchange:
                 halves.close()
         if stopped is not None:
             raise stopped
+
+
+class StartExchange(torch.autograd.Function):
+    """The first half of the forward and the last of the backward: work that is issued early and needed late.
+
+    Autograd runs later nodes first. So in the backward `FinishExchange` sends the gradients; then the bottom MLP's
+    nodes, made between the two, run while gradients travel; and the update comes last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
+        """Start the step's forward; return a token of no elements, which `FinishExchange` takes."""
+        ctx.exchange, ctx.step = exchange, step
+        exchange.start_forward(step)
+        exchange.expect_gradient(step)
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None, None]:
+        """Make what autograd issues next wait for the update of this rank's rows."""
+        ctx.exchange.finish_backward(ctx.step)
+        return None, None, None
+
+
+class FinishExchange(torch.autograd.Function):
+    """The second half of the forward and the first of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
+        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
+        ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
+        return finish_in_type(exchange, step)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Start to send the gradient [b, D_total] of the pooled embeddings to the owners of the rows."""
+        (gradient,) = gradients
+        ctx.exchange.start_backward(ctx.step, gradient)
+        return gradient.new_empty(ctx.token, dtype=torch.float32), None, None
+
+
+def finish_in_type(exchange: Exchange, step: Step) -> torch.Tensor:
+    """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
+    pooled, dtype = exchange.finish_forward(step), exchange.options.output_dtype
+    return pooled if pooled.dtype == dtype else pooled.to(dtype)
+
+
+class PooledAwaitable(Awaitable[torch.Tensor]):
+    """The pooled embeddings of a step under way."""
+
+    def __init__(self, exchange: Exchange, step: Step, token: torch.Tensor | None) -> None:
+        super().__init__()
+        self._exchange, self._step, self._token = exchange, step, token
+
+    @uncompiled
+    def wait(self) -> torch.Tensor:
+        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
+        # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
+        if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
+            return finish_in_type(self._exchange, self._step)
+        return FinishExchange.apply(self._token, self._exchange, self._step)
+
+    _wait_impl = wait

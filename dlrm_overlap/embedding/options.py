@@ -11,10 +11,10 @@ from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.protocol.ids import IdLayout
-from dlrm_overlap.embedding.protocol.layout import Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes
+from dlrm_overlap.embedding.id_layout import IdLayout
+from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
 

@@ -16,7 +16,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
 
-from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.tables import StoredRows
 
 MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers

@@ -21,11 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.pooled import PooledAwaitable
-from dlrm_overlap.embedding.protocol.ids import BatchBound
-from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.replicated import (
     ReplicatedTables,
     replicated_shards,

@@ -14,8 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, 
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS, names_a_feature_twice
 from dlrm_overlap.embedding.tables import unsupported
 

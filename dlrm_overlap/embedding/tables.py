@@ -13,8 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, FusedLookup
-from dlrm_overlap.embedding.protocol.step import UpdateRule
+from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
+from dlrm_overlap.embedding.steps import UpdateRule
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",

@@ -19,7 +19,7 @@ from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.gpu_config import UpdateConfig
 from dlrm_overlap.simulate.workload import Workload
 
-_PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.protocol.gradients` cuts a rank's window
+_PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
 
 
 class Backward(NamedTuple):

@@ -71,7 +71,7 @@ def waves(rank: int, world_size: int, schedule: str, count: int) -> np.ndarray:
 
 
 def has_few_bags(work: Workload) -> bool:
-    """Return whether a persistent kernel takes tasks of one group of bags, as `backends.sliced` cuts them."""
+    """Return whether a persistent kernel takes tasks of one group of bags, as `backends.fused` cuts them."""
     return work.bags < _MANY_BAGS and work.ids > work.bags
 
 

@@ -20,9 +20,9 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
-from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
 from dlrm_overlap.embedding.tables import fbgemms_bad_id

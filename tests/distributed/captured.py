@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.embedding import halves
+from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
@@ -131,7 +131,7 @@ def captures() -> Iterator[dict[str, int]]:
     with (
         patch.object(GraphTrainPipeline, "__init__", begin),
         patch.object(GraphTrainPipeline, "_capture", stand_in),
-        patch.object(halves, "HostIdExchange", DeviceIdExchange),
+        patch.object(opening, "CpuIdExchange", DeviceIdExchange),
         patch.object(torch.cuda, "synchronize", lambda *_: None),
     ):
         yield taken

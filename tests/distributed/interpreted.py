@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dlrm_overlap.backends import Implementation
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.backends.base import Forward
-from dlrm_overlap.embedding.backends.sliced import SlicedForward
-from dlrm_overlap.embedding.halves import Halves, open_halves
+from dlrm_overlap.embedding.backends.fused import SlicedForward
+from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids

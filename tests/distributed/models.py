@@ -23,9 +23,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.backends.host import HostPush
+from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -169,7 +169,7 @@ def train(
 def _way(exchange: Exchange) -> tuple[str, str, int]:
     """Return backend, backward and the parts of the gradient windows, 0 without any."""
     backward = exchange._open().backward
-    parts = backward.gradients.parts if isinstance(backward, HostPush) else 0
+    parts = backward.gradients.parts if isinstance(backward, CpuPush) else 0
     return exchange.options.backend, type(backward).__name__, parts
 
 

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.protocol import gradients
+from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
@@ -57,7 +57,7 @@ class Case:
     backend: str
     backward: str = "push"
     wire_dtype: str = "fp32"
-    part_bytes: int = gradients._PART_BYTES
+    part_bytes: int = layouts._PART_BYTES
 
 
 FEW_BYTES = 256
@@ -105,7 +105,7 @@ def _train_stock(optimizer: str, wire_dtype: str) -> dict[str, Any]:
 def _train_ours(case: Case) -> dict[str, Any]:
     options = {"backend": case.backend, "backward": case.backward, "wire_dtype": case.wire_dtype, "slice_bags": 4}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "_PART_BYTES", case.part_bytes)
+        patch.setattr(layouts, "_PART_BYTES", case.part_bytes)
         return _train(OverlapEmbeddingBagCollectionSharder(dict(OPTIMIZERS[case.optimizer]), **options))
 
 
@@ -173,6 +173,6 @@ def test_not_a_bit_changes(two_ranks: Path, name: str, other: str) -> None:
 def test_each_goes_its_own_way(two_ranks: Path) -> None:
     for name, case in CASES.items():
         for backend, backward, parts in _load(two_ranks, name, 0)[0]["exchanged"]:
-            assert (backend, backward) == (case.backend, "HostPush" if parts else "CollectiveBackward"), name
+            assert (backend, backward) == (case.backend, "CpuPush" if parts else "CollectiveBackward"), name
             assert (parts > 0) == (case.backward != "collective"), name
             assert (parts > 2) == (case.part_bytes == FEW_BYTES), name  # more than rank 1 has tables

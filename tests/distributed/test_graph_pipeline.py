@@ -21,7 +21,7 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED

@@ -19,18 +19,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.embedding.backends import carriers, id_carriers
+from dlrm_overlap.embedding import layout as layouts
+from dlrm_overlap.embedding import steps
+from dlrm_overlap.embedding.backends import messages as by_messages
 from dlrm_overlap.embedding.backends import puts as by_puts
-from dlrm_overlap.embedding.backends.carriers import rows_of_ranks
-from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
-from dlrm_overlap.embedding.backends.messages import MessageBuffers
+from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.messages import MessageBuffers, rows_of_ranks
+from dlrm_overlap.embedding.crossing import Messages, arrival_regions
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.protocol import cache, gradients
-from dlrm_overlap.embedding.protocol.crossing import Messages, arrival_regions
-from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.launching.launcher import free_port
@@ -62,7 +62,7 @@ def _group() -> dist.ProcessGroup:
 
 def _exchange(stage: Stage, hosts: str, backend: str, **options: Any) -> Exchange:
     exchange = stage.exchange(_group(), backend, **options)
-    exchange.neighbours.reach = Reach(stage.rank, HOSTS[hosts], "emulated")
+    exchange.reach = Reach(stage.rank, HOSTS[hosts], "emulated")
     return exchange
 
 
@@ -88,7 +88,7 @@ def check_bits_are_those_of_one_host(rank: int) -> None:
     ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
     ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
     for optimizer, more, splits, backends in ways:
-        with patch.object(gradients, "_PART_BYTES", 64):
+        with patch.object(layouts, "_PART_BYTES", 64):
             known = Stage(OWNERS, rank, optimizer=optimizer)
             exchange = known.exchange(_group(), "pgas", hosts=1, **more)
             expected = _train(rank, exchange, known)
@@ -154,7 +154,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
         under_way.clear()
         exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
-        with without_streams(), patch.object(gradients, "_PART_BYTES", 64), patch.object(MessageBuffers, *noted):
+        with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(MessageBuffers, *noted):
             options = ExchangeOptions(backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, **more)
             reach = Reach(rank, HOSTS[hosts], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 9, puts, reach)
@@ -189,7 +189,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
 
 def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int) -> None:
     """By puts and by a collective: the addresses of a message's rows outlive other sizes, and the memory is one."""
-    for carrier, puts in ((carriers, False), (by_puts, True)):
+    for carrier, puts in ((by_messages, False), (by_puts, True)):
         stage, made = Stage(OWNERS, rank), list[weakref.ref[torch.Tensor]]()
 
         def rows_of(*of: Any, made: list[weakref.ref[torch.Tensor]] = made) -> Windows:
@@ -197,13 +197,13 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             made.append(weakref.ref(windows.addresses))
             return windows
 
-        with without_streams(), patch.object(carrier, "rows_of_ranks", rows_of), patch.object(cache, "_MOST", 1):
+        with without_streams(), patch.object(carrier, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
             options = ExchangeOptions(backend="pgas", backward="push", wait_timeout_s=1e-4)
             reach = Reach(rank, HOSTS["2 of 2"], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 4, puts, reach)
             at_once: list[int] = []
             for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 1, 1, 1))):
-                with patch.object(cache, "is_capturing", lambda number=number: number == 0):
+                with patch.object(steps, "is_capturing", lambda number=number: number == 0):
                     inputs, expected = stage.inputs(number, sizes)
                     step = Step(inputs, BatchSizes.of(sizes))
                     halves.forward.start(step)
@@ -231,7 +231,7 @@ def _check_ids(rank: int, kind: type[IdExchange], hosts: str, puts: bool) -> Non
     layout, reach = joined(stage.layout), Reach(rank, HOSTS[hosts], "emulated")
     keys = sorted(shard.feature_name for shard in stage.shards)
     ids = IdLayout(layout, keys, BatchBound(most, dict.fromkeys(keys, (0, 3))))
-    options = ExchangeOptions(wait_timeout_s=20.0 if kind is HostIdExchange else 1e-3, aggregate_bytes=0)
+    options = ExchangeOptions(wait_timeout_s=20.0 if kind is CpuIdExchange else 1e-3, aggregate_bytes=0)
     context = ExchangeContext(layout, stage.tables, options, group, CPU, most, counters, ids=ids, puts=puts)
     regions = {**ids.windows.regions(4), **arrival_regions(ids.windows, reach)}
     exchange = kind(context, ids, WindowPair(ids.windows, open_arena(regions, group, CPU, reach), counters.ids))
@@ -254,12 +254,12 @@ def _check_ids(rank: int, kind: type[IdExchange], hosts: str, puts: bool) -> Non
 
 def check_ids_reach_hosts_of_several_ranks(rank: int) -> None:
     for hosts in HOSTS:
-        _check_ids(rank, HostIdExchange, hosts, puts=False)
+        _check_ids(rank, CpuIdExchange, hosts, puts=False)
 
 
 def check_ids_are_put_to_hosts_of_several_ranks_under_the_interpreter(rank: int) -> None:
     for hosts in ("2 of 2", "3 and 1", "1 and 3"):
-        with without_streams(), patch.object(id_carriers, "_ROW_WORDS", 4):  # so that a window has several parts
+        with without_streams(), patch.object(by_puts, "_ROW_WORDS", 4):  # so that a window has several parts
             _check_ids(rank, DeviceIdExchange, hosts, puts=True)
 
 

@@ -16,12 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.reach import find_reach
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends import id_carriers
-from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange, HostIdExchange, IdExchange
+from dlrm_overlap.embedding.backends import puts as by_puts
+from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.crossing import arrival_regions
+from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.protocol.crossing import arrival_regions
-from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import without_streams
@@ -37,7 +37,7 @@ KNOWN = {"rank1_0": (3, 3), "unused": (1, 1), "rank0_2": (2, 2), "rank0_0": (1, 
 SAMPLES = 4
 """the bound's"""
 Sizes = Mapping[str, tuple[int, int]]
-TIMEOUT_S = {HostIdExchange: 20.0, DeviceIdExchange: 1e-3}  # which the interpreter takes for a million turns
+TIMEOUT_S = {CpuIdExchange: 20.0, DeviceIdExchange: 1e-3}  # which the interpreter takes for a million turns
 
 
 def _keys(stage: Stage) -> list[str]:
@@ -114,7 +114,7 @@ def _check_what_arrives(
 
 def _check_put_between_hosts(sizes: Sizes) -> None:
     """By puts of kernels, of windows in several parts."""
-    with patch.object(id_carriers, "_ROW_WORDS", 4):
+    with patch.object(by_puts, "_ROW_WORDS", 4):
         _check_what_arrives(DeviceIdExchange, BOTH, sizes, torch.int32, hosts=2, puts=True)
 
 
@@ -300,7 +300,7 @@ def _check_rows_at_the_end_of_a_captured_step() -> None:
     exchange.close()
 
 
-HOST, DEVICE = HostIdExchange, DeviceIdExchange
+HOST, DEVICE = CpuIdExchange, DeviceIdExchange
 CASES: dict[str, Callable[[], None]] = {
     **{f"steps of {backend}": partial(_check_steps, backend, RANGES) for backend in ("pgas", "fused")},
     "steps with known lengths": partial(_check_steps, "pgas", KNOWN),

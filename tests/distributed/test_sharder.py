@@ -220,7 +220,7 @@ def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
         assert_all_near(ours["weights"], stock["weights"], tolerance, f"rank {rank}, weight")
         assert_all_near(ours["states"], stock["states"], tolerance, f"rank {rank}, state")
         assert ours["keys"] == stock["keys"], "columns lie where a model finds them that reads them by position"
-        used = WAYS[way]["backend"], *(("HostPush", 1) if pushed else ("CollectiveBackward", 0))
+        used = WAYS[way]["backend"], *(("CpuPush", 1) if pushed else ("CollectiveBackward", 0))
         assert ours["exchanged"] == ([] if case.weighted else [used] * 2)
 
 

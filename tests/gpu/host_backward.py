@@ -19,9 +19,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol.ids import BatchBound
-from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard, Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.metrics import quantile

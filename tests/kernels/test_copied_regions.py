@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.copy_engine import Copy2D
-from dlrm_overlap.embedding.device import copied_regions
-from dlrm_overlap.embedding.device.copied_regions import CopiedLaunch, Region, cut
-from dlrm_overlap.embedding.protocol.step import BatchSizes
+from dlrm_overlap.embedding.backends import fused_copies
+from dlrm_overlap.embedding.backends.fused_copies import CopiedLaunch, Region, cut
+from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut
 from dlrm_overlap.kernels.forward.slices import COPIED, Slices
 from tests.agreement import assert_same
@@ -67,7 +67,7 @@ def _run(world: SlicedWorld, rank: int, launch: CopiedLaunch, engine: Any) -> li
 def test_every_window_is_filled_once_all_slices_of_a_region_are_counted(
     case: Case, region_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copied_regions, "_REGION_BYTES", region_bytes)
+    monkeypatch.setattr(fused_copies, "_REGION_BYTES", region_bytes)
     world, size = SlicedWorld(case), case.world_size
     launches = [CopiedLaunch(columns, case.dim, world.samples, size, case.wire, CPU) for columns in world.columns]
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_copies_take_the_rows_of_their_own_launch() -> None:
 
 
 def test_regions_are_neighbours_of_up_to_some_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copied_regions, "_REGION_BYTES", 200)
+    monkeypatch.setattr(fused_copies, "_REGION_BYTES", 200)
     assert cut([0, 4, 12, 16], 4, 100) == [Region(0, 2, 0), Region(2, 2, 12)]
     assert cut([0, 4, 8, 12, 16], 4, 100) == [Region(0, 2, 0), Region(2, 2, 8), Region(4, 1, 16)]
     assert cut([0, 4], 4, 300) == [Region(0, 1, 0), Region(1, 1, 4)], "a feature is not cut"

@@ -15,7 +15,7 @@ from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate
 
 

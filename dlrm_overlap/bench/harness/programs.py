@@ -14,7 +14,7 @@ from dlrm_overlap.comm.gate import begin_together
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.schedule import TaskGrid
 
 
@@ -46,7 +46,7 @@ def trace_programs(workload: Workload, options: ExchangeOptions, steps: int) -> 
 
 
 def _trace_of(forward: Forward) -> torch.Tensor:
-    from dlrm_overlap.embedding.backends.sliced import SlicedForward
+    from dlrm_overlap.embedding.backends.fused import SlicedForward
 
     assert isinstance(forward, SlicedForward)
     traces = list(forward.traces.values())

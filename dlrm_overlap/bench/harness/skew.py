@@ -16,7 +16,7 @@ from dlrm_overlap.comm.gate import begin_together
 from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 _WARMUP_STEPS = 3
@@ -83,7 +83,7 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
 
 def _read_trace(forward: Forward) -> tuple[float, float, float]:
     """Return the last step's own work of this rank in ms, and a program's mean times to put and to wait in us."""
-    from dlrm_overlap.embedding.backends.sliced import SlicedForward
+    from dlrm_overlap.embedding.backends.fused import SlicedForward
     from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS
 
     assert isinstance(forward, SlicedForward)

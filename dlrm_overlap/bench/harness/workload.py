@@ -17,9 +17,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.halves import Halves, open_halves
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharder
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables

@@ -24,22 +24,18 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.backends.atomic import AtomicPush
-from dlrm_overlap.embedding.backends.carriers import (
-    GradientCarrier,
+from dlrm_overlap.embedding.backends.fused import SlicedForward
+from dlrm_overlap.embedding.backends.messages import (
     GradientsByCollective,
     PooledByCollective,
-    PooledCarrier,
 )
-from dlrm_overlap.embedding.backends.push import Push, Pushed
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup, ZeroCopyForward
+from dlrm_overlap.embedding.backends.push import AtomicPush, Push, Pushed
 from dlrm_overlap.embedding.backends.puts import GradientsByPuts, PooledByPuts
-from dlrm_overlap.embedding.backends.sliced import SlicedForward
-from dlrm_overlap.embedding.backends.zero_copy import ZeroCopyForward
-from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import Step
+from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable
 from dlrm_overlap.kernels.flags import raise_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns
@@ -55,7 +51,7 @@ class ZeroCopyAcross(ZeroCopyForward):
         self._crossing = Crossing(self.layout, windows.arena.reach, wire)
         self._sent_lookup = DeviceLookup(context, self._crossing.columns_of([self.rank]), self.bad_ids)
         self._sent_tables: list[FeatureTable] = []
-        self._carrier: PooledCarrier = (
+        self._carrier = (
             PooledByPuts(context, windows, self._crossing, self._sent_lookup)
             if context.puts
             else PooledByCollective(context, self._crossing, self._sent_lookup)
@@ -139,7 +135,7 @@ class PushAcross(Push):
         super().__init__(context, windows)
         reach, wire = windows.arena.reach, self.options.wire_dtype
         self._crossing = Crossing(self.layout, reach, wire)
-        self._carrier: GradientCarrier = (
+        self._carrier = (
             GradientsByPuts(context, windows, self._crossing)
             if context.puts
             else GradientsByCollective(context, self._crossing)

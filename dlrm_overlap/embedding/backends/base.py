@@ -11,12 +11,11 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.comm.streams import CurrentStream
+from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.protocol.gradients import GradientLayout
-from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair, WindowSpec
+from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
+from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 
 
 class Half(ABC):  # noqa: B024  its subclasses have the abstract methods

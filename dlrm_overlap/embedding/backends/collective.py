@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.embedding.backends.base import Backward, Forward
-from dlrm_overlap.embedding.backends.host import check_on_host, pool_on_host
+from dlrm_overlap.embedding.backends.cpu import check_on_cpu, pool_on_cpu
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
+from dlrm_overlap.embedding.windows import WindowPair
 
 
 class CollectiveForward(Forward):
@@ -72,15 +73,15 @@ class CollectiveForward(Forward):
         return pooled if self._order is None else pooled.index_select(1, self._order)
 
 
-class HostCollectiveForward(CollectiveForward):
+class CpuCollectiveForward(CollectiveForward):
     """`CollectiveForward` on a CPU, which looks up as the reference does."""
 
     def pool(self, step: Step, send: torch.Tensor) -> None:
         """Pool shard by shard."""
-        check_on_host(self, step)
+        check_on_cpu(self, step)
         for shard, column in self.columns.items():
             weight = self.tables.weight(shard)
-            send[:, column : column + shard.dim] = pool_on_host(shard, weight, step, 0, send.shape[0])
+            send[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, 0, send.shape[0])
 
 
 class CollectiveBackward(Backward):
@@ -134,3 +135,19 @@ def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype
     for sent, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
         torch.mul(columns, scale, out=sent.view(columns.shape))
     return send
+
+
+class DeviceCollectiveForward(CollectiveForward):
+    """`CollectiveForward` with the lookup of `pgas`."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
+        super().__init__(context, windows)
+        self.lookup = DeviceLookup(context, self.columns, self.bad_ids)
+
+    def pool(self, step: Step, send: torch.Tensor) -> None:
+        """Pool by one kernel for each kind of shards."""
+        self.lookup.store(self.lookup.destinations_in(send, step), step, self.lookup.tables())
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded, see `DeviceLookup.check`."""
+        self.lookup.check()

@@ -1,9 +1,9 @@
-"""Ids to the owners of their rows: published by every rank in its window, read by the owners, see `protocol.ids`."""
+"""Ids to the owners of their rows: published by every rank in its window, read by the owners, see `id_layout`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -12,20 +12,88 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.host import meet_on_host, skip_on_host
-from dlrm_overlap.embedding.backends.id_carriers import IdCarrier, IdsByCollective, IdsByPuts
-from dlrm_overlap.embedding.backends.messages import send_window
-from dlrm_overlap.embedding.device.id_pull import Bags, IdPull
-from dlrm_overlap.embedding.device.peers import ready_flags, skip_epoch
+from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
+from dlrm_overlap.embedding.backends.messages import IdsByCollective, send_window
+from dlrm_overlap.embedding.backends.puts import IdsByPuts
+from dlrm_overlap.embedding.crossing import published_window
+from dlrm_overlap.embedding.id_layout import IdLayout
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.crossing import published_window
-from dlrm_overlap.embedding.protocol.ids import IdLayout
-from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.protocol.step import BatchSizes
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import BatchSizes, StepCache
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
+from dlrm_overlap.embedding.windows import WindowPair, ready_flags, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
+from dlrm_overlap.kernels.ids.pull_ids import BLOCK_IDS, Places, Published, place_ids, pull_ids, pull_tasks
+
+Bags = tuple[torch.Tensor, torch.Tensor]
+"""ids, bag after bag, and the offsets of the bags"""
+
+
+class _DevicePlaces(NamedTuple):
+    """What one number of samples needs on the device."""
+
+    places: Places
+    tasks: torch.Tensor
+    total: int
+    """ids of a rank's batch, where lengths are known"""
+    arrived: list[Bags]
+    """where ids arrive: those of even epochs, those of odd ones"""
+
+
+class IdPull:
+    """The kernels that read the ids of some features out of the windows of some ranks, on the device."""
+
+    def __init__(
+        self, ids: IdLayout, windows: WindowPair, sources: range, features: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        """Take the ranks to read from, and of each feature its index in the keys and the rows of its table."""
+        self._ids, self._features, self._sources = ids, features, len(sources)
+        self._device, self._known = windows.arena.device, ids.bound.known_lengths
+        self.record = Record(self._device)
+        numbers = self._tensor(features), self._tensor(rows), self._tensor(ids.capacity)
+        seen = [[published_window(windows.arena, name, rank) for rank in sources] for name in windows.names]
+        addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in seen]
+        self._published = [Published(each, ids.offsets_at, *numbers) for each in addresses]
+        room = ids.arriving(features, self._sources)
+        self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]
+        self._places = StepCache[int, _DevicePlaces]()
+        """by samples of a rank"""
+
+    def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self._device)
+
+    def _places_of(self, samples: int) -> _DevicePlaces:
+        """Return what batches of `samples` need; that allocates memory."""
+        sources, features = self._sources, len(self._features)
+        values = self._values
+        if self._known:
+            firsts, counts, arrivals, starts = self._ids.known_places(self._features, sources, samples)
+            places = Places(self._tensor(firsts), self._tensor(counts), self._tensor([*arrivals, starts[-1]]))
+            offsets = [self._ids.known_offsets(self._features, sources * samples).to(self._device)] * 2
+            values = [each[: starts[-1]] for each in values]
+        else:
+            pairs = features * sources
+            places = Places(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
+            offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
+        capacities = [self._ids.capacity[feature] for feature in self._features]
+        padded = 0 if self._known else self._values[0].numel()
+        tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
+        arrived = list(zip(values, offsets, strict=True))
+        return _DevicePlaces(
+            places, self._tensor(tasks).reshape(len(tasks), 3), self._ids.known_total(samples), arrived
+        )
+
+    def __call__(self, samples: int, parity: int, check: bool) -> Bags:
+        """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""
+        found = self._places.get(samples, self._places_of, samples)
+        published, status = self._published[parity], self.record.status
+        place_ids(published, found.places, status, samples, not self._known, found.total)
+        values, offsets = found.arrived[parity]
+        lengths = not self._known
+        pull_ids(published, found.places, found.tasks, values, offsets, status, samples, lengths=lengths, check=check)
+        return values, offsets
+
 
 _GREATEST_INT32 = 2**31 - 1
 
@@ -158,7 +226,7 @@ def _input(values: torch.Tensor, offsets: torch.Tensor, samples: int) -> KeyedJa
     return KeyedJaggedTensor(keys, values, offsets=offsets, stride=samples)
 
 
-class HostIdExchange(IdExchange):
+class CpuIdExchange(IdExchange):
     """`IdExchange` on CPUs: every rank copies the ids of its tables as the reference does."""
 
     def _fetch(self, samples: int) -> ArrivedIds:
@@ -169,7 +237,7 @@ class HostIdExchange(IdExchange):
         for source in arena.reach.sources:
             for peer in arena.reached:
                 arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
-        meet_on_host(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
+        meet_on_cpu(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
         published = [self._published(rank, samples) for rank in range(self.world_size)]
         shards = reference.pull_ids(published, self.requested, samples)
         self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards, samples)
@@ -181,7 +249,7 @@ class HostIdExchange(IdExchange):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
-        skip_on_host(self.windows, self.options.wait_timeout_s)
+        skip_on_cpu(self.windows, self.options.wait_timeout_s)
 
     def _published(self, rank: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         window, keys = published_window(self.windows.arena, self.windows.name, rank), self.ids.keys
@@ -231,11 +299,11 @@ class DeviceIdExchange(IdExchange):
         self._pull_own: IdPull | None = None
         if self.replicated:
             self._pull_own = IdPull(ids, windows, range(self.rank, self.rank + 1), self.replicated, rows[1])
-        self._carrier: IdCarrier | None = None
+        self._carrier: IdsByPuts | IdsByCollective | None = None
         if not windows.arena.reach.whole:
             self._carrier = (IdsByPuts if context.puts else IdsByCollective)(context, windows)
         counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
-        self._flags = ready_flags(windows, counts, self._pull.record.status, self.options)
+        self._flags = ready_flags(windows, counts, self._pull.record.status, self.options.wait_timeout_s)
 
     def _fetch(self, samples: int) -> ArrivedIds:
         self.check()
@@ -256,7 +324,7 @@ class DeviceIdExchange(IdExchange):
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
         if self._carrier is None or not self._carrier.skip(self._pull.record.status):
-            skip_epoch(self.windows, self._pull.record.status, self.options)
+            skip_epoch(self.windows, self._pull.record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:
         """Raise what a kernel has recorded.

@@ -10,14 +10,14 @@ from abc import abstractmethod
 import torch
 
 from dlrm_overlap.embedding.backends.base import Half
-from dlrm_overlap.embedding.backends.host import pool_on_host
-from dlrm_overlap.embedding.device.lookup import DeviceLookup
-from dlrm_overlap.embedding.device.row_ranges import InputRows, in_readable_rows
+from dlrm_overlap.embedding.backends.cpu import pool_on_cpu
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step, lengths_and_ids
-from dlrm_overlap.embedding.protocol.windows import WindowPair
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
+from dlrm_overlap.embedding.steps import BatchSizes, Step, lengths_and_ids
 from dlrm_overlap.embedding.tables import BadIds
+from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
@@ -59,14 +59,14 @@ class LocalLookup(Half):
         """Make all that is issued on the current stream from now on see the rows' gradients."""
 
 
-class HostLocalLookup(LocalLookup):
+class CpuLocalLookup(LocalLookup):
     """`LocalLookup` on a CPU, which pools and updates as the reference does."""
 
     def pool(self, step: Step) -> None:
         """Pool one feature after the other into this rank's window."""
         own, window = self.own(step), self.windows.local
         for shard, column in self.columns.items():
-            pooled = pool_on_host(shard, self.replicated.weight(shard), own, 0, own.batch.total)
+            pooled = pool_on_cpu(shard, self.replicated.weight(shard), own, 0, own.batch.total)
             first = self.leading + column
             window[: own.batch.total, first : first + shard.dim] = pooled
 

@@ -1,5 +1,13 @@
-"""Messages between hosts: on GPUs each way of a step in one call, NCCL's grouped sends and receives; on CPUs group
-by group, by gloo, as groups are finished.
+"""Messages between hosts by a collective: on GPUs each way of a step in one call, NCCL's grouped sends and receives;
+on CPUs group by group, by gloo, as groups are finished.
+
+A backend on GPUs has a carrier for each way: one of these, or one of `puts`, which has the same methods:
+
+    send        fills the messages on the current stream, and may send some
+    receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
+    put         of pooled embeddings: stores a message that has arrived into the windows of this host's ranks
+    arrived     of gradients: returns a message that has arrived, for which the current stream waits
+    skip        takes an epoch without messages, if messages have epochs; else it returns False
 """
 
 from collections.abc import Callable, Sequence
@@ -8,9 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.crossing import Message, Messages, arriving_windows
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels.arguments import FeatureTable, Windows
+from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.grouping import Grouping
 
 Fill = Callable[[Message, torch.Tensor, range], None]
@@ -124,3 +136,100 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
     assert work is not None
     work.wait()
     arriving_windows(windows.arena, windows.name).copy_(received)
+
+
+Pack = Callable[[Message, torch.Tensor], None]
+"""Fills a message [rows, pitch] of gradients, on the current stream."""
+
+
+class _ByCollective:
+    """What all carriers by a collective have alike: nothing to record or to release, and no epochs."""
+
+    def skip(self, status: torch.Tensor) -> bool:
+        """Return False: an epoch without messages takes no collective, and each host skips it alone."""
+        return False
+
+    def check(self) -> None:
+        """Do nothing: a collective records no fault."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+def rows_of_ranks(rows: torch.Tensor, host: range, batch: BatchSizes) -> Windows:
+    """Return where the rows of each rank of `host` begin in a message [rows, pitch] to it, as windows to pool into."""
+    begin, row_bytes = batch.first_sample[host.start], rows.shape[1] * rows.element_size()
+    addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in host]
+    return Windows(torch.tensor(addresses, dtype=torch.int64, device=rows.device), rows.shape[1], rows.dtype)
+
+
+class PooledByCollective(_ByCollective):
+    """Pooled embeddings in one call of the group's backend, when all are pooled."""
+
+    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: DeviceLookup) -> None:
+        self._crossing, self._lookup = crossing, lookup
+        self._buffers = MessageBuffers(context, crossing.pooled(context.largest_batch))
+        self._windows = StepCache[BatchSizes, list[tuple[range, Windows]]]()
+
+    def send(self, step: Step, tables: list[FeatureTable]) -> None:
+        """Pool into the messages; `receive` sends them."""
+        for host, windows in self._windows.get(step.batch, self._windows_of, step.batch):
+            self._lookup.store(windows, step, tables, host)
+
+    def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
+        """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
+        by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
+        return [
+            (host, rows_of_ranks(by_host[host].within(self._buffers.sent), host, batch))
+            for host in self._crossing.reach.others
+            if host in by_host
+        ]
+
+    def receive(self, step: Step) -> None:
+        """Send all messages and receive the other hosts', in one call."""
+        self._buffers.exchange(self._crossing.pooled(step.batch)).wait()
+
+    def put(
+        self, step: Step, slot: int, place: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
+    ) -> None:
+        """Store a message that has arrived into the windows of this host's ranks."""
+        rows = self._crossing.pooled(step.batch).received[slot].within(self._buffers.received)
+        put_columns(rows, place, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
+
+
+class GradientsByCollective(_ByCollective):
+    """Gradients in one call of the group's backend."""
+
+    def __init__(self, context: ExchangeContext, crossing: Crossing) -> None:
+        self._crossing = crossing
+        self._work: Any = None
+        self._buffers = MessageBuffers(context, crossing.gradients(context.largest_batch))
+
+    def send(self, step: Step, pack: Pack) -> None:
+        """Fill the messages, and start to exchange them."""
+        messages = self._crossing.gradients(step.batch)
+        for message in messages.sent:
+            if message.elements:
+                pack(message, message.within(self._buffers.sent))
+        self._work = self._buffers.exchange(messages)
+
+    def receive(self, step: Step) -> None:
+        """Wait until all messages are here, and those of this rank are sent."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
+        """Return a message that `receive` has waited for."""
+        return self._crossing.gradients(step.batch).received[slot].within(self._buffers.received)
+
+
+class IdsByCollective(_ByCollective):
+    """Published windows of ids, all in one call of the group's backend."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        self._group, self._windows = context.group, windows
+
+    def bring(self) -> None:
+        """Send this rank's window to each other host, and receive theirs, in one call."""
+        send_window(self._windows, self._group)

@@ -18,14 +18,12 @@ import torch
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.comm.streams import CurrentStream, OnStream
 from dlrm_overlap.embedding.backends.base import WindowBackward
-from dlrm_overlap.embedding.device.peers import peer_windows, ready_flags, skip_epoch
-from dlrm_overlap.embedding.device.row_ranges import InputRows, UpdateRange, in_readable_rows
-from dlrm_overlap.embedding.device.rules import DeviceRules
+from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
+from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.cache import StepCache
-from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import Step, StepCache
+from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
+from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -66,7 +64,7 @@ class Push(WindowBackward):
         self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
-        self._peers = peer_windows(windows, 0, self.options)  # gradients have no rows of one stride
+        self._peers = peer_windows(windows, 0, self.options.wire_dtype)  # gradients have no rows of one stride
         self._local = [windows.arena.local(name) for name in windows.names]
         self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
         """the waits for the gradients up to each part, called with the epoch"""
@@ -87,7 +85,8 @@ class Push(WindowBackward):
         """Return the wait for the flags of the parts up to `part`, of all ranks that this one awaits."""
         counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device="cpu")
         counts[self.rank] *= self.awaits_itself
-        return awaiting_flags(ready_flags(self.windows, counts, self._record.status, self.options), self.rank)
+        flags = ready_flags(self.windows, counts, self._record.status, self.options.wait_timeout_s)
+        return awaiting_flags(flags, self.rank)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int]) -> ShardTable:
         """Return what of a gradient, whose columns `column` tells, goes where, for the shards of one dim reached."""
@@ -268,7 +267,7 @@ class Push(WindowBackward):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
-        skip_epoch(self.windows, self._record.status, self.options)
+        skip_epoch(self.windows, self._record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:
         """Raise what a wait has recorded.
@@ -283,3 +282,21 @@ class Push(WindowBackward):
         self._peers, self._local, self._awaiting = [], [], []
         self.own.launches.clear()
         super().close()
+
+
+class AtomicPush(Push):
+    """The ablation `atomic`: SGD by atomic additions, in whatever order they come, so not deterministic.
+
+    The ids need no sort. Source: Chen et al. 2024, where it is future work.
+    """
+
+    def prepare(self, step: Step) -> None:
+        """Nothing needs the ids alone."""
+
+    def update_range(
+        self, step: Step, number: int, rows: InputRows, updated: UpdateRange, window: torch.Tensor
+    ) -> None:
+        """Add the gradients in this rank's `window` to the rows of one range."""
+        ids = step.inputs[rows.input]
+        features, rule = (rows.input_features, updated.first, updated.end), self.rule(step, updated)
+        add_to_rows(ids.values(), ids.offsets(), step.batch.total, *features, updated.rows, window, rule)

@@ -1,25 +1,203 @@
-"""Messages between hosts that kernels put, part by part: no collective and no host is in their way.
+"""Messages between hosts that kernels put, part by part: no collective and no CPU is in their way.
 
-`message_heap` has their memory, and why nobody overwrites it too early.
+A rank has a heap for each kind of message, pooled embeddings, their gradients and ids (`comm.network`), alike on all
+ranks:
+
+    signals, twice        [slots, parts] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
+    sent, twice           a message to each other host is staged here, in the one of even epochs or of odd ones; once
+                          for all of them if they are the same
+    received, twice       a message of each rank that sends here arrives here, likewise
+
+Step e uses the memory of e mod 2. Its messages may be staged and put when those of step e - 2 have been read. Rank S
+sends to R of another host, and Q takes R's message to the host of S. S begins step e after all flags of e - 1, R's
+among them. Q has raised that one when the signals of R's message of e - 1 had come. R has put that message after its
+own step e - 2, which R ends when it has read all that was sent to it for e - 2, by S as well. So S knows that R has
+read its message of e - 2, and therefore that the put has read the staged memory. This holds if each rank sends to each
+other host in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of part 0
+goes alone.
 """
+
+from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.embedding.backends.carriers import GradientCarrier, Pack, PooledCarrier, rows_of_ranks
-from dlrm_overlap.embedding.backends.message_heap import MessageHeap
-from dlrm_overlap.embedding.device.lookup import DeviceLookup
+from dlrm_overlap.comm.network import open_heap
+from dlrm_overlap.comm.record import Record
+from dlrm_overlap.embedding.backends.messages import Pack, rows_of_ranks
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.cache import StepCache
-from dlrm_overlap.embedding.protocol.crossing import Crossing
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, ready_flags
 from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
+from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
+from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+
+_ALIGNMENT_BYTES = 256
 
 
-class PooledByPuts(PooledCarrier):
+class MessageHeap:
+    """Where the messages of one direction are in this rank's heap, and at the ranks that take them."""
+
+    def __init__(
+        self,
+        context: ExchangeContext,
+        windows: WindowPair,
+        runs: int,
+        shapes: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        staged_once: bool = False,
+    ) -> None:
+        """Make the heap; a collective.
+
+        Args:
+            windows: of the direction, whose epochs are the messages'.
+            runs: that a message has at most.
+            shapes: the rows and the pitch of the largest messages of any ranks, whose runs are alike.
+            dtype: of a message's elements.
+            staged_once: the messages of a step are the same for all hosts.
+        """
+        self.reach, self._windows, self._options = windows.arena.reach, windows, context.options
+        self._dtype, self._item = dtype, dtype.itemsize
+        self._slots = max(1, self.reach.most_taken)
+        takers = [self.reach.relay(self.reach.rank, host) for host in self.reach.others]
+        self._slot_at = {peer: self.reach.taken_by(peer).index(self.reach.rank) for peer in takers}
+        """which of a peer's slots is this rank's"""
+        self._staged = 1 if staged_once else len(self.reach.hosts) - 1
+        largest = max(rows * pitch * self._item for rows, pitch in shapes)
+        self._slot_bytes = -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.most_parts = max(runs * self.parts(rows // runs, pitch).each for rows, pitch in shapes)
+        signals = 2 * self._slots * self.most_parts * 8
+        self._first_sent = -(-signals // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._first_received = self._first_sent + 2 * self._staged * self._slot_bytes
+        size_bytes = self._first_received + 2 * self._slots * self._slot_bytes
+        self._heap = open_heap(size_bytes, context.group, context.device)
+        self.network, self._begin = self._heap.network, self._heap.local.data_ptr()
+        self._record = Record(context.device)
+        self.waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
+
+    def parts(self, longest: int, pitch: int) -> Parts:
+        """Return how a message of rows of `pitch` elements is cut whose longest run has `longest` rows."""
+        return Parts.of(longest, pitch * self._item, self._options.aggregate_bytes)
+
+    def _signals_at(self, slot: int, parity: int) -> int:
+        return self._begin + (parity * self._slots + slot) * self.most_parts * 8
+
+    def _sent_at(self, number: int, parity: int) -> int:
+        return self._first_sent + (parity * self._staged + min(number, self._staged - 1)) * self._slot_bytes
+
+    def _received_at(self, slot: int, parity: int) -> int:
+        return self._first_received + (parity * self._slots + slot) * self._slot_bytes
+
+    def _rows_at(self, offset: int, message: Message) -> torch.Tensor:
+        memory = self._heap.local[offset : offset + message.elements * self._item]
+        return memory.view(self._dtype).view(message.rows, message.pitch)
+
+    def staged(self, number: int, message: Message, parity: int) -> torch.Tensor:
+        """Return [rows, pitch]: where the message to the `number`-th other host is staged in epochs of `parity`."""
+        return self._rows_at(self._sent_at(number, parity), message)
+
+    def outgoing(self, number: int, message: Message, parity: int) -> Outgoing:
+        """Return where that message is staged, where it arrives and who takes it, as kernels are told."""
+        slot = self._slot_at[message.peer]
+        sent, signals = self._sent_at(number, parity), self._signals_at(slot, parity)
+        return Outgoing(self._begin + sent, self._received_at(slot, parity) - sent, signals, message.peer)
+
+    def arrived(self, slot: int, message: Message, parity: int) -> torch.Tensor:
+        """Return [rows, pitch]: where the message of the `slot`-th rank that sends here arrives."""
+        return self._rows_at(self._received_at(slot, parity), message)
+
+    def incoming(self, slot: int, message: Message, parity: int) -> Incoming:
+        """Return where that message arrives and who sends it, as kernels are told."""
+        address = self._begin + self._received_at(slot, parity)
+        return Incoming(address, self._signals_at(slot, parity), message.peer)
+
+    @property
+    def parity(self) -> int:
+        """Which of the heap's two windows the current epoch uses: 0 or 1."""
+        return self._windows.epoch % 2
+
+    def put(self, number: int, message: Message, rows: int) -> None:
+        """Put a message that is staged, as one run of `rows` rows, on the current stream; its signal alone if none."""
+        counter, out = self._windows.counter, self.outgoing(number, message, self.parity)
+        parts = self.parts(rows, message.pitch)
+        put_message(self.network, out, rows, message.pitch * self._item, parts, counter.word, counter.argument)
+
+    def await_run(self, slot: int, message: Message, rows: int) -> None:
+        """Make the current stream wait for a message of one run of `rows` rows, which `put` has sent."""
+        self._await(slot, message, rows, None)
+
+    def await_runs(self, slot: int, message: Message, longest: int, first_sample: torch.Tensor) -> None:
+        """Make the current stream wait for a message whose runs are the samples of this host's ranks.
+
+        Args:
+            longest: rows of the longest run of any message.
+            first_sample: [ranks + 1] int32 of these ranks.
+        """
+        self._await(slot, message, longest, first_sample)
+
+    def _await(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None) -> None:
+        counter, arriving = self._windows.counter, self.incoming(slot, message, self.parity)
+        parts, epoch = self.parts(rows, message.pitch), counter.argument
+        await_message(self.network, arriving, rows, parts, self.waiting, counter.word, epoch, first_sample)
+
+    def skip(self, messages: Messages, status: torch.Tensor) -> None:
+        """Take an epoch in which messages are signals alone, on the current stream."""
+        pair, reach = self._windows, self.reach
+        everyone = one_flag_each(range(pair.arena.world_size), pair.arena.world_size)
+        flags = ready_flags(pair, everyone, status, self._options.wait_timeout_s)
+        pair.begin()
+        for number, message in enumerate(messages.sent):
+            self.put(number, message, 0)
+        raise_flags(flags, reach.rank, 0, pair.counter.argument)
+        for slot, message in enumerate(messages.received):
+            self.await_run(slot, message, 0)
+            raise_flags(flags, message.peer, 0, pair.counter.argument)
+        wait_flags(flags, reach.rank, pair.counter.argument)
+
+    def check(self) -> None:
+        """Raise what a wait has recorded.
+
+        Raises:
+            ExchangeTimeoutError: if it has expired.
+        """
+        self._record.raise_expired(self._options.wait_timeout_s, "part")
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._heap.close()
+
+
+class _ByPuts:
+    """What all carriers by puts have alike: a heap, and an epoch of signals alone."""
+
+    _heap: MessageHeap
+
+    def _without_rows(self) -> Messages:
+        """Return the messages of an epoch in which nothing is sent."""
+        raise NotImplementedError
+
+    def receive(self, step: Step) -> None:
+        """Do nothing: each message is awaited where it is passed on."""
+
+    def skip(self, status: torch.Tensor) -> bool:
+        """Take an epoch in which signals go alone."""
+        self._heap.skip(self._without_rows(), status)
+        return True
+
+    def check(self) -> None:
+        """Raise what a wait for a part has recorded."""
+        self._heap.check()
+
+    def close(self) -> None:
+        """Give the heap back."""
+        self._heap.close()
+
+
+class PooledByPuts(_ByPuts):
     """Pooled embeddings to other hosts, by the kernel that pools them."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, crossing: Crossing, lookup: DeviceLookup) -> None:
@@ -35,6 +213,9 @@ class PooledByPuts(PooledCarrier):
         self._gathered = [Gathered.of(parts, longest_wait_us, context.device) for _ in reach.others]
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
         """by number of the other host and parity, where its ranks' rows begin in the message to it"""
+
+    def _without_rows(self) -> Messages:
+        return self._crossing.pooled(BatchSizes.of((0,) * self._windows.arena.world_size))
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool for the other hosts, the next one first, and put parts, gathered in groups."""
@@ -74,9 +255,6 @@ class PooledByPuts(PooledCarrier):
             if message.elements
         }
 
-    def receive(self, step: Step) -> None:
-        """Each message is awaited where it is passed on."""
-
     def put(
         self, step: Step, slot: int, place: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
     ) -> None:
@@ -89,22 +267,13 @@ class PooledByPuts(PooledCarrier):
         rows = heap.arrived(slot, message, heap.parity)
         put_columns(rows, place, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
-    def skip(self, status: torch.Tensor) -> bool:
-        """Take an epoch in which signals go alone."""
-        self._heap.skip(self._crossing.pooled(_nobody(self._windows)), status)
-        return True
-
-    def check(self) -> None:
-        """Raise what a wait for a part has recorded."""
-        self._heap.check()
-
     def close(self) -> None:
         """Give the heap back."""
         self._tables.clear()
-        self._heap.close()
+        super().close()
 
 
-class GradientsByPuts(GradientCarrier):
+class GradientsByPuts(_ByPuts):
     """Gradients to other hosts: packed by PyTorch, put by a kernel."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, crossing: Crossing) -> None:
@@ -113,6 +282,9 @@ class GradientsByPuts(GradientCarrier):
         self._heap = MessageHeap(context, windows, 1, shapes, context.options.wire_dtype)
         self._windows, self._crossing = windows, crossing
 
+    def _without_rows(self) -> Messages:
+        return self._crossing.gradients(BatchSizes.of((0,) * self._windows.arena.world_size))
+
     def send(self, step: Step, pack: Pack) -> None:
         """Let `pack` fill each message, and put it."""
         for number, message in enumerate(self._crossing.gradients(step.batch).sent):
@@ -120,29 +292,45 @@ class GradientsByPuts(GradientCarrier):
                 pack(message, self._heap.staged(number, message, self._heap.parity))
             self._heap.put(number, message, message.rows if message.elements else 0)
 
-    def receive(self, step: Step) -> None:
-        """Each message is awaited where it is passed on."""
-
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
         message = self._crossing.gradients(step.batch).received[slot]
         self._heap.await_run(slot, message, message.rows if message.elements else 0)
         return self._heap.arrived(slot, message, self._heap.parity)
 
-    def skip(self, status: torch.Tensor) -> bool:
-        """Take an epoch in which signals go alone."""
-        self._heap.skip(self._crossing.gradients(_nobody(self._windows)), status)
-        return True
 
-    def check(self) -> None:
-        """Raise what a wait for a part has recorded."""
-        self._heap.check()
-
-    def close(self) -> None:
-        """Give the heap back."""
-        self._heap.close()
+_ROW_WORDS = 256  # a window has no rows of its own, but puts count in rows
 
 
-def _nobody(windows: WindowPair) -> BatchSizes:
-    """Return the sizes of a batch without samples, whose messages are empty."""
-    return BatchSizes.of((0,) * windows.arena.world_size)
+class IdsByPuts(_ByPuts):
+    """Windows put by kernels, and copied out of the heap to where the ranks of this host read them."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        reach, self._windows = windows.arena.reach, windows
+        rows = -(-windows.local.numel() // _ROW_WORDS)
+
+        def message(peer: int) -> Message:
+            return Message(peer, reach.host_of(peer), 0, rows, _ROW_WORDS)
+
+        other_hosts = [host for host in reach.hosts if host != reach.here]
+        self._messages = Messages(
+            sent=[message(reach.relay(reach.rank, host)) for host in other_hosts],
+            received=[message(source) for source in reach.sources],
+        )
+        self._heap = MessageHeap(context, windows, 1, [(rows, _ROW_WORDS)], torch.int32, staged_once=True)
+
+    def _without_rows(self) -> Messages:
+        return self._messages
+
+    def bring(self) -> None:
+        """Stage the window once, put it to each host, and take what comes, source by source."""
+        heap, window, (sent, received) = self._heap, self._windows.local.flatten(), self._messages
+        words, parity = window.numel(), heap.parity
+        heap.staged(0, sent[0], parity).flatten()[:words].copy_(window)
+        for number, message in enumerate(sent):
+            heap.put(number, message, message.rows)
+        arriving = arriving_windows(self._windows.arena, self._windows.name)
+        for slot, message in enumerate(received):
+            heap.await_run(slot, message, message.rows)
+            here = arriving[slot * words : (slot + 1) * words]
+            here.copy_(heap.arrived(slot, message, parity).flatten()[:words])

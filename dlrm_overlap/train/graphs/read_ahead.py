@@ -11,7 +11,7 @@ from torch import nn
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.train.graphs.captured import Streams
 from dlrm_overlap.train.graphs.parts import exchange_of

@@ -33,7 +33,7 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.stores import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.train.graphs.captured import CapturedStep, Streams
 from dlrm_overlap.train.graphs.dense_step import DenseStep

@@ -22,8 +22,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from tests.gpu.exchange.place import Place
 

@@ -21,8 +21,8 @@ from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
 from dlrm_overlap.bench.stage_request import BackwardRequest
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.backends.host import HostPush
-from dlrm_overlap.embedding.protocol.step import Step
+from dlrm_overlap.embedding.backends.cpu import CpuPush
+from dlrm_overlap.embedding.steps import Step
 from tests.agreement import assert_same
 from tests.distributed.workers import ranks_here
 
@@ -143,16 +143,16 @@ def test_a_push_prepared_once_serves_every_step(
     """What a backward made of a batch's ids is handed to every step on that batch; exposed, each step makes it."""
     handed: list[int] = []
 
-    def prepare(_: HostPush, step: Step) -> None:
+    def prepare(_: CpuPush, step: Step) -> None:
         step.runs = [step.inputs]
 
-    def start(_: HostPush, step: Step, gradient: torch.Tensor) -> None:
+    def start(_: CpuPush, step: Step, gradient: torch.Tensor) -> None:
         handed.append(len(step.runs))
         step.runs = []  # used up
 
-    monkeypatch.setattr(HostPush, "prepare", prepare)
-    monkeypatch.setattr(HostPush, "start", start)
-    monkeypatch.setattr(HostPush, "finish", lambda *_: None)
+    monkeypatch.setattr(CpuPush, "prepare", prepare)
+    monkeypatch.setattr(CpuPush, "start", start)
+    monkeypatch.setattr(CpuPush, "finish", lambda *_: None)
     made = backward.make_contenders(config.embedding, workload, optimizer, batches)
     for push in made[1:3]:
         for batch in (*batches, *batches):

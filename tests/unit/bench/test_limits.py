@@ -5,7 +5,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.limits import Limit, count_bytes, count_update
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
 
 
 def _shard(owner: int, dim: int, feature: int = 0) -> FeatureShard:

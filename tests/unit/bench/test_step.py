@@ -19,7 +19,7 @@ from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, c
 from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, shards_of
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.traffic import DenseCounts, DividedCounts, count_dense, count_divided
 from dlrm_overlap.train.model import build_model
 from tests.conftest import read_rows

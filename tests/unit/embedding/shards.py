@@ -2,7 +2,7 @@
 
 import torch
 
-from dlrm_overlap.embedding.protocol.layout import FeatureShard
+from dlrm_overlap.embedding.layout import FeatureShard
 
 
 def make_shard(name: str, owner: int, dim: int, **where: int) -> FeatureShard:

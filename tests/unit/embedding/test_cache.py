@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from dlrm_overlap.embedding.protocol import cache
-from dlrm_overlap.embedding.protocol.cache import StepCache
+from dlrm_overlap.embedding import steps
+from dlrm_overlap.embedding.steps import StepCache
 
 
 class _Made:
@@ -17,13 +17,13 @@ class _Made:
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    with patch.multiple(cache, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
+    with patch.multiple(steps, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST", 3)
+    monkeypatch.setattr(steps, "_MOST", 3)
 
 
 def _asked(known: StepCache[int, _Made], *keys: int) -> list["weakref.ref[_Made]"]:
@@ -85,8 +85,8 @@ def test_making_may_forget_what_was_made_before() -> None:
 
 
 def test_no_capture_is_asked_for_where_cuda_is_not() -> None:
-    with patch.object(cache, "is_initialized", lambda: False):
-        assert not cache.is_capturing()
+    with patch.object(steps, "is_initialized", lambda: False):
+        assert not steps.is_capturing()
 
 
 def test_what_is_made_is_made_of_the_arguments_of_its_first_request() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding.protocol.crossing import Crossing, Message
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes
+from dlrm_overlap.embedding.crossing import Crossing, Message
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.steps import BatchSizes
 
 DIMS = [[], [12], [4], [8, 4], [20]]  # of each rank's shards
 HOSTS = (range(2), range(2, 4), range(4, 5))

@@ -11,12 +11,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
+from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends.base import Forward, WindowForward
-from dlrm_overlap.embedding.backends.host import HostPush
+from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.protocol import cache
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
-from dlrm_overlap.embedding.protocol.windows import WindowHeldError
+from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.windows import WindowHeldError
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Tuning
 from dlrm_overlap.kernels.launches import Launch
@@ -199,8 +199,8 @@ def test_rows_are_updated_in_autograds_order(world_of_one: dist.ProcessGroup, mo
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, "pgas", copy_output=True)
     sent: list[int] = []
-    monkeypatch.setattr(HostPush, "start", lambda _, step, gradient: sent.append(step.number))
-    monkeypatch.setattr(HostPush, "finish", lambda _, step: sent.append(-step.number))
+    monkeypatch.setattr(CpuPush, "start", lambda _, step, gradient: sent.append(step.number))
+    monkeypatch.setattr(CpuPush, "finish", lambda _, step: sent.append(-step.number))
     (first, _), (second, _) = (stage.inputs(number, (5,)) for number in range(2))
     exchange.steps = 7  # a run that resumes
     awaitables = [exchange.start(inputs, (5,)) for inputs in (first, second)]
@@ -435,7 +435,7 @@ def _move(stage: Stage, *moved: str) -> None:
 def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
     world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_MOST", 2)
+    monkeypatch.setattr(steps, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
     options = ExchangeOptions(backend=backend, put="stores", slice_bags=2, trace=True, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
@@ -448,7 +448,7 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 
     with without_streams(), monkeypatch.context() as capture:
         capture.setattr(Launch, "__call__", launch)
-        capture.setattr(cache, "is_capturing", lambda: True)
+        capture.setattr(steps, "is_capturing", lambda: True)
         _assert_pooled(stage, forward, 0, 3, torch.int64, factor=1)
     with without_streams():
         read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached))

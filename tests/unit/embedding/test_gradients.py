@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.embedding.protocol import gradients
-from dlrm_overlap.embedding.protocol.gradients import GradientLayout
-from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding import layout as layouts
+from dlrm_overlap.embedding.layout import GradientLayout, Layout
 from tests.unit.embedding.shards import make_shard
 
 # Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
@@ -26,8 +25,8 @@ LAYOUT = Layout(SHARDS, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
 
 def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) -> GradientLayout:
     window_bytes = max(layout.owner_dims) * 5 * layout.world_size * 4
-    patch.setattr(gradients, "_MOST_PARTS", parts)
-    patch.setattr(gradients, "_PART_BYTES", window_bytes // parts)
+    patch.setattr(layouts, "_MOST_PARTS", parts)
+    patch.setattr(layouts, "_PART_BYTES", window_bytes // parts)
     made = GradientLayout(layout, 5, torch.float32)
     assert made.parts == parts
     return made
@@ -62,11 +61,11 @@ def test_parts_go_by_columns_the_first_half_as_long(monkeypatch: pytest.MonkeyPa
 
 def test_only_large_windows_are_cut() -> None:
     assert GradientLayout(LAYOUT, 5, torch.float32).parts == 1
-    columns, enough = max(LAYOUT.owner_dims) * 3, 2 * gradients._PART_BYTES
+    columns, enough = max(LAYOUT.owner_dims) * 3, 2 * layouts._PART_BYTES
     samples = -(-enough // (4 * columns))
     assert GradientLayout(LAYOUT, samples, torch.float32).parts == 2
     assert GradientLayout(LAYOUT, samples, torch.bfloat16).parts == 1, "half the bytes"
-    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == gradients._MOST_PARTS
+    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == layouts._MOST_PARTS
     assert GradientLayout(LAYOUT, 1000 * samples, torch.float32, most_parts=2).parts == 2
 
 
@@ -81,8 +80,8 @@ def _weighted(patch: pytest.MonkeyPatch, parts: int, bag_ids: dict[str, float]) 
     """Return the layout of five tables of one size on rank 0, and one on rank 1, cut in parts."""
     shards = [make_shard(name, 0, 4, feature=i, table=i) for i, name in enumerate("abcde")]
     layout = Layout([*shards, make_shard("f", 1, 4)], list("abcdef"), world_size=2)
-    patch.setattr(gradients, "_MOST_PARTS", parts)
-    patch.setattr(gradients, "_PART_BYTES", 1)
+    patch.setattr(layouts, "_MOST_PARTS", parts)
+    patch.setattr(layouts, "_PART_BYTES", 1)
     return GradientLayout(layout, 5, torch.float32, bag_ids)
 
 
@@ -109,8 +108,8 @@ def test_a_table_of_a_quarter_of_the_ids_is_not_heavy(monkeypatch: pytest.Monkey
 def test_features_of_one_table_are_heavy_together(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = [make_shard("a", 0, 4), make_shard("b", 0, 4, feature=1, table=1)]
     shards += [make_shard("c", 0, 4, feature=2, table=1), make_shard("d", 0, 4, feature=3, table=2)]
-    monkeypatch.setattr(gradients, "_MOST_PARTS", 3)
-    monkeypatch.setattr(gradients, "_PART_BYTES", 1)
+    monkeypatch.setattr(layouts, "_MOST_PARTS", 3)
+    monkeypatch.setattr(layouts, "_PART_BYTES", 1)
     ids = {"a": 3.5, "b": 1.0, "c": 1.0, "d": 3.5}
     made = GradientLayout(Layout(shards, list("abcd"), world_size=1), 5, torch.float32, ids)
     assert made._in_order(0) == [[shards[0]], [shards[3]], [shards[1], shards[2]]]

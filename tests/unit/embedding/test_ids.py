@@ -5,8 +5,8 @@ import torch
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout, joined
-from dlrm_overlap.embedding.protocol.layout import Layout
+from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
+from dlrm_overlap.embedding.layout import Layout
 from tests.unit.embedding.shards import make_shard
 
 # Rank 0 owns the table of f and a half of that of g, rank 1 the other half; rank 2 owns nothing.

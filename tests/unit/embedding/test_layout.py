@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from tests.unit.embedding.shards import make_shard
 
 # The model's order. Rank 0 holds `wide` in two shards of its four, a table of two features, in two lookups; rank 1

@@ -13,15 +13,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
-from dlrm_overlap.embedding.backends.local import DeviceLocalLookup, HostLocalLookup, LocalLookup
+from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
+from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.protocol.ids import BatchBound, IdLayout
-from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard, Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair, WindowSpec
 from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from tests.agreement import assert_near
 from tests.distributed.interpreted import without_streams
 from tests.unit.embedding.shards import make_shard
@@ -110,7 +110,7 @@ def _added(
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-@pytest.mark.parametrize("kind", [HostLocalLookup, DeviceLocalLookup])
+@pytest.mark.parametrize("kind", [CpuLocalLookup, DeviceLocalLookup])
 def test_pooled_embeddings_and_gradients(
     world_of_one: dist.ProcessGroup, kind: type[LocalLookup], padding: int
 ) -> None:
@@ -179,7 +179,7 @@ def test_prepared_launches_serve_their_sizes_types_and_gradients_alone(world_of_
     assert launches == [[1] * ranges, [1] * ranges, [2] * ranges, [2] * ranges, [1] * ranges]
 
 
-@pytest.mark.parametrize("kind", [HostIdExchange, DeviceIdExchange])
+@pytest.mark.parametrize("kind", [CpuIdExchange, DeviceIdExchange])
 def test_ids_of_this_rank_are_found_and_checked(world_of_one: dist.ProcessGroup, kind: type[IdExchange]) -> None:
     context, given = _context(world_of_one), _ids(padding=0)
     assert context.ids is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.embedding.device.row_ranges import in_readable_rows
+from dlrm_overlap.embedding.backends.rows import in_readable_rows
 from tests.agreement import assert_same
 
 _ROWS = torch.arange(48.0).view(4, 12)

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import torch
 
-from dlrm_overlap.embedding.device.rules import DeviceRules
-from dlrm_overlap.embedding.protocol import cache
-from dlrm_overlap.embedding.protocol.step import UpdateRule
+from dlrm_overlap.embedding import steps
+from dlrm_overlap.embedding.backends.rows import DeviceRules
+from dlrm_overlap.embedding.steps import UpdateRule
 
 
 def _rules(*learning_rates: float, eps: float = 0.5) -> list[UpdateRule]:
@@ -32,7 +32,7 @@ def test_an_eager_step_keeps_the_numbers_of_its_forward() -> None:
 
 def test_a_schedule_does_not_fill_the_memory() -> None:
     device = _device_rules()
-    with patch.object(cache, "_MOST", 3):
+    with patch.object(steps, "_MOST", 3):
         made = [device.numbers(_rules(float(rate)), 0) for rate in range(10)]
     assert [numbers.tolist() for numbers in made] == [[float(rate), 0.5] for rate in range(10)]
     assert len(device._by_value) <= 3

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counters
-from dlrm_overlap.embedding.protocol.windows import WindowHeldError, WindowPair, WindowSpec
+from dlrm_overlap.embedding.windows import WindowHeldError, WindowPair, WindowSpec
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.train.graphs.static_batch import StaticBatch, leaves_of, on_device
 from tests.agreement import assert_same
 

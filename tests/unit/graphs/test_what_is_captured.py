@@ -34,7 +34,7 @@ from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.embedding.protocol.ids import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import pipeline

@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.options import PUTS
-from dlrm_overlap.embedding.protocol import cache
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near
@@ -102,7 +102,7 @@ def _others_between(place: Place) -> Iterator[Between]:
             _evaluate(place, trainer, _SIZES)
             held.extend(_fill_freed(place, trainer))
 
-    with patch.object(cache, "_MOST", _MOST):
+    with patch.object(steps, "_MOST", _MOST):
         yield between
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from dlrm_overlap.embedding.options import PUTS, ExchangeOptions
-from dlrm_overlap.embedding.protocol.windows import WindowHeldError
+from dlrm_overlap.embedding.windows import WindowHeldError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly

@@ -1,19 +1,25 @@
-"""The lookup on GPUs: which kernels pool this rank's bags, where each finds its rows, and ids outside their table."""
+"""`pgas` on GPUs: the kernel that pools stores straight into the peers' windows.
+
+`DeviceLookup` launches that kernel, for other backends too: it knows this rank's rows, and records ids outside them.
+
+Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
+"""
 
 from collections.abc import Mapping
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.record import Record
+from dlrm_overlap.embedding.backends.base import WindowForward
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.cache import StepCache
-from dlrm_overlap.embedding.protocol.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
+from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
@@ -23,6 +29,7 @@ from dlrm_overlap.kernels.arguments import (
     has_short_bags,
     tuning_for,
 )
+from dlrm_overlap.kernels.flags import Flags, awaiting_flags, raising_flags
 from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.launches import Launch
 
@@ -166,3 +173,74 @@ class DeviceLookup:
             shards = self._context.layout.by_owner[self._rank]
             names = " or ".join(shard.name for shard in shards if shard.feature == feature)
             self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")
+
+
+class OwnFlags(NamedTuple):
+    """The flags of the steps whose shards have as many slices: of all ranks awaited, to be raised at those reached."""
+
+    flags: Flags
+    raising: Launch
+    """of this rank's own flag, called with the epoch"""
+    awaiting: Launch
+    """of the wait for the others', called with the epoch"""
+
+
+class ZeroCopyForward(WindowForward):
+    """Pools into the peers' windows, then raises one flag at each rank; `finish` awaits the peers' flags."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        columns = {shard: self.column(shard) for shard in self.layout.by_owner[self.rank]}
+        self.lookup = DeviceLookup(context, columns, self.bad_ids)
+        self.peers = peer_windows(windows, self.stride, self.options.wire_dtype)
+        """the windows of the ranks reached: of even epochs, of odd ones"""
+        self.reached = windows.arena.reached
+        self._flags: dict[int, OwnFlags] = {}
+        """by slices of a shard"""
+
+    def flags_of(self, step: Step) -> OwnFlags:
+        """Return the flags that this rank raises and awaits in `step`."""
+        slices = self.slices(self.options, step.batch.most)
+        found = self._flags.get(slices)
+        if found is None:
+            status = self.lookup.record.status
+            flags = ready_flags(self.windows, self.awaited_flags(step), status, self.options.wait_timeout_s)
+            found = OwnFlags(flags, raising_flags(flags, self.rank, 0), awaiting_flags(flags, self.rank))
+            self._flags[slices] = found
+        return found
+
+    def begin(self, step: Step) -> int:
+        """Begin the step on the current stream and return its epoch; what goes to other hosts is sent behind that."""
+        epoch = self.windows.begin()
+        self.join_stream()
+        return epoch
+
+    def start(self, step: Step) -> None:
+        """Launch the kernels that pool, and behind them the one that raises the flags."""
+        self.check()
+        flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
+        epoch = self.begin(step)
+        self.lookup.store(self.peers[epoch % 2], step, tables, self.reached)
+        with self.order:
+            flags.raising(self.windows.counter.argument)
+
+    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+        """Make the stream wait for the flags, and lend the window or copy it."""
+        self.join_stream()
+        with self.order:
+            self.flags_of(step).awaiting(self.windows.counter.argument)
+        return self.output(step, copy)
+
+    def skip(self) -> None:
+        """Take an epoch in which nothing is stored."""
+        self.join_stream()
+        skip_epoch(self.windows, self.lookup.record.status, self.options.wait_timeout_s)
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded, see `DeviceLookup.check`."""
+        self.lookup.check()
+
+    def close(self) -> None:
+        """Forget the windows and what has a view of them."""
+        self._flags, self.peers = {}, []
+        super().close()

@@ -15,8 +15,8 @@ import torch
 from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import Step
+from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags
 from dlrm_overlap.kernels.schedule import staggered_peers
 

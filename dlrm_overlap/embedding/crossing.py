@@ -24,10 +24,9 @@ import torch
 
 from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding.protocol.cache import StepCache
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.protocol.step import BatchSizes
-from dlrm_overlap.embedding.protocol.windows import WindowSpec
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.steps import BatchSizes, StepCache
+from dlrm_overlap.embedding.windows import WindowSpec
 
 _ROW_BYTES = 16  # divide every row, so that kernels read and write 16 bytes at a time
 

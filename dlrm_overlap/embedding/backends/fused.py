@@ -6,13 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.zero_copy import OwnFlags, ZeroCopyForward
-from dlrm_overlap.embedding.device.lookup import type_and_place
-from dlrm_overlap.embedding.device.peers import flags_among
+from dlrm_overlap.embedding.backends.pgas import OwnFlags, ZeroCopyForward, type_and_place
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.protocol.cache import StepCache
-from dlrm_overlap.embedding.protocol.step import Step
-from dlrm_overlap.embedding.protocol.windows import WindowPair
+from dlrm_overlap.embedding.steps import Step, StepCache
+from dlrm_overlap.embedding.windows import WindowPair, flags_among
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,

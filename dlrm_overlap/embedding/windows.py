@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.comm.loan import Loan
+from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 
 
 class WindowHeldError(RuntimeError):
@@ -105,3 +108,49 @@ class WindowPair:
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
     """Return [W] int32 that has one awaited flag of each of `ranks`, and none of the others."""
     return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")
+
+
+def peer_windows(pair: WindowPair, stride: int, dtype: torch.dtype) -> list[Windows]:
+    """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""
+    return [Windows(pair.arena.addresses(name), stride, dtype) for name in pair.names]
+
+
+def skip_epoch(pair: WindowPair, status: torch.Tensor, timeout_s: float) -> None:
+    """Take an epoch of a pair in which nothing is stored: raise a flag at each rank reached, and await one of each.
+
+    Only ranks of this host store into its windows, so those of other hosts need not be awaited.
+    """
+    flags = ready_flags(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), status, timeout_s)
+    pair.begin()
+    raise_flags(flags, pair.arena.rank, 0, pair.counter.argument)
+    wait_flags(flags, pair.arena.rank, pair.counter.argument)
+
+
+def ready_flags(pair: WindowPair, counts: torch.Tensor, status: torch.Tensor, timeout_s: float) -> Flags:
+    """Return the flags of a pair.
+
+    Args:
+        counts: [W] int32, how many flags this rank awaits of each rank.
+        status: [1 + kinds] int64 on the device, where a wait that expires is recorded: `Record.status`.
+    """
+    return Flags(
+        addresses=pair.arena.addresses(pair.flags),
+        clock=pair.counter.word,
+        local=pair.arena.local(pair.flags),
+        counts=counts.to(pair.arena.device),
+        timeout=int(timeout_s * 1e9),
+        status=status,
+    )
+
+
+def flags_among(flags: Flags, reached: range) -> Flags:
+    """Return the flags that the ranks reached raise at each other, as if they were all ranks, for who raises them.
+
+    Rank i of these has row i, as `Flags` says, since each address is that of the first one's row. They are not awaited:
+    `local` and `counts` are of the shape alone.
+    """
+    if len(reached) == len(flags.local):
+        return flags
+    row_bytes = flags.local.shape[1] * flags.local.element_size()
+    ranks, addresses = len(reached), flags.addresses + reached.start * row_bytes
+    return replace(flags, addresses=addresses, local=flags.local[:ranks], counts=flags.counts[:ranks])

@@ -1,4 +1,8 @@
-"""The exchange between processes of one host, on CPUs: the kernels' order and protocol, the reference's arithmetic."""
+"""The exchange on CPUs: the kernels' order and protocol, the reference's arithmetic.
+
+Processes of one host store into each other's memory. Between hosts gloo carries messages; a message that has arrived is
+passed on where the stage is waited for, so a rank that never waits keeps its host's ranks waiting, for a bounded time.
+"""
 
 from collections.abc import Iterator
 
@@ -7,22 +11,24 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.base import Forward, WindowBackward, WindowForward
+from dlrm_overlap.embedding.backends.messages import MessageGroups
+from dlrm_overlap.embedding.crossing import Crossing, Message
+from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.protocol.layout import FeatureShard
-from dlrm_overlap.embedding.protocol.step import Step, lengths_and_ids
-from dlrm_overlap.embedding.protocol.windows import WindowPair, one_flag_each
+from dlrm_overlap.embedding.steps import Step, lengths_and_ids
 from dlrm_overlap.embedding.tables import bad_id_message
+from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid
 
 
-def pool_on_host(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
+def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
     """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
     bag = shard.feature * step.batch.total
     return reference.pool(weight, *lengths_and_ids(step.inputs[shard.input], bag + first, bag + end), shard.mean)
 
 
-def check_on_host(forward: Forward, step: Step) -> None:
+def check_on_cpu(forward: Forward, step: Step) -> None:
     """Look for ids outside their tables; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
 
     The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds check.
@@ -45,7 +51,7 @@ def check_on_host(forward: Forward, step: Step) -> None:
             here.masked_fill_(outside, 0)
 
 
-def meet_on_host(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
+def meet_on_cpu(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
     """Raise a pair's first flag at the ranks of this host in the current epoch, and await that of each rank `awaited`.
 
     A flag stands for a `what`.
@@ -57,13 +63,13 @@ def meet_on_host(windows: WindowPair, awaited: range, timeout_s: float, what: st
     arena.wait(windows.flags, one_flag_each(awaited, arena.world_size), windows.epoch, timeout_s, what)
 
 
-def skip_on_host(windows: WindowPair, timeout_s: float) -> None:
+def skip_on_cpu(windows: WindowPair, timeout_s: float) -> None:
     """Take an epoch of a pair in which nothing is stored; only ranks of this host store into its windows."""
     windows.begin()
-    meet_on_host(windows, windows.arena.reached, timeout_s)
+    meet_on_cpu(windows, windows.arena.reached, timeout_s)
 
 
-class HostWindowForward(WindowForward):
+class CpuWindowForward(WindowForward):
     """Stores pooled embeddings into the peers' windows."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
@@ -73,7 +79,7 @@ class HostWindowForward(WindowForward):
 
     def begin(self, step: Step) -> None:
         """Check the ids and take the next epoch; what goes to other hosts is sent behind that."""
-        check_on_host(self, step)
+        check_on_cpu(self, step)
         self.windows.begin()
 
     def pass_on(self, step: Step) -> None:
@@ -95,7 +101,7 @@ class HostWindowForward(WindowForward):
             end = min(begin + bags, step.batch.per_rank[destination])
             column = self.column(shard)
             window = self._arena.view(self.windows.name, destination)
-            pooled = pool_on_host(shard, weights[task.feature], step, first + begin, first + end)
+            pooled = pool_on_cpu(shard, weights[task.feature], step, first + begin, first + end)
             window[begin:end, column : column + shard.dim] = pooled
             yield destination, grid.slice_of(task)
 
@@ -104,7 +110,7 @@ class HostWindowForward(WindowForward):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
-        skip_on_host(self.windows, self.options.wait_timeout_s)
+        skip_on_cpu(self.windows, self.options.wait_timeout_s)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Wait for the flags, and lend the window or copy it."""
@@ -113,7 +119,7 @@ class HostWindowForward(WindowForward):
         return self.output(step, copy)
 
 
-class HostZeroCopyForward(HostWindowForward):
+class CpuZeroCopyForward(CpuWindowForward):
     """`pgas`: a rank stores all it has, then raises one flag at each rank."""
 
     def start(self, step: Step) -> None:
@@ -125,7 +131,7 @@ class HostZeroCopyForward(HostWindowForward):
             self._raise(peer)
 
 
-class HostSlicedForward(HostWindowForward):
+class CpuSlicedForward(CpuWindowForward):
     """`fused`: a rank raises a flag behind each slice that it stores.
 
     The option `put` has no effect: a slice is one tensor here, which goes from where it is pooled to the peer's window
@@ -147,7 +153,7 @@ class HostSlicedForward(HostWindowForward):
                 self._raise(peer)
 
 
-class HostPush(WindowBackward):
+class CpuPush(WindowBackward):
     """Gradients stored into the owners' windows; rows updated once all of them have arrived."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
@@ -200,7 +206,7 @@ class HostPush(WindowBackward):
         """Take an epoch in which nothing is stored, once the rows of the step before are updated."""
         if self._unfinished is not None:
             self.finish(self._unfinished)
-        skip_on_host(self.windows, self.options.wait_timeout_s)
+        skip_on_cpu(self.windows, self.options.wait_timeout_s)
 
     def _update_table(self, shards: list[FeatureShard], step: Step, window: torch.Tensor) -> None:
         """Update a table's rows by the gradients of all features that share it."""
@@ -219,3 +225,82 @@ class HostPush(WindowBackward):
         reference.update_rows(
             weight, state, torch.cat(values).long(), torch.cat(gradients), optimizer, rule.lr, rule.arguments.eps
         )
+
+
+class _HostAcross(CpuWindowForward):
+    """A forward that pools and sends what other hosts need first, and then serves this host's ranks."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
+        self._columns = self._crossing.columns_of([self.rank])
+        self._buffers = MessageGroups(context, self._crossing.pooled(context.largest_batch), way=0)
+
+    def begin(self, step: Step) -> None:
+        """Begin the step, then pool for the other hosts' ranks, and send group by group."""
+        super().begin(step)
+        weights = [self.tables.weight(shard) for shard in self._columns]
+
+        def pool(message: Message, rows: torch.Tensor, group: range) -> None:
+            first = step.batch.first_sample[message.host.start] + group.start
+            for (shard, column), weight in zip(self._columns.items(), weights, strict=True):
+                rows[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, first, first + len(group))
+
+        step.work = self._buffers.send(self._crossing.pooled(step.batch), pool)
+
+    def pass_on(self, step: Step) -> None:
+        """Store what has come from other hosts into the windows of this host's ranks, and raise the senders' flags."""
+        step.work.wait()
+        step.work = None
+        for message in self._crossing.pooled(step.batch).received:
+            rows, columns = message.within(self._buffers.received), self._crossing.columns_of([message.peer])
+            for rank in self._reached:
+                begin = step.batch.first_sample[rank] - step.batch.first_sample[self._reached.start]
+                here = rows[begin : begin + step.batch.per_rank[rank]]
+                window = self._arena.view(self.windows.name, rank)
+                for shard, column in columns.items():
+                    into = self.column(shard)
+                    window[: len(here), into : into + shard.dim] = here[:, column : column + shard.dim]
+                self._raise(rank, source=message.peer)
+
+
+class CpuZeroCopyAcross(_HostAcross, CpuZeroCopyForward):
+    """`pgas` between hosts."""
+
+
+class CpuSlicedAcross(_HostAcross, CpuSlicedForward):
+    """`fused` between hosts: slices within the host; to each other host all of a step is one message."""
+
+
+class CpuPushAcross(CpuPush):
+    """Gradients stored at the owners of this host, and sent to the other hosts."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
+        super().__init__(context, windows)
+        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
+        self._columns = self._crossing.columns_of(self._reached)
+        self._buffers = MessageGroups(context, self._crossing.gradients(context.largest_batch), way=1)
+
+    def send(self, step: Step, gradient: torch.Tensor) -> None:
+        """Start to send what the owners of other hosts are due, group by group."""
+
+        def gather(message: Message, rows: torch.Tensor, group: range) -> None:
+            for shard, column in self._crossing.columns_of(message.host).items():
+                first = self.layout.column(shard)
+                rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
+
+        step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)
+
+    def pass_on(self, step: Step) -> None:
+        """Store what has come from other hosts into the windows of this host's ranks, and raise the senders' flags."""
+        step.work.wait()
+        step.work = None
+        for message in self._crossing.gradients(step.batch).received:
+            sent, first = message.within(self._buffers.received), step.batch.first_sample[message.peer]
+            for shard, column in self._columns.items():
+                window = self._arena.view(self.windows.name, shard.owner)
+                rows = self.gradient_of(shard, window, step.batch.total)
+                rows[first : first + message.rows] = sent[:, column : column + shard.dim]
+            for rank in self._reached:
+                for part in range(self.gradients.parts):
+                    self._arena.raise_flag(self.windows.flags, rank, part, self.windows.epoch, message.peer)

@@ -15,8 +15,8 @@ import torch
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.protocol.layout import FeatureShard, Layout
-from dlrm_overlap.embedding.protocol.windows import WindowSpec
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.windows import WindowSpec
 
 _ALIGNMENT = 4  # int32 words, of what begins in a window
 

@@ -1,0 +1,106 @@
+"""What happens once, before the first step of an exchange: who is reached how, its windows, and its parts."""
+
+import logging
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
+from dlrm_overlap.comm.arena import Arena, Region, open_arena
+from dlrm_overlap.comm.network import choose_puts
+from dlrm_overlap.comm.reach import Reach, find_reach
+from dlrm_overlap.embedding.backends.base import Backward, Forward
+from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
+from dlrm_overlap.embedding.crossing import arrival_regions
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.windows import WindowPair
+
+log = logging.getLogger("dlrm_overlap")
+
+
+def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.device) -> Reach:
+    """Return which ranks this one reaches by stores; a collective."""
+    if BACKENDS[options.backend].stores_to_peers:
+        return find_reach(group, device, options.hosts)
+    return Reach.of_one_host(group)  # a collective reaches all alike, and needs no look
+
+
+def are_put(options: ExchangeOptions, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether kernels put messages to other hosts; a collective. Where there are some, rank 0's log says so."""
+    puts, why = choose_puts(options.between_hosts, reach, group, device, options.wait_timeout_s)
+    if not reach.whole and reach.rank == 0:
+        carrier = "NCCL" if device.type == "cuda" else "gloo"
+        by = "put part by part by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"
+        log.warning(
+            "backend %s: %s: stores within a host; between hosts one message a host and rank each way, %s",
+            options.backend, reach.summary(), by,
+        )  # fmt: skip
+    return puts
+
+
+class Halves(NamedTuple):
+    """An open exchange."""
+
+    forward: Forward
+    backward: Backward
+    ids: IdExchange | None
+    """brings ids to the owners of their rows, where that is not left to TorchRec"""
+    local: LocalLookup | None
+    """looks up the tables that every rank holds, where that is not left to TorchRec"""
+    arena: Arena | None
+    """memory of every rank's windows and flags; None where no part has windows"""
+
+    def check(self) -> None:
+        """Raise what a kernel has recorded; never waits for the device."""
+        if self.ids is not None:
+            self.ids.check()
+        self.forward.check()
+        self.backward.check()
+
+    def close(self) -> None:
+        """Give the memory back. Every rank must be through with its steps."""
+        for part in (self.backward, self.forward, self.local, self.ids, self.arena):
+            if part is not None:
+                part.close()
+
+
+def open_halves(context: ExchangeContext) -> Halves:
+    """Make the parts that the options name, and their windows; a collective.
+
+    Raises:
+        InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
+    """
+    options, group, device = context.options, context.group, context.device
+    reach = context.reach or reach_of(options, group, device)
+    puts = are_put(options, reach, group, device) if context.puts is None else context.puts
+    context = replace(context, reach=reach, puts=puts)
+    forward = BACKENDS[options.backend].forward_for(options.resolved_put, reach.whole)
+    assert forward is not None, f"backend {options.backend} has no exchange of ours"
+    backward = (BACKWARDS if reach.whole else BACKWARDS_ACROSS)[options.resolved_backward]
+    make_forward, make_backward = forward.load(device.type), backward.load(device.type)
+    specs = [make_forward.window_spec(context), make_backward.window_spec(context)]
+    specs.append(context.ids.windows if context.ids is not None else None)
+    regions: dict[str, Region] = {}
+    for spec in specs:
+        regions |= spec.regions(group.size()) if spec else {}
+    if context.ids is not None:
+        regions |= arrival_regions(context.ids.windows, reach)
+    arena = open_arena(regions, group, device, reach) if regions else None
+    counters = context.counters.forward, context.counters.backward, context.counters.ids
+    outputs, gradients, ids = (
+        WindowPair(spec, arena, counter) if spec and arena else None
+        for spec, counter in zip(specs, counters, strict=True)
+    )
+    on_gpu = device.type == "cuda"
+    id_exchange: IdExchange | None = None
+    if context.ids is not None:
+        assert ids is not None
+        id_exchange = (DeviceIdExchange if on_gpu else CpuIdExchange)(context, context.ids, ids)
+    local: LocalLookup | None = None
+    if context.layout.replicated:
+        assert outputs is not None
+        local = (DeviceLocalLookup if on_gpu else CpuLocalLookup)(context, outputs)
+    return Halves(make_forward(context, outputs), make_backward(context, gradients), id_exchange, local, arena)

@@ -1,1 +1,0 @@
-"""What both ends of an exchange agree on: shards, windows, flags, epochs. No kernel is launched here."""
