@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 _ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut
 _MOST_TRIES = 400_000  # a second or so
-_LEAST_ROW_BYTES = 64  # of a shard: what memory gives at once
+_LEAST_ROW_BYTES = 64  # of a shard: the least that memory gives at once
 
 
 class TableLoad(NamedTuple):
-    """What a table costs the rank that holds it."""
+    """The cost of a table for the rank that holds it."""
 
     pooling: float
     """mean number of ids in a bag"""
@@ -57,10 +57,10 @@ def balance(
     goes on is counted, not timed.
 
     Args:
-        capacity_bytes: what a rank has room for.
+        capacity_bytes: the room of a rank.
         cut: whether tables may be cut.
         everywhere: tables that every rank holds and looks up for its own samples: of their work each rank has an equal
-            part, which makes less of what the others are out of balance. They are not placed.
+            part, beside which an imbalance of the others counts less. They are not placed.
 
     Example:
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
@@ -109,7 +109,7 @@ class _Tries:
 
 
 class _Rank:
-    """What has been placed on a rank, as shares of the mean rank's work."""
+    """The shards that have been placed on a rank, as shares of the mean rank's work."""
 
     def __init__(self, room: float, memory: float, links: float) -> None:
         self.room, self.memory, self.links = room, memory, links

@@ -1,4 +1,4 @@
-"""What both ends agree on where a step crosses from host to host: which messages there are, and what is where in them.
+"""The messages of a step that crosses from host to host, and the places of all values in them; both ends agree on it.
 
 A rank sends one message to each other host in the forward, and one in the backward: to the rank there that takes its
 messages, which passes them on to the ranks of that host by stores (`Reach.relay`). A message is made of rows, one a
@@ -7,7 +7,7 @@ sample, that begin at multiples of 16 bytes.
     forward     of rank w, to host H:  a row for each sample of H's ranks, with the columns of w's shards, in order
     backward    of rank r, to host H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-So what is sent is as large as in an All-to-All, but there are as many messages as hosts, not as ranks. Where ids go to
+So as many bytes are sent as in an All-to-All, but there are as many messages as hosts, not as ranks. Where ids go to
 their owners by the exchange, a third message brings the window in which a rank has published its ids, whole, since its
 size is known beforehand; the ranks of the host read it where it has arrived, at the rank that takes it.
 
@@ -76,11 +76,11 @@ class Crossing:
         return dict(zip(shards, starts[:-1], strict=True))
 
     def pitch(self, ranks: Sequence[int]) -> int:
-        """Return the elements from row to row of what has the columns of the shards of `ranks`."""
+        """Return the elements from row to row of a message with the columns of the shards of `ranks`."""
         return -(-sum(self._layout.owner_dims[rank] for rank in ranks) // self._unit) * self._unit
 
     def output_columns(self, ranks: Sequence[int]) -> torch.Tensor:
-        """Return [pitch] int64: of each column of such a row the output's column; those behind the last repeat it."""
+        """Return [pitch] int64: of each column of such a row the output's column; those after the last repeat it."""
         columns = torch.cat([self._layout.owner_columns(rank) for rank in ranks])
         padding = self.pitch(ranks) - columns.numel()
         return torch.cat([columns, columns[-1:].repeat(padding)]) if padding else columns
@@ -135,7 +135,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
 
 
 def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
-    """Return window `name` of `rank` as it is seen here: its own or, of another host's, what has arrived of it."""
+    """Return window `name` of `rank` as it is seen here: its own or, of another host's, the copy that has arrived."""
     reach = arena.reach
     if rank in reach.here:
         return arena.view(name, rank)

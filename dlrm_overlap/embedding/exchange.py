@@ -294,7 +294,7 @@ class Exchange:
         self._pending = step
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """Return a context in which a captured step looks up, beside what its model computes until it waits."""
+        """Return a context in which a captured step looks up, beside the computations of its model until it waits."""
         return torch.cuda.stream(self._lookup_stream) if self.order.active else _NO_STREAM
 
     def _require(self, samples: int) -> Halves:
@@ -356,12 +356,14 @@ class Exchange:
 
     @fails_for_good
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of what `wait` returned to the rows' owners, from where it lies.
+        """Start to send the gradient [b, D_total] of the pooled embeddings to the rows' owners, from where it lies.
 
         If another lookup has begun since, whose rows autograd may want updated before this one's, `finish_backward`
         does so.
         """
-        step.gradient = gradient  # held while it is read, since autograd adds in place to what nobody else holds
+        step.gradient = (
+            gradient  # held while it is read, since autograd adds in place to tensors that nobody else holds
+        )
         step.sent = step.number == self.steps - 1
         if step.sent:
             self._open().backward.start(step, gradient)
@@ -409,12 +411,12 @@ class Exchange:
         part.skip()
 
     def check(self) -> None:
-        """Raise what a kernel has recorded: an expired wait, an id outside its table. Never waits for the device."""
+        """Raise the faults that kernels have recorded, such as an expired wait; never waits for the device."""
         if self._halves is not None:
             self._halves.check()
 
     def close(self) -> None:
-        """Give the windows back, and raise what kernels have recorded. Every rank must be through with its steps."""
+        """Give the windows back, and raise recorded faults. Every rank must be through with its steps."""
         self._pending = None
         self._sent.clear()
         if self._halves is None:
@@ -454,7 +456,7 @@ class StartExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None, None]:
-        """Make what autograd issues next wait for the update of this rank's rows."""
+        """Make the next work of autograd wait for the update of this rank's rows."""
         ctx.exchange.finish_backward(ctx.step)
         return None, None, None
 

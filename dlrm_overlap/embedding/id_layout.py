@@ -1,8 +1,8 @@
-"""What both ends agree on when ids go to the owners of their rows: how many there may be, and where each is stored.
+"""Ids on their way to the owners of their rows: how many there may be, and where each is stored; all ranks agree.
 
-Every rank publishes the ids of its samples in a window of its own, and raises a flag; the owners of the rows read what
-they need from there. The ids arrive as one input: those of an owner's shards, feature after feature, each with the bags
-of rank 0's samples first. Nothing that depends on the batch is known to the host, so all places are found on the device
+Every rank publishes the ids of its samples in a window of its own, and raises a flag. The owners of the rows read the
+ids of their tables there. The ids arrive as one input: those of an owner's shards, feature after feature, each with the
+bags of rank 0's samples first. The CPU knows nothing that depends on the batch, so all offsets are found on the device
 or, where every bag of a feature has the same number of ids, beforehand.
 """
 
@@ -18,7 +18,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.windows import WindowSpec
 
-_ALIGNMENT = 4  # int32 words, of what begins in a window
+_ALIGNMENT = 4  # int32 words, to which the offsets of a window are aligned
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class IdLayout:
 
     @property
     def windows(self) -> WindowSpec:
-        """What the ids need in every rank's arena: int32 ids, then the int32 offsets of all bags; one flag a rank.
+        """The windows of the ids in every rank's arena: int32 ids, then the int32 offsets of all bags; one flag a rank.
 
         Where lengths are known, the number of ids is there in place of the offsets.
         """

@@ -81,7 +81,7 @@ class Layout:
         self.names, self.world_size = list(names), world_size
         self.by_owner = [[shard for shard in shards if shard.owner == rank] for rank in range(world_size)]
         self.replicated = [shard for shard in shards if shard.owner == EVERY_RANK]
-        """what is never sent: each rank pools it for its own samples"""
+        """shards that are never sent: each rank pools them for its own samples"""
         width: dict[str, int] = dict.fromkeys(names, 0)
         for shard in shards:
             width[shard.name] += shard.dim
@@ -132,7 +132,7 @@ class Layout:
         return [FusedLookup(number, shards) for number, shards in together.items()]
 
     def pooled_together(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
-        """Return the shards of a rank, or EVERY_RANK's, by what one kernel can pool: (input, dim, type of the rows)."""
+        """Return the shards of a rank, or EVERY_RANK's, by kernel that pools them: (input, dim, type of the rows)."""
         together: dict[tuple[int, int, torch.dtype], list[FeatureShard]] = {}
         for shard in self.replicated if rank == EVERY_RANK else self.by_owner[rank]:
             together.setdefault((shard.input, shard.dim, shard.dtype), []).append(shard)
@@ -176,7 +176,7 @@ class GradientLayout:
 
     @property
     def windows(self) -> WindowSpec:
-        """What the gradients need in every rank's arena: a flag a part."""
+        """The windows of the gradients in every rank's arena, with a flag a part."""
         return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), self.parts)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What happens once, before the first step of an exchange: who is reached how, its windows, and its parts."""
+"""The opening of an exchange, before its first step: who is reached how, its windows, and its parts."""
 
 import logging
 from dataclasses import replace
@@ -54,7 +54,7 @@ class Halves(NamedTuple):
     """memory of every rank's windows and flags; None where no part has windows"""
 
     def check(self) -> None:
-        """Raise what a kernel has recorded; never waits for the device."""
+        """Raise the faults that kernels have recorded; never waits for the device."""
         if self.ids is not None:
             self.ids.check()
         self.forward.check()

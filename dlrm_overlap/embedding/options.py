@@ -1,4 +1,4 @@
-"""How an exchange runs, and on what."""
+"""How an exchange runs, and the values that all of its parts share."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,35 +62,35 @@ class ExchangeOptions:
     """puts between hosts: the longest wait of a finished part; None lets it wait for its group"""
     leading_columns: int = 0
     """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
-    what its user joins with them. No rank stores there, and nothing reads them"""
+    tensors that its user joins with them. No rank stores there, and nothing reads them"""
 
     def __post_init__(self) -> None:
         assert self.output_dtype in (torch.float32, self.wire_dtype), "the wire would round what is then widened"
 
     @property
     def casts_output(self) -> bool:
-        """Whether what has arrived is cast, and its gradient before it is sent."""
+        """Whether pooled embeddings that have arrived are cast, and their gradient before it is sent."""
         return self.output_dtype != self.wire_dtype
 
     @property
     def resolved_backward(self) -> str:
-        """The backward that is taken: what `backward` names if the backend takes it, else the backend's first."""
+        """The backward that is taken: `backward` if the backend takes it, else the backend's first."""
         known = BACKENDS[self.backend].backwards
         return self.backward if self.backward in known else known[0]
 
     @property
     def resolved_schedule(self) -> str:
-        """The order of the tasks that is taken: `schedule`, or what auto stands for."""
+        """The order of the tasks that is taken: `schedule`, or the meaning of auto."""
         return resolve_schedule(self.schedule)
 
     @property
     def resolved_put(self) -> str:
-        """The put that is taken: `put`, or what auto stands for, in_place where peers are reached by stores: always."""
+        """The put that is taken: `put`; auto stands for in_place."""
         return "in_place" if self.put == "auto" else self.put
 
 
 class StepCounters(Counters):
-    """What an exchange counts: the epochs of its windows, and its steps."""
+    """The counters of an exchange: the epochs of its windows, and its steps."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, 4)
@@ -99,7 +99,7 @@ class StepCounters(Counters):
 
 @dataclass(frozen=True, eq=False)
 class ExchangeContext:
-    """What an exchange and its halves know, the same in every step."""
+    """The values that an exchange and its halves share, the same in every step."""
 
     layout: Layout
     """the shards of all ranks"""

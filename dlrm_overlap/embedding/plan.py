@@ -39,14 +39,14 @@ _GPU_BYTES_PER_S = {
 }
 _PCIE_BYTES_PER_S = 25e9
 _NETWORK_BYTES_PER_S = 50e9  # a 400 Gb/s adapter a GPU
-_RESERVED = 0.2  # of a device's memory: what is not tables
+_RESERVED = 0.2  # of a device's memory: all but tables
 _REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
     """Describe the machine to the planner: memory of this device, and bandwidths in bytes/ms as the planner wants them.
 
-    GPUs that the table does not know keep the planner's own bandwidths. Memory is what the device has in all, since
+    GPUs that the table does not know keep the planner's own bandwidths. Memory is all of the device's, since
     the planner runs before anything is allocated.
     """
     if device.type == "cpu":
@@ -177,7 +177,7 @@ def _balanced_plan(
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
     # FBGEMM keeps row-wise Adagrad's state for each shard's rows apart: where cuts depend on the number of ranks, so
-    # would what is trained, and losses would part where a checkpoint is loaded on another number.
+    # would the training, and losses would part where a checkpoint is loaded on another number.
     placed = balance(divided, world_size, capacity, config.optimizer != "rowwise_adagrad", everywhere)
     if placed is None:
         held = sum(load.bytes for load in divided)
@@ -200,7 +200,7 @@ def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int]) -> list[i
     """Return the numbers of the tables, which have `rows`, that a plan of `config` makes data-parallel.
 
     On every number of ranks they are the same, one included, since the dense optimizer trains them and holds their
-    state: otherwise the number of ranks would decide what is trained, and a checkpoint would load on no other number.
+    state: otherwise training would depend on the number of ranks, and a checkpoint would load on no other number.
     Where all tables are so small none is, since a module without an exchange is left to TorchRec's pipeline.
     """
     if config.plan != "auto" or config.weight_dtype != "fp32":
@@ -240,7 +240,7 @@ def _does_not_fit(kind: str, reason: str) -> InputError:
 
 
 def plan_record(plan: ShardingPlan) -> dict[str, Any]:
-    """Return what a checkpoint tells of the plan: of each table the sharding, and rank, offsets and sizes of shards."""
+    """Return a checkpoint's record of the plan: of each table the sharding, and rank, offsets and sizes of shards."""
     return {
         table: {"sharding": sharding.sharding_type}
         | {

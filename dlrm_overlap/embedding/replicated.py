@@ -26,7 +26,7 @@ class ReplicatedTables:
     """The dense lookups that hold a module's data-parallel tables."""
 
     def __init__(self, lookups: Sequence[Any], bounds_check: BoundsCheckMode) -> None:
-        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`, and what happens to an id outside its table."""
+        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`, and the treatment of an id outside its table."""
         self.lookups, self.bounds_check = list(lookups), bounds_check
 
     @classmethod
@@ -46,7 +46,7 @@ class ReplicatedTables:
         return self.table_in(self.lookups[shard.lookup].weights.detach(), shard)
 
     def table_in(self, flat: torch.Tensor, shard: FeatureShard) -> torch.Tensor:
-        """Return the part [rows, D] that is a table's of what has the size of its lookup's weights, [n]."""
+        """Return a table's [rows, D] out of a tensor [n] of the size of its lookup's weights."""
         lookup = self.lookups[shard.lookup]
         rows, dim = lookup.embedding_specs[shard.table]
         begin = lookup.weights_physical_offsets[shard.table]

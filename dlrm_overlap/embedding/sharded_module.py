@@ -46,7 +46,7 @@ log = logging.getLogger("dlrm_overlap")
 class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """TorchRec's sharded module, whose table-wise and column-wise shards exchange through an `Exchange`.
 
-    What an exchange cannot take falls back, sharding by sharding, to TorchRec's own lookup and output_dist. The output
+    Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output
     has the features in TorchRec's order, which follows the plan; or, under `output_order` model, the exchanged ones
     first, in the order of the unsharded module, then the others in TorchRec's.
     """
@@ -77,9 +77,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
         options = self._options_for(shardings) if shardings else self._options
         if self._env.rank == 0:
-            told = "backend %s: %d of %d tables exchanged, update by %s"
+            text = "backend %s: %d of %d tables exchanged, update by %s"
             update = options.resolved_backward if exchanged else "FBGEMM"
-            log.info(told, options.backend, len(exchanged), len(self._embedding_bag_configs), update)
+            log.info(text, options.backend, len(exchanged), len(self._embedding_bag_configs), update)
         if not shardings:
             return
         group, device = self._env.process_group, self._device
@@ -246,7 +246,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _in_order(
         self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
     ) -> list[Awaitable[torch.Tensor]]:
-        """Return what waits for the columns of the output, in their order.
+        """Return the awaitables of the columns of the output, in their order.
 
         Args:
             others: by sharding, of those that are not exchanged.
@@ -275,7 +275,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 class _Part(Awaitable[torch.Tensor]):
-    """Some columns of what an exchange returns, for an output that has others between them."""
+    """Some columns of an exchange's output, for an output that has others between them."""
 
     def __init__(self, parts: Callable[[], Sequence[torch.Tensor]], number: int) -> None:
         super().__init__()

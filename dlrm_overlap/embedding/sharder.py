@@ -23,13 +23,20 @@ __all__ = ["OverlapEmbeddingBagCollectionSharder", "OverlapShardedEmbeddingBagCo
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 
+_KEYS = (
+    "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "backward", "gradient_parts",
+    "hosts", "between_hosts", "aggregate_bytes", "aggregate_us",
+)  # fmt: skip
+"""Keys of the section `embedding` that the sharder takes as they are."""
+
+
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange: any model that `DistributedModelParallel` takes gets it by this.
 
     Table-wise and column-wise shards in GPU memory (or the host's, for CPU ranks) with SGD, Adagrad or row-wise Adagrad
     are exchanged; captured steps look up data-parallel tables, too. All else stays with TorchRec, which the log says
-    once. Checkpoints are TorchRec's own, and so is the order of the output's columns. docs/torchrec.md says what else
-    to know.
+    once. Checkpoints are TorchRec's own, and so is the order of the output's columns. docs/torchrec.md has
+    the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -59,7 +66,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         output_dtype: str = "fp32",
         leading_columns: int = 0,
     ) -> None:
-        """Take TorchRec's arguments, the configuration's keys of section `embedding`, and what the output is.
+        """Take TorchRec's arguments, the configuration's keys of section `embedding`, and the form of the output.
 
         Args:
             copy_output: return a copy of the pooled embeddings. False returns the window that peers have stored them
@@ -67,8 +74,8 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 module, which raises `WindowHeldError` otherwise.
             output_order: of the features in the output: "plan", as TorchRec has it, or "model", as the unsharded
                 module has it.
-            output_dtype: of what is exchanged: "fp32", or that of the wire. `output_dtype` in `fused_params` sets both,
-                and the type of what stays with TorchRec.
+            output_dtype: of the exchanged tables: "fp32", or that of the wire. `output_dtype` in `fused_params` sets
+                both, and the type of the tables that stay with TorchRec.
             leading_columns: that each row of a window has in front of the pooled embeddings, under copy_output False;
                 the module's `leading_columns` says whether they are there.
 
@@ -154,7 +161,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
-        """Return the type of what `shard` returns."""
+        """Return the type of the modules that `shard` returns."""
         return OverlapShardedEmbeddingBagCollection
 
 
@@ -167,11 +174,11 @@ def build_sharder(
     """Return the sharder of the configured backend, with the table optimizer fused into the backward.
 
     Where pooled embeddings travel in the type of the dense part, fp32 or bf16 by its `precision`, they are returned in
-    it, behind `leading_columns` columns that the model fills with what it joins with them. Else they are float32.
+    it, after `leading_columns` columns for tensors that the model joins with them. Else they are float32.
 
     Ids were checked where they were read; the kernels' own check stays on and stops the run, since FBGEMM's default
-    would map a bad id to row 0 and go on. `fused_params` tells TorchRec of the tables what no key says, and goes before
-    what a key does.
+    would map a bad id to row 0 and go on. `fused_params` are extra ones that TorchRec passes to FBGEMM; they override
+    those of the keys.
     """
     about_tables: dict[str, Any] = {
         "optimizer": _OPTIMIZERS[config.optimizer],
@@ -184,19 +191,8 @@ def build_sharder(
     if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
             about_tables,
-            backend=config.backend,
-            schedule=config.schedule,
-            put=config.put,
-            slice_bags=config.slice_bags,
-            programs_per_sm=config.programs_per_sm,
             wire_dtype=wire_dtype,
-            wait_timeout_s=config.wait_timeout_s,
-            backward=config.backward,
-            gradient_parts=config.gradient_parts,
-            hosts=config.hosts,
-            between_hosts=config.between_hosts,
-            aggregate_bytes=config.aggregate_bytes,
-            aggregate_us=config.aggregate_us,
+            **{name: getattr(config, name) for name in _KEYS},
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",

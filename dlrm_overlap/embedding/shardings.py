@@ -1,4 +1,4 @@
-"""What TorchRec's shardings of a module hold: which of them an exchange can take, and the layout of those."""
+"""TorchRec's shardings of a module: which of them an exchange can take, and the layout of those."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +81,7 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
 
 
 def groups_of(sharding: Any) -> list[Any]:
-    """Return what a sharding's lookups on all ranks are made of, a `GroupedEmbeddingConfig` each."""
+    """Return the `GroupedEmbeddingConfig`s of a sharding's lookups on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
 
 
@@ -91,7 +91,7 @@ def output_types(sharding: Any) -> set[SparseType]:
 
 
 def why_not_together(shardings: Sequence[Any]) -> str | None:
-    """Return in what the tables of shardings differ that one exchange has for all, alike on all ranks, or None."""
+    """Return the difference of shardings that keeps them from one exchange, alike on all ranks, or None."""
     types = {output.value for sharding in shardings for output in output_types(sharding)}
     if len(types) > 1:
         return f"outputs of types {' and '.join(sorted(types))}"

@@ -1,4 +1,4 @@
-"""One step through the embedding stage: its batch, what its parts hand on, and what steps make once and use again."""
+"""One step through the embedding stage: its batch, the values that its parts hand on, and a cache from step to step."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ class BatchSizes:
     most: int = field(compare=False)
     """samples of the rank that has most"""
 
-    def __hash__(self) -> int:  # steps find by it, several times each, what was made for their sizes
+    def __hash__(self) -> int:  # steps look up values for their sizes by it, several times each
         return self.total
 
     @staticmethod
     @lru_cache
     def of(per_rank: tuple[int, ...]) -> "BatchSizes":
-        """Return the sizes with what follows from them."""
+        """Return the sizes and their sums."""
         first = (0, *accumulate(per_rank))
         return BatchSizes(per_rank, first, first[-1], max(per_rank))
 
@@ -56,7 +56,7 @@ class UpdateRule(NamedTuple):
 
 
 class Step:
-    """One pass through the embedding stage: what its forward and its backward hand on."""
+    """One pass through the embedding stage: the values that its forward and its backward hand on."""
 
     work: Any = None
     """the collective under way"""
@@ -103,26 +103,26 @@ _NONE: Any = object()
 
 
 class StepCache(Generic[Key, Value]):
-    """What was made for each key, such as the sizes of a batch: the values asked for last, and all that captures used.
+    """Values by keys such as the sizes of a batch: those that were asked for last, and all that captures have used.
 
     A CUDA graph holds the addresses of the tensors that its kernels were captured with, and no reference to them. If
-    such a tensor is given away, the next replay reads and writes what others have put there. So a value that is asked
+    such a tensor is given away, the next replay reads and writes other owners' memory. So a value that is asked
     for while the current stream is being captured is held until `clear`, whoever owns the graph. Of all other values
-    the 64 asked for last are kept: kernels that read them have been issued before what gets their memory next.
+    the 64 asked for last are kept: kernels that read them are issued before the next owner of their memory uses it.
 
-    A value must hold what it is made of. A `Launch` does; an address, which is a number, does not.
+    A value must hold the tensors that it is made of. A `Launch` does; an address, which is a number, does not.
 
-    Example: a step is captured, then 100 batches of 100 other sizes are evaluated, then the graph is launched. What was
-    made for the captured step is still there, beside what was made for the last 64 sizes.
+    Example: a step is captured, then 100 batches of 100 other sizes are evaluated, then the graph is launched. The
+    value of the captured step is still there, beside those of the last 64 sizes.
     """
 
     def __init__(self) -> None:
         self._captured: dict[Key, Value] = {}
-        """what captures have used"""
+        """values that captures have used"""
         self._others: dict[Key, Value] = {}
-        """the rest, what was asked for longest ago first"""
+        """the rest, the one asked for longest ago first"""
         self._replaced: list[Value] = []
-        """what captures have used and nobody is given any more"""
+        """values that captures have used and `get` returns no more"""
 
     def __len__(self) -> int:
         """Return how many keys have a value."""
@@ -150,7 +150,7 @@ class StepCache(Generic[Key, Value]):
         return value
 
     def forget(self) -> None:
-        """Let all values be made anew, since what they were made of is another; what captures have used is held."""
+        """Let all values be made anew, since their sources have changed; those that captures have used are held."""
         self._replaced += self._captured.values()
         self._captured, self._others = {}, {}
 
@@ -160,5 +160,5 @@ class StepCache(Generic[Key, Value]):
 
 
 def is_capturing() -> bool:
-    """Return whether what is issued on the current stream now is captured in a CUDA graph; False where CUDA is not."""
+    """Return whether the current stream is captured in a CUDA graph; False where CUDA is not."""
     return is_initialized() and is_current_stream_capturing()

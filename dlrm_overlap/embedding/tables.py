@@ -25,13 +25,13 @@ OPTIMIZERS = {
 log = logging.getLogger("dlrm_overlap")
 
 _WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
-# What FBGEMM says on a CPU: its check of ids does, and, of the id -1, the lookup.
+# FBGEMM's words on a CPU: those of its check of ids and, for the id -1, of the lookup.
 _FBGEMMS_BAD_ID = ("idx < num_rows", "idx >= 0", "is out of bounds: -1")
-_SEGMENT_LENGTH = 32  # ids of one row that a warp sums; what FBGEMM's own autograd function passes on NVIDIA GPUs
+_SEGMENT_LENGTH = 32  # ids of one row that a warp sums, as FBGEMM's own autograd function passes it on NVIDIA GPUs
 
 
 class StoredRows(NamedTuple):
-    """Where a shard's rows are, and what updates them."""
+    """Where a shard's rows are, and their optimizer."""
 
     weights: torch.Tensor
     """[n], flat: the rows of all shards of its lookup"""
@@ -64,7 +64,7 @@ class LocalTables:
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """What happens to an id outside its table.
+        """The treatment of an id outside its table.
 
         NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops.
         """
@@ -172,7 +172,7 @@ def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJa
 
 
 class BadIds:
-    """What happens when an id outside its table has been found, by FBGEMM's bounds check mode."""
+    """The response to an id outside its table, by FBGEMM's bounds check mode."""
 
     def __init__(self, mode: BoundsCheckMode) -> None:
         self.mode = mode
@@ -192,13 +192,13 @@ class BadIds:
 
 
 def bad_id_message(name: str, value: int | None, rows: int) -> str:
-    """Return what to say of an id outside its table."""
+    """Return the message about an id outside its table."""
     what = "an id" if value is None else f"id {value}"
     return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
 
 
 def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
-    """Return what an exchange would have raised, where `error` is FBGEMM's of an id outside its table, on a CPU.
+    """Return the error of an exchange in place of `error`, FBGEMM's of an id outside its table, on a CPU.
 
     FBGEMM's error names neither the table nor the id.
     """

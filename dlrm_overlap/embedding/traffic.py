@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from dlrm_overlap.config import ModelConfig
 
-_RUN_BYTES, _PLACE_BYTES = 16, 4  # what an update reads to find a touched row's ids, and an id's gradient
+_RUN_BYTES, _PLACE_BYTES = 16, 4  # an update reads them to find a touched row's ids, and an id's gradient
 
 
 class ShardTraffic(NamedTuple):
-    """What a batch asks of one table shard, or on average will ask; all ranks' samples together."""
+    """The load of a batch on one table shard, or its mean; all ranks' samples together."""
 
     ids: float
     touched_rows: float
@@ -103,7 +103,7 @@ def update_bytes(
 
 
 class DenseCounts(NamedTuple):
-    """What a step of the dense part takes on each rank."""
+    """The cost of a step of the dense part on each rank."""
 
     flop: int
     """of its matrix products: forward, gradients of the weights and of the inputs"""
@@ -114,7 +114,7 @@ class DenseCounts(NamedTuple):
 
 
 def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
-    """Return what the dense part takes for `samples` of a rank.
+    """Return the cost of the dense part for `samples` of a rank.
 
     A multiplication and an addition are two operations. The first layer needs no gradient of its input. Of the dot
     interaction each pair counts once.
@@ -151,7 +151,7 @@ def _interaction_width(model: ModelConfig, tables: int) -> int:
 
 
 class DividedCounts(NamedTuple):
-    """What layers that are divided over the ranks have, and what travels between the ranks for them."""
+    """The parameters of layers that are divided over the ranks, and the numbers that travel for them."""
 
     parameters: int
     """of which each rank has an equal part; their gradients are summed over no ranks"""
@@ -160,7 +160,7 @@ class DividedCounts(NamedTuple):
 
 
 def count_divided(model: ModelConfig, tables: int, world_size: int) -> DividedCounts:
-    """Return what `model.top_parallel` and `model.cross_parallel` divide over the ranks.
+    """Return the counts of the layers that `model.top_parallel` and `model.cross_parallel` divide.
 
     The input of a pair of layers, its output and the gradients of both each go from all ranks to all.
 

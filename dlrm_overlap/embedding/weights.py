@@ -36,7 +36,7 @@ def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: 
 
 
 def initialise_tables(model: nn.Module, seed: int) -> None:
-    """Fill every table that is here, or what of it is, in place: uniform in +-1/sqrt(rows), as users expect."""
+    """Fill every table, or the shards of it that are here, in place: uniform in +-1/sqrt(rows), as users expect."""
     with torch.no_grad():
         for name, weight in model.state_dict().items():  # holds the tables of this rank alone: number them by name
             if isinstance(weight, ShardedTensor):

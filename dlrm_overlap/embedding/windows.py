@@ -19,7 +19,7 @@ class WindowHeldError(RuntimeError):
 
 
 class WindowSpec(NamedTuple):
-    """What a `WindowPair` needs in every rank's arena."""
+    """The needs of a `WindowPair` in every rank's arena."""
 
     name: str
     """prefix of its regions' names"""
@@ -39,7 +39,7 @@ class WindowPair:
 
     Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then raise their flags to e. Nothing is ever reset.
     A rank that has seen every peer's flags of step e - 1 may store step e into the peers' windows: whatever reads
-    there what step e - 2 left in the same window precedes that peer's step e - 1 on its stream. That holds if no rank
+    there step e - 2's values in the same window precedes that peer's step e - 1 on its stream. That holds if no rank
     begins a step while the window of an earlier one is in use, which `begin` checks of windows that are lent, and if
     each rank raises a flag at each other in every step, also where it has nothing to send.
 
@@ -101,7 +101,7 @@ class WindowPair:
         return self._loans[self.epoch % 2].lend(rows, first_column)
 
     def close(self) -> None:
-        """Forget what was lent, so that the arena can be closed."""
+        """Forget the loans, so that the arena can be closed."""
         self._loans = []
 
 

@@ -8,15 +8,15 @@
     current stream    | pool and put part by part| pool for this host | raise |   bottom MLP ..   | await all | output
     passing stream                               | await all parts | put into windows, raise for the sender |
 
-A rank pools what each other host needs into one message, which goes to that host's rank that takes its messages
+A rank pools for each other host into one message, which goes to that host's rank that takes its messages
 (`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
-(`carriers`, `puts`). Meanwhile it serves its own host's ranks as on one host. What has come is stored by
-a kernel into the windows of all ranks of the host, each at its place, so nothing is unpacked behind that. Then the flag
+(`messages`, `puts`). Meanwhile it serves its own host's ranks as on one host. A kernel stores a message that has
+come into the windows of all ranks of the host, each column at its place, so nothing is unpacked later. Then the flag
 of the sender is raised at each, in place of the sender: who awaits it cannot tell the difference. Gradients go the same
 way back.
 
-Windows are overwritten too early by nobody: a rank passes on step e's messages behind its own beginning of step e, and
-so behind the flags of step e - 1 of all ranks of its host, as it stores what it pools itself.
+No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
+step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ from dlrm_overlap.kernels.forward.puts import put_by_stores
 
 
 class ZeroCopyAcross(ZeroCopyForward):
-    """`pgas` between hosts: what the other hosts need is pooled first, and travels while this host is served."""
+    """`pgas` between hosts: pooled embeddings of the other hosts come first, and travel while this host is served."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -56,7 +56,7 @@ class ZeroCopyAcross(ZeroCopyForward):
             if context.puts
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
-        self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # what peers wait for comes first
+        self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # work that peers wait for comes first
         self._places: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
             shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
@@ -68,11 +68,11 @@ class ZeroCopyAcross(ZeroCopyForward):
         super().start(step)
 
     def begin(self, step: Step) -> int:
-        """Begin the step, then pool for the other hosts, and start to send and to pass on what they send."""
+        """Begin the step, then pool for the other hosts, and start to send and to pass on their messages."""
         epoch = super().begin(step)
         self._carrier.send(step, self._sent_tables)
         first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
-        # Behind what this rank sends: what follows may wait for a rank that waits for it.
+        # After the messages of this rank: later work may wait for a rank that waits for them.
         self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._pass_stream), self.order:
             self._carrier.receive(step)
@@ -80,16 +80,16 @@ class ZeroCopyAcross(ZeroCopyForward):
         return epoch
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Make the stream wait for the flags, then for what this rank sends and passes on, whose memory is used again.
+        """Make the stream wait for the flags, then for the messages of this rank, whose memory is used again.
 
-        In this order, since the wait for flags is bounded, and what passes on may wait for a host that is gone.
+        In this order, since the wait for flags is bounded, and passing on may wait for a host that is gone.
         """
         pooled = super().finish(step, copy)
         torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
         return pooled
 
     def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
-        """Store what has come into the windows of this host's ranks, and raise the senders' flags, when it is here."""
+        """Store messages that have come into the windows of this host's ranks, and raise the senders' flags."""
         windows, flags = self.peers[epoch % 2], self.flags_of(step).flags
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
             here = self.reached.index(self.rank)
@@ -103,7 +103,7 @@ class ZeroCopyAcross(ZeroCopyForward):
             super().skip()
 
     def check(self) -> None:
-        """Raise what a kernel has recorded, those that pool for other hosts and pass on included."""
+        """Raise the faults that kernels have recorded, those that pool for other hosts and pass on included."""
         super().check()
         self._sent_lookup.check()
         self._carrier.check()
@@ -149,12 +149,12 @@ class PushAcross(Push):
         """by the rank that sends them, the gradients that this rank stores at this host's owners as that one would"""
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Store at this host's owners and, with the first part, send to the other hosts and pass on what they send."""
+        """Store at this host's owners and, with the first part, send to the other hosts and pass on their messages."""
         if first > 0:
             super().push(step, gradient, first, end)
             return
         current = torch.cuda.current_stream(self.device)
-        if not self.order.active:  # what the step before has sent and passed on has left the buffers behind this
+        if not self.order.active:  # after this the messages of the step before have left the buffers
             current.wait_stream(self._pass_stream)
 
         def pack(message: Message, sent: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class PushAcross(Push):
             super().skip()
 
     def check(self) -> None:
-        """Raise what a wait has recorded, one for another host's message included."""
+        """Raise the fault that a wait has recorded, one for another host's message included."""
         super().check()
         self._carrier.check()
 

@@ -1,4 +1,4 @@
-"""What every backend has in common: the two halves of an exchange, forward and backward, on one rank.
+"""The two halves of an exchange on one rank, forward and backward, that every backend has.
 
 A backend is a subclass of `Forward`, which brings pooled embeddings to the samples' ranks, and the names of the
 subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/backends.py` lists them all.
@@ -22,7 +22,7 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
     """One rank's side of the forward or of the backward of an exchange."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        """Take what stays from step to step, and the windows that `window_spec` asks for."""
+        """Take the context, which stays from step to step, and the windows that `window_spec` asks for."""
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
@@ -38,10 +38,10 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         raise NotImplementedError(f"{type(self).__name__} is not captured")
 
     def check(self) -> None:  # noqa: B027  most record nothing
-        """Raise what a kernel has recorded since the last call; never waits for the device."""
+        """Raise the faults that kernels have recorded since the last call; never waits for the device."""
 
     def close(self) -> None:  # noqa: B027  nor have they anything to release
-        """Release what outlives Python references; nothing may keep a view of a window."""
+        """Release resources that outlive Python references; nothing may keep a view of a window."""
 
 
 class Forward(Half):
@@ -63,13 +63,13 @@ class Forward(Half):
         """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here.
 
         Their rows may lie further apart than D_total elements.
-        What is returned is valid until the next `start`, unless `copy`.
+        It is valid until the next `start`, unless `copy`.
         """
 
     def join_stream(self) -> None:
         """Make the current stream wait for the stream of the last `start` or `finish`, if that is another one.
 
-        So `finish` finds what `start` has launched elsewhere. And `start`, whose flags allow the peers to overwrite
+        So `finish` comes after the launches of `start` elsewhere. And `start`, whose flags allow the peers to overwrite
         the window of the step before, comes after all that was issued to read that window where it was finished.
         """
         if not self._on_gpu:
@@ -102,14 +102,14 @@ class Backward(Half):
         return gradient_scale(self.world_size) / self.sent_scale
 
     def note_forward(self, step: Step) -> None:
-        """Note what is true now, when the forward of a step that will have a backward has just been started."""
+        """Note the optimizers' numbers now, when the forward of a step that will have a backward has just started."""
         step.rules = self.tables.rules()
 
     def keep_rules_in_place(self) -> None:
-        """Overwrite what captured steps read of the rows' optimizers; called before each step that is replayed."""
+        """Overwrite the optimizers' numbers that captured steps read; called before each launch of a captured step."""
 
     def prepare(self, step: Step) -> None:
-        """Do what needs the step's ids alone. Optional: `start` does it where this has not been called."""
+        """Do the work that needs the step's ids alone. Optional: `start` does it where this has not been called."""
 
     @abstractmethod
     def start(self, step: Step, gradient: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ class WindowForward(Forward):
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
-        """Return what the pooled embeddings need: a row a sample, and the flags of the rank that sends most."""
+        """Return the windows of the pooled embeddings: a row a sample, and the flags of the rank that sends most."""
         layout, samples = context.layout, context.samples_per_rank
         most = max(len(shards) for shards in layout.by_owner)
         slots = max(1, most * cls.slices(context.options, samples))
@@ -163,7 +163,7 @@ class WindowForward(Forward):
         """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
 
         It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
-        before no more. What another host's rank sends is one message, for which a rank of this host raises one flag.
+        before no more. Another host's rank sends one message, for which a rank of this host raises one flag.
         """
         slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
         counts = [
@@ -201,7 +201,7 @@ class WindowBackward(Backward):
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
-        """Return what the gradients need, see `GradientLayout`."""
+        """Return the windows of the gradients, see `GradientLayout`."""
         return cls._gradient_layout(context).windows
 
     def gradient_of(self, shard: FeatureShard, window: torch.Tensor, samples: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dlrm_overlap.embedding.windows import WindowPair
 
 
 class CollectiveForward(Forward):
-    """Our lookup, then `all_to_all_single`, then the unpacking: shows what is gained by the lookup, not by fusing.
+    """Our lookup, then `all_to_all_single`, then the unpacking: shows the gain of the lookup without fusing.
 
     The lookup stores into one send buffer [B, D_local], of which rank w is sent the rows of its samples.
     """
@@ -67,7 +67,7 @@ class CollectiveForward(Forward):
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
         received = step.received.split([mine * dim for dim in dims])
         pooled = step.received.new_empty(mine, self.layout.total_dim)
-        # `out` keeps autocast away, which refuses to join what is of the half type that is not its own.
+        # `out` keeps autocast away, which refuses to join tensors of the half type that is not its own.
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         step.work = step.received = None
         return pooled if self._order is None else pooled.index_select(1, self._order)
@@ -149,5 +149,5 @@ class DeviceCollectiveForward(CollectiveForward):
         self.lookup.store(self.lookup.destinations_in(send, step), step, self.lookup.tables())
 
     def check(self) -> None:
-        """Raise what a kernel has recorded, see `DeviceLookup.check`."""
+        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
         self.lookup.check()

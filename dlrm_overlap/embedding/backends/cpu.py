@@ -51,16 +51,16 @@ def check_on_cpu(forward: Forward, step: Step) -> None:
             here.masked_fill_(outside, 0)
 
 
-def meet_on_cpu(windows: WindowPair, awaited: range, timeout_s: float, what: str = "slice") -> None:
+def meet_on_cpu(windows: WindowPair, awaited: range, timeout_s: float, unit: str = "slice") -> None:
     """Raise a pair's first flag at the ranks of this host in the current epoch, and await that of each rank `awaited`.
 
-    A flag stands for a `what`.
+    A flag stands for a `unit`.
     """
     arena = windows.arena
     assert isinstance(arena, HostArena)
     for peer in arena.reached:
         arena.raise_flag(windows.flags, peer, 0, windows.epoch)
-    arena.wait(windows.flags, one_flag_each(awaited, arena.world_size), windows.epoch, timeout_s, what)
+    arena.wait(windows.flags, one_flag_each(awaited, arena.world_size), windows.epoch, timeout_s, unit)
 
 
 def skip_on_cpu(windows: WindowPair, timeout_s: float) -> None:
@@ -78,12 +78,12 @@ class CpuWindowForward(WindowForward):
         self._arena, self._reached = windows.arena, windows.arena.reached
 
     def begin(self, step: Step) -> None:
-        """Check the ids and take the next epoch; what goes to other hosts is sent behind that."""
+        """Check the ids and take the next epoch; messages to other hosts are sent after that."""
         check_on_cpu(self, step)
         self.windows.begin()
 
     def pass_on(self, step: Step) -> None:
-        """Bring what other hosts have sent to the ranks of this host; here there are none."""
+        """Bring messages of other hosts to the ranks of this host; here there are none."""
 
     def _store(self, step: Step, bags: int) -> Iterator[tuple[int, int]]:
         """Pool and store `bags` bags at a time for this host's ranks, in the schedule's order.
@@ -132,7 +132,7 @@ class CpuZeroCopyForward(CpuWindowForward):
 
 
 class CpuSlicedForward(CpuWindowForward):
-    """`fused`: a rank raises a flag behind each slice that it stores.
+    """`fused`: a rank raises a flag after each slice that it stores.
 
     The option `put` has no effect: a slice is one tensor here, which goes from where it is pooled to the peer's window
     by one copy, and there is nothing to be had by staging it.
@@ -163,10 +163,10 @@ class CpuPush(WindowBackward):
         self._unfinished: Step | None = None
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send to other hosts what their owners are due; here there are none."""
+        """Start to send gradients to owners on other hosts; here there are none."""
 
     def pass_on(self, step: Step) -> None:
-        """Bring what other hosts have sent to the ranks of this host."""
+        """Bring messages of other hosts to the ranks of this host."""
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Store each shard's gradient at its owner, part by part, and raise the part's flag."""
@@ -228,7 +228,7 @@ class CpuPush(WindowBackward):
 
 
 class _HostAcross(CpuWindowForward):
-    """A forward that pools and sends what other hosts need first, and then serves this host's ranks."""
+    """A forward that pools and sends for other hosts first, and then serves this host's ranks."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -249,7 +249,7 @@ class _HostAcross(CpuWindowForward):
         step.work = self._buffers.send(self._crossing.pooled(step.batch), pool)
 
     def pass_on(self, step: Step) -> None:
-        """Store what has come from other hosts into the windows of this host's ranks, and raise the senders' flags."""
+        """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
         step.work.wait()
         step.work = None
         for message in self._crossing.pooled(step.batch).received:
@@ -282,7 +282,7 @@ class CpuPushAcross(CpuPush):
         self._buffers = MessageGroups(context, self._crossing.gradients(context.largest_batch), way=1)
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send what the owners of other hosts are due, group by group."""
+        """Start to send gradients to the owners of other hosts, group by group."""
 
         def gather(message: Message, rows: torch.Tensor, group: range) -> None:
             for shard, column in self._crossing.columns_of(message.host).items():
@@ -292,7 +292,7 @@ class CpuPushAcross(CpuPush):
         step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)
 
     def pass_on(self, step: Step) -> None:
-        """Store what has come from other hosts into the windows of this host's ranks, and raise the senders' flags."""
+        """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
         step.work.wait()
         step.work = None
         for message in self._crossing.gradients(step.batch).received:

@@ -48,7 +48,7 @@ class CopyPush(Push):
         return 33
 
     def is_stored(self, owner: int) -> bool:
-        """Return whether the kernel stores what goes to `owner`: only to this rank itself."""
+        """Return whether the kernel stores the gradients for `owner`: only to this rank itself."""
         return owner == self.rank
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:

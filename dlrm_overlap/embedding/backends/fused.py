@@ -24,7 +24,7 @@ from dlrm_overlap.kernels.forward.puts import put_by_stores
 from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
 
-_PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: what `Slices.put` says
+_PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: see `Slices.put`
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
 _FEWEST_SHORT_BAGS = 1 << 15  # fewer are cut as long ones
 
@@ -84,7 +84,7 @@ class SlicedForward(ZeroCopyForward):
         self._puts = StepCache[tuple[Any, ...], PreparedPut]()
         """by all that they were made of, but `_states`; of these as they are"""
         self.traces: dict[int, torch.Tensor] = {}
-        """under `options.trace`: what each kernel records, see `TRACE_COLUMNS`"""
+        """under `options.trace`: the records of each kernel, see `TRACE_COLUMNS`"""
 
     def _has_slices(self, step: Step) -> bool:
         return bool(self.lookup.pooled_together) and step.batch.most > 0
@@ -135,21 +135,21 @@ class SlicedForward(ZeroCopyForward):
             put.launch(values, offsets, self.windows.counter.argument)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Lend the window, or copy it: the stream is behind the kernel that has awaited the flags, if one has."""
+        """Lend the window, or copy it: the stream comes after the kernel that has awaited the flags, if one has."""
         if not (self.ends_with_wait and self._has_slices(step)):
             return super().finish(step, copy)
         self.join_stream()
         return self.output(step, copy)
 
     def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
-        """Return what a persistent launch takes beside its tensors, cut as `persistent_tuning` says."""
+        """Return the options of a persistent launch beside its tensors, cut as `persistent_tuning` says."""
         short = has_short_bags(table, bags.values, bags.offsets)
         tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
         options = self.lookup.pooling_options(tuning)
         return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return what the programs of kernel i share, for the largest batch so far; staging memory if it is used.
+        """Return the memory that the programs of kernel i share, for the largest batch so far.
 
         A trace has as many rows as the launch has tasks, since all of its rows are read as that launch's.
         """
@@ -192,7 +192,7 @@ class SlicedForward(ZeroCopyForward):
         return self._programs[key]
 
     def close(self) -> None:
-        """Forget the windows, what has a view of them, and what else is as large."""
+        """Forget the windows, their views, and other memory as large."""
         self._states, self.traces = {}, {}
         self._puts.clear()
         super().close()

@@ -1,7 +1,7 @@
 """`fused` with `put: dma` on GPUs: the persistent kernel stages and counts slices, and copy engines move them.
 
 No multiprocessor sends anything. The kernel pools the next rank's samples first, then those of the one after it, so
-ranks start on different peers. It counts the slices of each region in device memory. Copies are issued behind waits for
+ranks start on different peers. It counts the slices of each region in device memory. Copies are issued after waits for
 these counts, and move a region once it is whole, while the kernel pools the next ones. A region is some features of one
 destination, all its samples: neighbours in the kernel's order, and in the rows of the destination's window. One flag
 follows the last copy to a peer.
@@ -10,7 +10,7 @@ Example: 2 features of dim 4 side by side in the window, 3 samples a rank. For r
 copy takes three rows of 8 elements to three rows of its window.
 
 Source: track and trigger, T3 (Pati et al., ASPLOS 2024), in software: counters in device memory, and copies already
-issued behind a wait for each.
+issued after a wait for each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,7 +94,7 @@ class CopiedLaunch:
     def issue(
         self, engine: CopyEngine, windows: WindowPair, staging: torch.Tensor, batch: BatchSizes, rows: int, slices: int
     ) -> Iterator[int]:
-        """Issue the copies to each peer, from the next rank on, and yield the peer behind its last copy.
+        """Issue the copies to each peer, from the next rank on, and yield the peer after its last copy.
 
         To be called when the kernel has been launched: until it is loaded, which its first launch does, a stream that
         waits may keep back the loading, which waits for the device.
@@ -135,7 +135,7 @@ class CopiedLaunch:
 
 
 class CopiedSlicesForward(SlicedForward):
-    """The kernels on the current stream, the copies of their regions on the engine's, a flag a peer behind them."""
+    """The kernels on the current stream, the copies of their regions on the engine's, then a flag a peer."""
 
     ends_with_wait = False
 
@@ -148,7 +148,7 @@ class CopiedSlicesForward(SlicedForward):
 
     @property
     def put(self) -> Any:
-        """What the kernel is told of puts: it puts nothing, since copy engines bring the slices."""
+        """The put of the kernel, which puts nothing, since copy engines bring the slices."""
         return COPIED
 
     @classmethod
@@ -162,7 +162,7 @@ class CopiedSlicesForward(SlicedForward):
         return options._replace(schedule="remote_first") if self.options.schedule == "auto" else options
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return what the programs of kernel i share, with the counters of its regions."""
+        """Return the memory that the programs of kernel i share, with the counters of its regions."""
         launch = self._launches.get(i)
         if launch is None or launch.samples < bags.samples_per_rank:
             columns = [self.column(shard) for shard in self.lookup.pooled_together[i]]
@@ -173,9 +173,9 @@ class CopiedSlicesForward(SlicedForward):
         return replace(super().state(i, bags, table, tuning), regions=launch.regions)
 
     def launch(self, i: int, put: PreparedPut, step: Step, values: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Launch kernel i and issue its copies; behind those of the last kernel the peers' flags."""
+        """Launch kernel i and issue its copies; after those of the last kernel the peers' flags."""
         self._launches[i].begin()
-        self._engine.follow()  # a wait that did not come behind `begin` would find the counts of the step before
+        self._engine.follow()  # a wait issued before `begin` would find the counts of the step before
         put.launch(values, offsets, self.windows.counter.argument)
         last = i == len(self.lookup.pooled_together) - 1
         most = step.batch.most
@@ -195,6 +195,6 @@ class CopiedSlicesForward(SlicedForward):
         return super().finish(step, copy)
 
     def close(self) -> None:
-        """Forget the windows and what has a view of them."""
+        """Forget the windows and their views."""
         self._flags_at = []
         super().close()

@@ -31,7 +31,7 @@ Bags = tuple[torch.Tensor, torch.Tensor]
 
 
 class _DevicePlaces(NamedTuple):
-    """What one number of samples needs on the device."""
+    """Tensors on the device for one number of samples."""
 
     places: Places
     tasks: torch.Tensor
@@ -64,7 +64,7 @@ class IdPull:
         return torch.tensor(numbers, dtype=torch.int32, device=self._device)
 
     def _places_of(self, samples: int) -> _DevicePlaces:
-        """Return what batches of `samples` need; that allocates memory."""
+        """Return the tensors for batches of `samples`, newly allocated."""
         sources, features = self._sources, len(self._features)
         values = self._values
         if self._known:
@@ -101,8 +101,8 @@ _GREATEST_INT32 = 2**31 - 1
 class ArrivedIds(NamedTuple):
     """The ids of one step: those of this rank's shards, its only input, and those of the tables that every rank holds.
 
-    Where lengths are not known beforehand, the input has one feature more than there are shards, behind the others. Its
-    ids, all 0, pad the number of ids to what it is in every step.
+    Where lengths are not known beforehand, the input has one feature more than there are shards, after the others. Its
+    ids, all 0, pad the number of ids to the same in every step.
     """
 
     ids: KeyedJaggedTensor
@@ -115,7 +115,7 @@ class ArrivedIds(NamedTuple):
 class IdExchange(ABC):
     """The ids' exchange on one rank. All ranks call `send` alike, with as many samples each.
 
-    What `send` returns is valid until the next but one.
+    The result of `send` is valid until the next but one.
     """
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
@@ -177,7 +177,7 @@ class IdExchange(ABC):
 
     @abstractmethod
     def _fetch(self, samples: int) -> ArrivedIds:
-        """Tell the peers that this rank has published, wait for them, and read what this rank's shards need."""
+        """Raise flags that this rank has published, wait for the peers', and read the ids of this rank's shards."""
 
     def arrived(self, shards: Bags, replicated: Bags | None, samples: int) -> ArrivedIds:
         """Return the ids that have arrived for this rank's shards, and its own of replicated tables, as a step's."""
@@ -200,7 +200,7 @@ class IdExchange(ABC):
         bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
-        """Return what to raise for a batch that has too many ids, or another number than is known."""
+        """Return the error for a batch that has too many ids, or another number than is known."""
         name = self.ids.keys[feature]
         if self.known:
             text = f"{count} ids, but by its bound, which gives every bag of a feature the same number, it has {most}"
@@ -214,7 +214,7 @@ class IdExchange(ABC):
         """Take an epoch in which nothing is published, as `Half.skip`."""
 
     def check(self) -> None:  # noqa: B027  a CPU raises at once
-        """Raise what a kernel has recorded; never waits for the device."""
+        """Raise the faults that kernels have recorded; never waits for the device."""
 
     def close(self) -> None:
         """Forget the windows."""
@@ -327,7 +327,7 @@ class DeviceIdExchange(IdExchange):
             skip_epoch(self.windows, self._pull.record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:
-        """Raise what a kernel has recorded.
+        """Raise the faults that kernels have recorded.
 
         Raises:
             ExchangeTimeoutError: if a wait for a peer has expired.
@@ -340,13 +340,13 @@ class DeviceIdExchange(IdExchange):
             self._carrier.check()
 
     def close(self) -> None:
-        """Forget the windows, and give the memory of what goes to other hosts back."""
+        """Forget the windows, and give the memory of messages back."""
         if self._carrier is not None:
             self._carrier.close()
         super().close()
 
     def _raise(self, record: Record, shards: Sequence[FeatureShard], first_rank: int) -> None:
-        """Raise what is in a record, whose kernels count `shards`, and ranks from `first_rank` on."""
+        """Raise the faults in a record, whose kernels count `shards`, and ranks from `first_rank` on."""
         if record.empty:
             return
         if overflow := record.overflow():

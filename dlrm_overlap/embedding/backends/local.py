@@ -102,7 +102,7 @@ class DeviceLocalLookup(LocalLookup):
         wire = self.options.wire_dtype
         own = [torch.tensor([windows.arena.local(name).data_ptr()], device=self.device) for name in windows.names]
         self._windows = [Windows(address, self.leading + self.layout.total_dim, wire) for address in own]
-        # As updates: behind what the peers wait for, and behind the main stream's.
+        # As updates: after the work that the peers wait for, and after the main stream's.
         self._stream = torch.cuda.Stream(self.device, priority=0)
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._storage: tuple[int, ...] | None = None

@@ -28,7 +28,7 @@ from dlrm_overlap.kernels.grouping import Grouping
 Fill = Callable[[Message, torch.Tensor, range], None]
 """writes the rows `range` of a message; the tensor is where they belong"""
 
-_WAYS = 2  # forward and backward, whose groups are told apart by their tags
+_WAYS = 2  # forward and backward, whose groups differ in their tags
 
 
 class MessageBuffers:
@@ -51,7 +51,7 @@ class MessageBuffers:
         """flat; the first elements are in use"""
 
     def exchange(self, messages: Messages) -> Any:
-        """Start to send and to receive, behind what is on the current stream, and return what waits for the end.
+        """Start to send and to receive, after all work on the current stream; return the collective's work.
 
         All ranks of the group call this, each with its messages. Ranks without a message between them exchange nothing.
         """
@@ -81,7 +81,7 @@ class MessageGroups(MessageBuffers):
         self._aggregate_bytes, self._way = context.options.aggregate_bytes, way
 
     def send(self, messages: Messages, fill: Fill) -> "GroupsOnTheirWay":
-        """Ask for all that is received, then fill and send group after group; return what waits for both."""
+        """Ask for all that is received, then fill and send group after group; return the work of both."""
         work: list[Any] = []
         for message in messages.received:
             rows = message.within(self.received)
@@ -118,7 +118,7 @@ class GroupsOnTheirWay:
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
-    """Send this rank's current window to the other hosts, and put what they send where this host's ranks read it.
+    """Send this rank's current window to the other hosts, and copy theirs to where this host's ranks read them.
 
     All ranks call this; see `published_window`. On a GPU it is issued on the current stream, on a CPU it is done. The
     messages are in memory of their own, since NCCL may ask for more of memory that it sends from in a CUDA graph than
@@ -143,7 +143,7 @@ Pack = Callable[[Message, torch.Tensor], None]
 
 
 class _ByCollective:
-    """What all carriers by a collective have alike: nothing to record or to release, and no epochs."""
+    """The base of carriers by a collective: nothing to record or to release, and no epochs."""
 
     def skip(self, status: torch.Tensor) -> bool:
         """Return False: an epoch without messages takes no collective, and each host skips it alone."""

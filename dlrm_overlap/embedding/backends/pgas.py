@@ -35,7 +35,7 @@ from dlrm_overlap.kernels.launches import Launch
 
 
 def type_and_place(ids: torch.Tensor) -> tuple[torch.dtype, int]:
-    """Return what a launch that was prepared for a tensor takes for granted of another: its type and its GPU."""
+    """Return the properties of ids that a prepared launch takes for granted: their type and their GPU."""
     return ids.dtype, ids.get_device()
 
 
@@ -112,7 +112,7 @@ class DeviceLookup:
         )
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
-        """Return what a kernel takes beside its tensors."""
+        """Return the options of a kernel beside its tensors."""
         # Ids that our own exchange has brought have been checked when they arrived.
         check = self._bad_ids.mode != BoundsCheckMode.NONE and self._context.ids is None
         return PoolingOptions(self._rank, self._schedule, tuning, check)
@@ -133,7 +133,7 @@ class DeviceLookup:
         Args:
             windows: of these ranks.
             step: whose ids are looked up.
-            tables: what `tables()` has returned.
+            tables: the result of `tables()`.
             ranks: that follow one another.
         """
         self.first_samples(step.batch, ranks)  # kept for a capture that prepares a launch, which cannot copy to a GPU
@@ -159,7 +159,7 @@ class DeviceLookup:
         return storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
-        """Raise what a kernel has recorded; under bounds check WARNING, log an id outside its table.
+        """Raise the faults that kernels have recorded; under bounds check WARNING, log an id outside its table.
 
         Raises:
             ExchangeTimeoutError: if a wait for a peer has expired.
@@ -210,13 +210,13 @@ class ZeroCopyForward(WindowForward):
         return found
 
     def begin(self, step: Step) -> int:
-        """Begin the step on the current stream and return its epoch; what goes to other hosts is sent behind that."""
+        """Begin the step on the current stream and return its epoch; messages to other hosts are sent after that."""
         epoch = self.windows.begin()
         self.join_stream()
         return epoch
 
     def start(self, step: Step) -> None:
-        """Launch the kernels that pool, and behind them the one that raises the flags."""
+        """Launch the kernels that pool, and after them the one that raises the flags."""
         self.check()
         flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
         epoch = self.begin(step)
@@ -237,10 +237,10 @@ class ZeroCopyForward(WindowForward):
         skip_epoch(self.windows, self.lookup.record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:
-        """Raise what a kernel has recorded, see `DeviceLookup.check`."""
+        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
         self.lookup.check()
 
     def close(self) -> None:
-        """Forget the windows and what has a view of them."""
+        """Forget the windows and their views."""
         self._flags, self.peers = {}, []
         super().close()

@@ -41,7 +41,7 @@ class Pushed:
     rank: int
     """whose samples they are"""
     tables: list[ShardTable]
-    """what goes where, one for each dim"""
+    """the shards and their places, one for each dim"""
     flags: PartFlags
     """to raise when a part is stored"""
     launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
@@ -89,7 +89,7 @@ class Push(WindowBackward):
         return awaiting_flags(flags, self.rank)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int]) -> ShardTable:
-        """Return what of a gradient, whose columns `column` tells, goes where, for the shards of one dim reached."""
+        """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
         places = [
             [
@@ -111,7 +111,7 @@ class Push(WindowBackward):
         )
 
     def is_stored(self, owner: int) -> bool:
-        """Return whether the kernel stores what goes to `owner`."""
+        """Return whether the kernel stores the gradients for `owner`."""
         return True
 
     def _input_rows(self) -> list[InputRows]:
@@ -150,7 +150,9 @@ class Push(WindowBackward):
         self.windows.begin()
         self._issued.record(self._current())
         self._push_stream.wait_event(self._issued)
-        if self._updating:  # by the step before: peers that see this one's flags may store over what it reads
+        if (
+            self._updating
+        ):  # by the step before: peers that see this one's flags may overwrite the gradients that it reads
             self._push_stream.wait_stream(self._update_stream)
         self._updating = True
         gradient.record_stream(self._push_stream)
@@ -270,7 +272,7 @@ class Push(WindowBackward):
         skip_epoch(self.windows, self._record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:
-        """Raise what a wait has recorded.
+        """Raise the fault that a wait has recorded.
 
         Raises:
             ExchangeTimeoutError: if it has expired.
@@ -278,7 +280,7 @@ class Push(WindowBackward):
         self._record.raise_expired(self.options.wait_timeout_s, "part")
 
     def close(self) -> None:
-        """Forget what has a view of the windows."""
+        """Forget the views of the windows."""
         self._peers, self._local, self._awaiting = [], [], []
         self.own.launches.clear()
         super().close()

@@ -101,7 +101,7 @@ class MessageHeap:
         return self._rows_at(self._sent_at(number, parity), message)
 
     def outgoing(self, number: int, message: Message, parity: int) -> Outgoing:
-        """Return where that message is staged, where it arrives and who takes it, as kernels are told."""
+        """Return where that message is staged, where it arrives and who takes it, as kernels take it."""
         slot = self._slot_at[message.peer]
         sent, signals = self._sent_at(number, parity), self._signals_at(slot, parity)
         return Outgoing(self._begin + sent, self._received_at(slot, parity) - sent, signals, message.peer)
@@ -111,7 +111,7 @@ class MessageHeap:
         return self._rows_at(self._received_at(slot, parity), message)
 
     def incoming(self, slot: int, message: Message, parity: int) -> Incoming:
-        """Return where that message arrives and who sends it, as kernels are told."""
+        """Return where that message arrives and who sends it, as kernels take it."""
         address = self._begin + self._received_at(slot, parity)
         return Incoming(address, self._signals_at(slot, parity), message.peer)
 
@@ -159,7 +159,7 @@ class MessageHeap:
         wait_flags(flags, reach.rank, pair.counter.argument)
 
     def check(self) -> None:
-        """Raise what a wait has recorded.
+        """Raise the fault that a wait has recorded.
 
         Raises:
             ExchangeTimeoutError: if it has expired.
@@ -172,7 +172,7 @@ class MessageHeap:
 
 
 class _ByPuts:
-    """What all carriers by puts have alike: a heap, and an epoch of signals alone."""
+    """The base of carriers by puts: a heap, and an epoch of signals alone."""
 
     _heap: MessageHeap
 
@@ -189,7 +189,7 @@ class _ByPuts:
         return True
 
     def check(self) -> None:
-        """Raise what a wait for a part has recorded."""
+        """Raise the fault that a wait for a part has recorded."""
         self._heap.check()
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class IdsByPuts(_ByPuts):
         return self._messages
 
     def bring(self) -> None:
-        """Stage the window once, put it to each host, and take what comes, source by source."""
+        """Stage the window once, put it to each host, and copy arrivals, source by source."""
         heap, window, (sent, received) = self._heap, self._windows.local.flatten(), self._messages
         words, parity = window.numel(), heap.parity
         heap.staged(0, sent[0], parity).flatten()[:words].copy_(window)

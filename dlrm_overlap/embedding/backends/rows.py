@@ -28,7 +28,7 @@ class UpdateRange:
 
 
 class RowTables(Protocol):
-    """What holds the rows that are updated."""
+    """The holder of the rows that are updated."""
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows [rows, D] of a shard."""
@@ -39,7 +39,7 @@ class RowTables(Protocol):
         ...
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return where a shard's rows are, and what updates them."""
+        """Return where a shard's rows are, and their optimizer."""
         ...
 
 
@@ -115,7 +115,7 @@ class InputRows:
         )
 
     def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int]:
-        """Return what neighbours must share to be one range: part, lookup, where key 0 would be, and its state."""
+        """Return the values that neighbours in a range share: part, lookup, offsets of key 0 and its state."""
         part, weight, state = self._part_of[shard], self._tables.weight(shard), self._tables.state(shard)
         stored, units = self._tables.stored(shard), shard.dim // 4
         weight_at = (weight.data_ptr() - stored.weights.data_ptr()) // (4 * weight.itemsize) - first_key * units
@@ -194,7 +194,7 @@ class DeviceRules:
         return self._by_value.get(value, self._make, value)
 
     def keep_in_place(self, rules: Sequence[UpdateRule]) -> None:
-        """Overwrite the numbers that differ from `rules`, behind what is issued on the current stream."""
+        """Overwrite the numbers that differ from `rules`, after all work that is issued on the current stream."""
         if not self._in_place:
             self._in_place = [(value, self._make(value)) for value in map(_value_of, rules)]
         for lookup, value in enumerate(map(_value_of, rules)):
