@@ -1,8 +1,8 @@
 """The aggregator on the device: who finishes a part of a message learns which parts it has to put.
 
-`grouping` has the rule, and what parts and groups are. A program counts the rows that it has finished of a part; the
+`grouping` has the rule, and explains parts and groups. A program counts the rows that it has finished of a part; the
 one that counts the last rows marks the part finished in its group, and applies the rule. No program waits for
-another. What one takes with it, nobody else takes, and nothing is left behind:
+another. Nobody else takes the parts that one takes, and none is left over:
 
 - A group's finished parts are bits of one word, which programs set by an atomic. These have one order, and whoever
   sets the last bit sees all others, so it takes all that has not left.
@@ -13,9 +13,9 @@ Both words hold the epoch in their upper half, and are raised to an epoch by a m
 0. So nothing is ever reset, and an epoch may be skipped.
 
 **At the receiver** each part has a signal word. A put of n parts sets the word of its first one to epoch * 256 + n,
-behind its data. Whoever needs a message begins at the first word of each group: that tells how many parts have come
-with it, and so which word comes next, until all parts of the group have come (`await_parts`). Puts may overtake each
-other, since none tells of another's data.
+after its data. Whoever needs a message begins at the first word of each group: it has the number of parts that have
+come with it, and so which word comes next, until all parts of the group have come (`await_parts`). Puts may overtake
+each other, since none covers another's data.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ _NO_BOUND = 1 << 62
 
 
 class Gathered(NamedTuple):
-    """What is known of a message's parts while they are finished; kept from epoch to epoch."""
+    """The state of a message's parts while they are finished; kept from epoch to epoch."""
 
     counts: torch.Tensor
     """[n] int32: finished rows of each part"""
@@ -69,7 +69,7 @@ def finish_part(
     """Mark a part finished; return which parts of its group this program has to put now, bits of an int64.
 
     Bit i stands for the group's part i, of up to `group_parts`; all groups together have `parts`. What the program has
-    stored or acquired is the part, behind a barrier. The longest wait is in ns; in turns under the interpreter, where
+    stored or acquired is the part, after a barrier. The longest wait is in ns; in turns under the interpreter, where
     `turn` is the time.
 
     Memory: `done` and `sent` [groups] int64 are the words of bits, 0 before the first epoch, which is 1 or more.
@@ -77,7 +77,7 @@ def finish_part(
 
     Order: the part's time is stored before its bit is set (acquire and release, GPU scope). Who sees a bit so sees the
     time and what is in the part. Who takes parts acquires and releases at system scope, so that a network card sees
-    them, too. A barrier follows, so that all threads may read what one thread has acquired.
+    them, too. A barrier follows, so that all threads may read the data that one thread has acquired.
 
     Example: groups of 4, epoch 5. Two programs finish parts 1 and 0 and get 0, as none is due. `done` is 5 << 32 | 3.
     A third finishes 3 when part 1 has waited for too long: it gets the bits 0, 1 and 3, and `sent` has the same. The
@@ -96,7 +96,7 @@ def finish_part(
     # All threads must decide alike. A clock, or a word that others change, is one thing to one warp and another to the
     # next; the stamp that one thread has stored, and an atomic's result, are the same to all.
     now = tl.load(stamps + part, volatile=True)
-    # A word that is no longer true tells of fewer parts that have left: then the wait is taken for longer than it is.
+    # A word that is no longer true counts fewer parts that have left: then the wait is taken for longer than it is.
     word = tl.atomic_add(sent + group, 0, sem="relaxed", scope="gpu")
     gone = tl.where(word >= tag, word & whole, 0)
     waiting = ((finished & ~gone) >> lane) & 1
@@ -104,7 +104,7 @@ def finish_part(
     mine = tl.zeros((), tl.int64)
     if (finished == whole) | (now - oldest >= longest_wait):
         tl.atomic_max(sent + group, tag, sem="relaxed", scope="gpu")
-        # At system scope, since a network card may be what reads the parts next.
+        # At system scope, since a network card may read the parts next.
         mine = finished & ~tl.atomic_or(sent + group, finished, sem="acq_rel", scope="sys")
         tl.debug_barrier()
     return mine
@@ -150,7 +150,7 @@ def next_put(mine):
 
 @triton.jit
 def put_signal_value(epoch, count):
-    """Return what a put of `count` parts sets the signal word of its first part to."""
+    """Return the signal word of the first part of a put of `count` parts."""
     return (epoch.to(tl.int64) << _COUNT_BITS) + count
 
 
@@ -198,7 +198,7 @@ def _next_signals(
 ):  # fmt: skip
     """Await and acquire the signals `at` [LANES] where these are below `end`; return which come next in each group.
 
-    Nothing is awaited where a wait has expired, which is what is returned second.
+    Nothing is awaited where a wait has expired, which is returned second.
     """
     waiting = at < end
     if (tl.max(waiting.to(tl.int32), 0) != 0) & (not expired):

@@ -80,7 +80,7 @@ def _short_ids(dim: int, itemsize: int) -> int:
 
 
 def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Tensor) -> bool:
-    """Return whether the bags of an input, see `Bags`, are short on average, which their shapes alone tell.
+    """Return whether the bags of an input, see `Bags`, are short on average, by their shapes alone.
 
     How few ids that are depends on the table's rows (H200; docs/results/stage.md, "Short bags").
 
@@ -93,7 +93,7 @@ def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Ten
 def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) -> Tuning:
     """Return how to cut a launch for rows of `dim` elements of `itemsize` bytes.
 
-    By what was fastest on H200 (docs/results/stage.md, "Rows in flight"): a warp awaits up to 4 KB of rows at a time.
+    The fastest on H200 (docs/results/stage.md, "Rows in flight"): a warp awaits up to 4 KB of rows at a time.
     Of rows of up to 128 bytes these are those of four bags side by side, so that a lane loads 16 bytes; of two bags up
     to 128 elements, and of one beyond. Ids are checked 64 at a time: with 16 or 32 the persistent kernel took up to 7%
     longer.
@@ -121,7 +121,7 @@ def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) ->
 
 @lru_cache
 def put_tuning_for(dim: int, itemsize: int) -> Tuning:
-    """Return the same for what is put to other hosts: four times as many warps, and bags, but 8 bags at most.
+    """Return the same for messages to other hosts: four times as many warps, and bags, but 8 bags at most.
 
     All warps of the program that completes a group put it. Where NVSHMEM copies, over NVLink, one warp takes 25 us for
     64 KB. A part of a message has 8 rows at least (kernels/messages.py), and a task lies in one part.

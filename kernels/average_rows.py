@@ -1,6 +1,6 @@
 """The mean of a row over the ranks, by a kernel that awaits the rows itself: one launch between two rounds of copies.
 
-What stands beside a product that fills the GPU waits for its end. Were the wait, the mean and a hand-shake kernels of
+A kernel beside a product that fills the GPU waits for its end. Were the wait, the mean and a hand-shake kernels of
 their own, each would wait for one product; this one does so once.
 """
 
@@ -30,13 +30,13 @@ def _average_rows(
 ):  # fmt: skip
     """Await the rows of all ranks, then store `scale` times their sum, as program p of P the blocks p, p + P, ..
 
-    Memory: at `rows` are WORLD_SIZE rows, one behind the other, of `words` times VECTOR elements of TYPE, BYTES each;
+    Memory: at `rows` are WORLD_SIZE rows, one after the other, of `words` times VECTOR elements of TYPE, BYTES each;
     row w is rank w's, but that of this rank is at `own`. They are read, added up in float32 in the order of the ranks,
     and stored at `mean`. The three addresses are multiples of VECTOR elements, so a lane moves as many at a time. Of
     this rank's flags `ready` [W, 1] those with `counts` [W] are awaited.
 
     Order: every program awaits the flags, up to `clock` [1], and acquires them at system scope before it reads: a
-    peer's row is seen that was written before its flag. Who is ordered behind the kernel reads the mean.
+    peer's row is seen that was written before its flag. Later kernels on the stream read the mean.
 
     Example: rank 1 of 2, 3 words of 1 element, rows 1 2 3 - - -, own 5 6 7, scale 0.5: 3 4 5, once the flag is there.
     """
@@ -82,7 +82,7 @@ def average_rows(rows: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, flag
         rows: [W, n] float32, float16 or bfloat16, contiguous; row `rank` is not read.
         own: [n] of that type, contiguous: this rank's.
         mean: [n] of that type, contiguous; may be none of the others.
-        flags: of one slot, which the ranks raise to `flags.clock` behind their rows.
+        flags: of one slot, which the ranks raise to `flags.clock` after their rows.
         rank: of the caller.
     """
     world_size, elements = rows.shape

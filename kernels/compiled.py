@@ -16,7 +16,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 class CompiledKernel:
     """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
-    Triton's own launch inspects every argument to find what was compiled for its type and alignment, which takes the
+    Triton's own launch inspects every argument to find the binary for its type and alignment, which takes the
     host longer than a small kernel takes the GPU. This class inspects the arguments of the first launch only, and hands
     those of later launches to the GPU as they come. So a kernel and its caller keep to four rules:
 
@@ -27,7 +27,7 @@ class CompiledKernel:
     - Integers. The kernel names them in `do_not_specialize`, since compiled kernels are found by the types in `dtypes`
       alone; those that may need 64 bits it annotates as `tl.int64`.
     - Alignment. Every tensor begins at a multiple of 16 bytes, but those that the kernel names in
-      `do_not_specialize_on_alignment`: Triton compiles for what divides the addresses of the first launch.
+      `do_not_specialize_on_alignment`: Triton compiles for the divisors of the addresses of the first launch.
     - Types. `dtypes` has those of all tensors whose type the constants leave open.
 
     `check` asserts the number of arguments, the integers and the alignment: at the first launch and, so that tests find
@@ -62,9 +62,9 @@ class CompiledKernel:
             num_stages: reads of a pipelined loop that are under way at once; None takes Triton's default.
             fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
                 bits that a CPU computes.
-            registers: the most that a thread may have; what does not fit is kept in memory. None: as many as it likes.
+            registers: the most that a thread may have; other values are kept in memory. None: as many as it likes.
             libraries: of device functions, name and file of each, that the kernel is linked with.
-            prepare: what is called with the module's handle before the first launch; None calls nothing.
+            prepare: is called with the module's handle before the first launch; None calls nothing.
         """
         parameters = inspect.signature(kernel.fn).parameters
         own_constants = [name for name in parameters if parameters[name].annotation is tl.constexpr]

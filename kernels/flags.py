@@ -45,8 +45,8 @@ def _raise_flags(peers_ready, clock, rank, world_size, slots, first_slot, epoch:
     Memory: `peers_ready` [W] int64 holds the addresses of the ranks' flags [W, slots]; one element of each is stored.
     `clock` [1] int64 is read.
 
-    Order: each flag is stored by a lane of its own, as a release at system scope. It covers what earlier kernels of the
-    stream have stored into any rank's memory, since they end before this one begins.
+    Order: each flag is stored by a lane of its own, as a release at system scope. It covers all stores of earlier
+    kernels of the stream into any rank's memory, since they end before this one begins.
 
     Example: rank 2 of 3 raises slot 1 of 4 to epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
@@ -64,8 +64,8 @@ def _await_flags(
     `epoch` + `clock` [1] int64. When `timeout` has passed, it writes a record of the missing flag by way of `status`,
     and the kernel stops the GPU's work.
 
-    Order: the flags are read at system scope until all in use have reached the epoch, and are then acquired. What the
-    peers stored before they raised them is seen by the kernels that follow on the stream.
+    Order: the flags are read at system scope until all in use have reached the epoch, and are then acquired. The
+    kernels that follow on the stream see the peers' stores before they raised them.
 
     Example: rank 0 of 2, 3 slots, counts [0, 2], BLOCK 8: one program awaits elements 3 and 4, slots 0 and 1 of rank 1.
     """
@@ -84,9 +84,9 @@ def _meet(
     Memory: `clock` [1] int64 is raised by one, to e. `peers_ready` [W] int64 holds the addresses of the ranks' flags
     [W, 1], of each of which element `rank` is stored. `ready` are this rank's, of which row w is awaited if counts[w].
 
-    Order: the flags are released at system scope, so they cover what earlier kernels of the stream have read and
-    written. The peers' are acquired: what follows on the stream comes behind what they did before they raised theirs.
-    `clock` is stored last; what reads it is ordered by the end of the kernel.
+    Order: the flags are released at system scope, so they cover all reads and writes of earlier kernels of the
+    stream. The peers' are acquired: later work on the stream comes after theirs before they raised their flags.
+    `clock` is stored last; its readers are ordered by the end of the kernel.
 
     Example: rank 2 of 3, clock 6: element 2 of each rank's flags becomes 7; elements 0, 1 and 2 here are awaited until
     they have reached 7; then the clock is 7.

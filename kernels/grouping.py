@@ -10,7 +10,7 @@ finishes a part applies to the part's group:
 
 So each part leaves once, and the part that is finished last takes all that is left with it. Nobody looks at a clock
 between two parts: a part waits for the longest wait and until the next part of its group is finished. Places in the
-message are fixed. What arrives does not depend on how it was gathered.
+message are fixed. The bytes that arrive do not depend on how they were gathered.
 
 Example: groups of 4 parts, longest wait 10 us. Parts 1, 0, 3, 2 are finished at 0, 4, 12 and 13 us. At 4 us two wait,
 none for 10 us. At 12 us part 1 has waited for 12, so 0 and 1 leave as one put and 3 as another. At 13 us all are
@@ -77,7 +77,7 @@ class Grouping(NamedTuple):
 
 
 class Aggregator:
-    """The finished parts of one message that have not left; tells with each part what leaves."""
+    """The finished parts of one message that have not left; returns with each part those that leave."""
 
     def __init__(self, grouping: Grouping, longest_wait: float) -> None:
         """Begin with no part finished.

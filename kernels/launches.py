@@ -13,7 +13,7 @@ import torch
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 
-# What the driver is told by an array of pointers: that arguments come in one buffer, where, and of which size.
+# The driver's array of pointers: arguments come in one buffer, at this address, of this size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 
 _NUMBERS = int, float
@@ -36,8 +36,8 @@ class _Config(ctypes.Structure):
 class Launch:
     """A kernel with its arguments, of which some are given anew by each call.
 
-    It belongs to one caller, whose calls follow each other: two threads must not call one at the same time. What it is
-    made with must stay true: the tensors that stay are held, those that are given anew are of the type and on the
+    It belongs to one caller, whose calls follow each other: two threads must not call one at the same time. Its
+    arguments must stay true: the tensors that stay are held, those that are given anew are of the type and on the
     device of the first. Nothing looks at that but Triton's interpreter, at the types.
 
     Example:
@@ -84,7 +84,7 @@ class Launch:
         assert not metadata.launch_pdl, "a launch that waits for the one before"
         self._function = ctypes.c_void_p(compiled.function)
         places = _parameters(driver, self._function)
-        # Behind the arguments are Triton's own, for scratch memory: of a kernel that has none, null pointers.
+        # After the arguments come Triton's own, for scratch memory: of a kernel that has none, null pointers.
         assert len(places) >= len(self._arguments), f"{len(self._arguments)} arguments for {len(places)} parameters"
         assert all(size == 8 for _, size in places[len(self._arguments) :]), "parameters that are no arguments"
         self._size = ctypes.c_size_t(sum(places[-1]))
@@ -96,9 +96,12 @@ class Launch:
             assert isinstance(value, float) or fields[-1].value == value, f"{value} in a parameter of {size} bytes"
         self._fields = [fields[index] for index in self._changing]
         self._config = _Config(0, (1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
-        told = _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
-        self._told = (ctypes.c_void_p * len(told))(*told)
-        self._places = ctypes.c_void_p(ctypes.addressof(self._config)), ctypes.c_void_p(ctypes.addressof(self._told))
+        extra = _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
+        self._extra = (ctypes.c_void_p * len(extra))(*extra)
+        self._addresses = (
+            ctypes.c_void_p(ctypes.addressof(self._config)),
+            ctypes.c_void_p(ctypes.addressof(self._extra)),
+        )
         self._call = driver.cuLaunchKernelEx
 
     def __call__(self, *changed: Any, programs: int | None = None) -> None:
@@ -122,10 +125,10 @@ class Launch:
             return
         for field, argument in zip(self._fields, changed, strict=True):
             field.value = argument if type(argument) in _NUMBERS else argument.data_ptr()
-        config, told = self._places
+        config, extra = self._addresses
         self._config.programs = programs
         self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
-        if status := self._call(config, self._function, None, told):
+        if status := self._call(config, self._function, None, extra):
             raise RuntimeError(f"{self._kernel.name}: {_error(status)}")
 
 
@@ -165,7 +168,7 @@ def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p) -> list[tuple[in
 
 
 def _error(status: int) -> str:
-    """Return what the driver says of a status."""
+    """Return the driver's text for a status."""
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return f"CUDA error {status}: {(text.value or b'?').decode()}"

@@ -118,7 +118,7 @@ def _await_message(
     rows as `first_sample` [runs + 1] int32 says; else the message has one run, of `rows` rows, whose first part's
     signal is awaited even if there are none.
 
-    Order: see `aggregate.await_parts`. What the sender put is seen by the kernels that follow on the stream.
+    Order: see `aggregate.await_parts`. The kernels that follow on the stream see the sender's bytes.
 
     Example: 20 rows, parts of 8 rows, groups of 2: signals 0 and 2 are awaited.
     """

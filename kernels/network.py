@@ -1,6 +1,6 @@
 """Device building blocks of puts to ranks of other hosts: bytes into a peer's memory, then a signal, from in a kernel.
 
-A *heap* is memory that every rank has, alike in size and in what is where. An address in this rank's heap stands for
+A *heap* is memory that every rank has, alike in size and layout. An address in this rank's heap stands for
 the same place in the heap of any rank. A *put* copies bytes from this rank's heap to a place in a peer's, and then
 stores a number at a *signal*, a word of the peer's heap: whoever there sees the number sees the bytes.
 
@@ -12,7 +12,7 @@ A kernel is compiled for one of two forms, `FORM`, with the same arguments and t
 - `stores`: the program stores into the peer's heap, whose address is in `heaps`. So the whole way is run by the
   interpreter, and by GPUs that do reach each other.
 
-What is awaited is bounded: NVSHMEM's own wait is called when the signal has come, for what it does behind the wait.
+Every wait is bounded: NVSHMEM's own wait is called when the signal has come, for its work after the wait.
 
 Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between hosts by NVSHMEM.
 """
@@ -44,10 +44,10 @@ class Network(NamedTuple):
     library: str | None = None
     """nvshmem: the file libnvshmem_device.bc, which kernels are linked with"""
     prepare: Callable[[int], None] | None = None
-    """nvshmem: what makes a loaded module, given by its handle, know this rank's heap; before its first launch"""
+    """nvshmem: makes a loaded module, given by its handle, know this rank's heap; before its first launch"""
 
     def options(self) -> tuple[tuple[str, Any], ...]:
-        """Return what `CompiledKernel` needs to make a kernel that uses these functions, its options by name."""
+        """Return the options of `CompiledKernel`, by name, for a kernel that uses these functions."""
         if self.library is None:
             return ()
         return ("libraries", (("libnvshmem_device", self.library),)), ("prepare", self.prepare)
@@ -93,7 +93,7 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
     int64 is read.
 
     Order: a barrier comes first, so the put takes what all threads of the program have stored, and what the program has
-    acquired. The signal is stored behind the bytes: who acquires it, by `aggregate.await_parts`, sees them.
+    acquired. The signal is stored after the bytes: who acquires it, by `aggregate.await_parts`, sees them.
 
     Example: heaps at 0 on rank 0 and at 1000 on rank 1. Rank 0 puts 64 bytes, source 128, target 512, signal 8, value
     3: bytes 128 .. 191 of its memory go to 1512 .. 1575 of rank 1's, then 3 is stored at 1008.

@@ -22,14 +22,14 @@ WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 
 
 
 class Rows(NamedTuple):
-    """What one rank sends: a row to each of the other ranks, and to itself if `own`.
+    """The rows that one rank sends: one to each of the other ranks, and to itself if `own`.
 
     Example: rank 1 of 3 with stride 100, row_bytes 100, offset 4100: bytes 200 .. 299 of the source go to bytes 4100 ..
     of rank 2's memory, 0 .. 99 to those of rank 0's.
     """
 
     source: torch.Tensor
-    """of any type, contiguous: the rows, one behind the other, or the one row that goes to all"""
+    """of any type, contiguous: the rows, one after the other, or the one row that goes to all"""
     stride: int
     """bytes between the rows; 0 if one row goes to all"""
     row_bytes: int
@@ -116,7 +116,7 @@ def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS)
     """Store this rank's rows at the other ranks, then raise its flag at every rank, all on the current stream.
 
     Args:
-        rows: what goes where; alike on all ranks but for the source.
+        rows: each with its destination; alike on all ranks but for the source.
         flags: raised to `flags.clock`, after all that is before on the stream, too.
         rank: of the caller.
         programs: at most; of small rows there are fewer, one at least.

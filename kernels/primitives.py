@@ -1,9 +1,9 @@
 """Device building blocks: the task order, flags with bounded waits, and records that the host reads.
 
 Memory order, the same in every kernel. The producer: all threads of a program store; a barrier, `tl.debug_barrier()`,
-orders their stores before what one thread does next; that thread releases a flag or a count. The consumer: one thread
+orders their stores before the next work of one thread; that thread releases a flag or a count. The consumer: one thread
 acquires the flag or count; a barrier; then all threads load. Between ranks both use system scope, between programs of
-one GPU they use GPU scope. The chain is cumulative: a release also covers what its thread has acquired before.
+one GPU they use GPU scope. The chain is cumulative: a release also covers all that its thread has acquired before.
 
 This holds wherever the stores go, a peer's memory included. A scope has to include the two threads that synchronise,
 and no others (PTX ISA, sections 8.7 and 8.9.4). Each such pair extends base causality order, which is transitive
@@ -58,7 +58,7 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
 
     Order: words 1 .. 5 are stored; an atomic on the lock, acquire and release at system scope, comes before the store
     of word 0, so the host that sees word 0 sees the rest. Another one follows: word 0 has arrived in the host's memory
-    when the thread goes on. A kernel that is stopped loses what is on its way, and any of its warps may stop it.
+    when the thread goes on. A kernel that is stopped loses values on their way, and any of its warps may stop it.
 
     Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
     2, writes word 8 and takes it to 3. Another BAD_ID takes it to 4 and writes nothing.
@@ -117,7 +117,7 @@ def count_and_raise(counted, peers_ready, slot, world_size, epoch, PEERS: tl.con
     """Let the program that ends last raise element `slot` of every rank's flags; `counted` [1] int32 is 0 before.
 
     Order: the program's stores, a barrier, its count (acquire and release, GPU scope); whoever counts last has so
-    acquired what the others have released, and releases all of it with the flags, at system scope.
+    acquired all that the others have released, and releases all of it with the flags, at system scope.
     """
     tl.debug_barrier()
     if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
@@ -141,7 +141,7 @@ def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
     """Return the ns since the time `began` of `clock`, the same to all threads; `turn` less it, under the interpreter.
 
     A time is another in every warp. Warps that decide by their own leave a loop at different turns: some record nothing
-    then, since what the first thread has to say to them comes too late, and stop the kernel before the first one does.
+    then, since word of the first thread comes too late for them, and stop the kernel before the first one does.
     So the time is the first thread's. A warp that is ALONE, while others of the program do something else, has its own.
     """
     waited = clock(turn, INTERPRETED) - began
@@ -186,7 +186,7 @@ def await_flags(
 
     Of the flags that rank w raises, row w, only the first counts[w] are in use and awaited. When `timeout` ns have
     passed (turns, under the interpreter), the program records which flag is missing and stops the kernel: to go on
-    would be to train on what was in the window before.
+    would be to train on the window's old values.
 
     Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope; a barrier
     follows, so that no thread of the program reads a window earlier.
@@ -230,10 +230,10 @@ def await_few(
     These are the elements `first`, `first` + `apart`, and so forth. When `timeout` has passed, the program records
     which flag is missing and stops the kernel, as `await_flags` does.
 
-    Order: as in `await_flags`. A proxy fence follows, so that what the program then reads by TMA comes after, too.
+    Order: as in `await_flags`. A proxy fence follows, so that the program's reads by TMA come after, too.
 
     Returns:
-        0, computed from what has been seen: what is to come after the wait can be made to depend on it.
+        0, computed from the flags seen: code that is to come after the wait can be made to depend on it.
 
     Example: slot 2 of 4 of all of 3 ranks: first 2, apart 4, count 3 are the elements 2, 6 and 10.
     """
@@ -249,13 +249,13 @@ def await_few(
             tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
             stop(rank)
     late = tl.minimum(oldest_epoch(flags, mask, epoch, "acquire") - epoch, 0).to(tl.int32)
-    tl.debug_barrier()  # no thread reads what has arrived before the threads that acquired
+    tl.debug_barrier()  # no thread reads arrivals before the threads that acquired
     return late * 0 if INTERPRETED else fence_proxy(late)  # an expired wait does not stop the interpreter
 
 
 @triton.jit
 def fence_proxy(value):
-    """Return `value`, once what this thread has acquired is visible to its reads of global memory by TMA, too."""
+    """Return `value`, once all that this thread has acquired is visible to its reads of global memory by TMA, too."""
     return tl.inline_asm_elementwise(
         "{ fence.proxy.async.global; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -1,4 +1,4 @@
-"""The kernels' maths in plain PyTorch: what tests hold the kernels against, and what the CPU path runs."""
+"""The kernels' maths in plain PyTorch: the standard of the kernels' tests, and the arithmetic of CPUs."""
 
 from collections.abc import Sequence
 

@@ -91,7 +91,7 @@ def add_to_rows(
         samples: of all ranks, B.
         features: of the input that has the bags.
         first: index in the input of the range's first feature.
-        end: index behind that of its last feature.
+        end: index after that of its last feature.
         gradient: as for `RowUpdate`.
     """
     assert rows.optimizer == "sgd", "no other optimizer's update is a sum"

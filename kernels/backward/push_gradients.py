@@ -92,9 +92,9 @@ def _push_gradients(
     place. `done` [parts] counts the programs of all dims' launches that are through with a part.
 
     Order: the program stores its share of a part, passes a barrier, and counts itself in `done` (acquire and release,
-    GPU scope). The one of `programs` that counts last has so acquired what the others have released. It sets the count
-    back to 0 for the next exchange, and raises the part's flag at every rank to `epoch` + `clock` (release, system
-    scope). The other programs go on with the next part meanwhile.
+    GPU scope). The one of `programs` that counts last has so acquired all that the others have released. It sets the
+    count back to 0 for the next exchange, and raises the part's flag at every rank to `epoch` + `clock` (release,
+    system scope). The other programs go on with the next part meanwhile.
 
     Example: 4 owners with up to 5 shards each in the part, 2 tasks a shard: 40 tasks, of which program 3 of 11 does 3,
     14, 25 and 36. On rank 0, in balanced order, these are for ranks 0, 3, 2 and 1.
@@ -196,7 +196,7 @@ def pushing_gradients(
         scale: factor of every element.
         programs: of each launch, of 32 warps each: links need few, and the rest of the GPU stays free.
         first_part: the first part to send.
-        end_part: the part behind the last one to send.
+        end_part: the part after the last one to send.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0

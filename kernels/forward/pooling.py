@@ -1,4 +1,4 @@
-"""What both kernels of the forward share: how to pool a task's bags and store the result, and their constants."""
+"""The common part of the forward's kernels: how to pool a task's bags and store the result, and their constants."""
 
 from typing import Any, NamedTuple
 
@@ -112,7 +112,7 @@ def store_rows(
 ):  # fmt: skip
     """Store `rows` [R, BLOCK_DIM] to the rows `sample` [R] of `window`, from `column` on, where `live`.
 
-    The caller states what divides `window` and `column` where it loads them: a hint on an argument does not survive
+    The caller states the divisors of `window` and `column` where it loads them: a hint on an argument does not survive
     inlining, and without one each lane stores 4 bytes.
     """
     at = tl.arange(0, BLOCK_DIM)
@@ -121,7 +121,7 @@ def store_rows(
 
 
 class PoolingShape(NamedTuple):
-    """What decides the constants of both kernels: one compiled kernel serves all launches of a shape."""
+    """The constants of both kernels: one compiled kernel serves all launches of a shape."""
 
     options: PoolingOptions
     dim: int

@@ -1,6 +1,6 @@
 """Pooled embeddings that have come from another host, stored where they belong in the windows of this host's ranks.
 
-What has come is a message of one rank: a row for each sample of this host's ranks, with the columns that the sender
+It is a message of one rank: a row for each sample of this host's ranks, with the columns that the sender
 pools. They are copied as they are, in words of 8 bytes where that goes, 4 or 2 else.
 """
 

@@ -36,15 +36,15 @@ def _put_pooled(
 
     A part is `part_blocks` tasks' samples of one rank of the other host, with all features; several launches fill it
     where features are not pooled together. `group_parts` parts of a rank's samples are a group, see `grouping`: the
-    program that completes a part puts what of its group is to leave.
+    program that completes a part puts the parts of its group that are to leave.
 
     Memory: the program reads the offsets, ids and rows of its bags. It stores [BAGS, DIM] of the wire's type to as many
     rows of the message, which is in this rank's heap: those of rank i of the host begin at `windows`[i]. `counts`
     [ranks * parts] int32 counts the finished rows of each part, once for each of `every_feature` features; `done`,
-    `sent` [ranks * groups] and `stamps` [ranks * parts] int64 are those of `aggregate.finish_part`. What leaves and its
-    signals are stored in the heap of `peer`. `clock_word` [1] int64 is read.
+    `sent` [ranks * groups] and `stamps` [ranks * parts] int64 are those of `aggregate.finish_part`. Parts that leave
+    and their signals are stored in the heap of `peer`. `clock_word` [1] int64 is read.
 
-    Order: a task is stored, then counted; who completes a part acquires what it puts, see `aggregate`.
+    Order: a task is stored, then counted; who completes a part acquires the data that it puts, see `aggregate`.
 
     Example: a host of ranks 2 and 3 with 4 samples each, two features, BAGS 2, parts of 1 block, groups of 2. Programs
     0 and 1 pool features 0 and 1 of samples 0 and 1 of rank 2, programs 2 and 3 those of samples 2 and 3: who of the

@@ -80,12 +80,12 @@ def _put_slices(
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
     count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
-    its threads see what all programs have staged for the slice, and puts the slice. It passes a barrier and raises the
+    its threads see all that programs have staged for the slice, and puts the slice. It passes a barrier and raises the
     flag at the destination, or raises the region's count (release, system scope). Stores into this rank's own window
     need no flag: the kernel's end orders them. IN_PLACE with RAISE, a program that has stored tasks and finds none left
     passes a barrier and adds their number to those stored (release, GPU scope). The one whose sum is that of all tasks
     sets it back to 0 (acquire, GPU scope), and passes a barrier and raises this rank's slot 0 at every rank (release,
-    system scope): that covers what all programs of this launch and of earlier ones on the stream have stored. Every
+    system scope): that covers all stores of this launch and of earlier ones on the stream. Every
     task is in exactly one sum, so exactly one program raises, and it waits for none; a program without a task adds
     nothing, and may begin after the flags are raised. With END_WAIT, program p of P at last awaits its share of this
     rank's `ready` [W, slots], see `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so
@@ -149,14 +149,14 @@ def _put_slices(
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == slice_tasks - 1:
                     tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
                     if PUT is not None:
-                        tl.debug_barrier()  # no thread reads what others have staged before one has acquired
+                        tl.debug_barrier()  # no thread reads others' staging before one has acquired
                         begin = index * (SLICE_TASKS * GROUPS * BAGS)
                         end = tl.minimum(begin + SLICE_TASKS * GROUPS * BAGS, samples)
                         PUT(
                             staged + begin.to(tl.int64) * DIM, window, begin, end, column,
                             PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
                         )  # fmt: skip
-                    if COPIED:  # by an engine that reads what all have staged: the count covers it, as a flag would
+                    if COPIED:  # by an engine that reads all programs' staging: the count covers it, as a flag would
                         region = finished + destination * regions + tl.load(region_of + which)
                         tl.atomic_add(region, 1, sem="release", scope="sys")
                     else:
@@ -216,7 +216,7 @@ def _compiled(
         "INTERPRETED": INTERPRETED,
     }
     # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together, hence
-    # after an NCCL kernel that waits for a peer's, which may be behind that peer's grid, whose programs wait for ours.
+    # after an NCCL kernel that waits for a peer's, which may come after that peer's grid, whose programs wait for ours.
     return CompiledKernel(
         _put_slices, _ARGUMENTS, constants | shape.constants(), num_warps=tuning.num_warps, registers=_REGISTERS
     )

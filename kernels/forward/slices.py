@@ -1,11 +1,15 @@
-"""What a launch of the persistent kernel is given beside tables and windows: how its results are sent, and the memory
-that its programs share; see `put_slices`.
+"""Arguments of the persistent kernel beside tables and windows: how its results are sent, and the memory that its
+programs share; see `put_slices`.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.forward.pooling import store_rows
 
 # Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
 # that it completed, and, of a program's last task, how long the program waited for flags at the end.
@@ -13,7 +17,7 @@ TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
 
 
 class Regions(NamedTuple):
-    """What copy engines move together: some features of one destination, all its samples."""
+    """The unit that copy engines move: some features of one destination, all its samples."""
 
     of: torch.Tensor
     """[F] int32: the region of each feature of the launch"""
@@ -53,9 +57,30 @@ class Slices:
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
     put: Any
     """None: each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag
-    of its own. A @triton.jit function with the arguments of `puts.put_by_stores`, which brings what has been staged
+    of its own. A @triton.jit function with the arguments of `put_by_stores`, which brings a staged slice
     there. Or COPIED: whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
     raises: bool = True
     """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
     end_wait: bool = True
     """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
+
+
+@triton.jit
+def put_by_stores(
+    staged, window, first, end, column,
+    ROWS: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Put `staged` [end - first, DIM] to the rows [first, end) of a peer's window, by this program's own stores.
+
+    The program copies ROWS rows at a time. A put may return before its data has arrived: the caller raises the slice's
+    flag next, by a release at system scope, and so after a barrier of the program.
+
+    Example: first 4, end 7, ROWS 2: rows 0 and 1 of `staged` go to rows 4 and 5 of the window, then row 2 to row 6.
+    """
+    at = tl.arange(0, BLOCK_DIM)
+    for begin in range(first, end, ROWS):
+        sample = begin + tl.arange(0, ROWS)
+        live = sample < end
+        source = staged + (sample - first).to(tl.int64)[:, None] * DIM + at[None, :]
+        rows = tl.load(source, mask=live[:, None] & (at < DIM)[None, :])
+        store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)

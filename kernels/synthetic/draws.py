@@ -43,7 +43,7 @@ class Stream(NamedTuple):
 
 
 class IdTables(NamedTuple):
-    """What the ids of all tables are made of; see the constants above for the columns."""
+    """The sources of the ids of all tables; see the constants above for the columns."""
 
     columns: torch.Tensor
     """[4 * blocks] int32: the table that each of a sample's draws is for, -1 for draws that are for no id"""
@@ -249,7 +249,7 @@ def draw_ids(
         lengths: [T * b] int32, of the bags.
         offsets: [T * b + 1] int64, of the bags in `values`; None where all bags of a table are of one size.
         sums: [T * b] int32, cleared.
-        tables: what the ids are made of.
+        tables: the sources of the ids.
         first_draw: number of a sample's draws that come before those for ids.
     """
     count, first_block = lengths.numel() // len(tables.entries), first_draw // 4

@@ -23,7 +23,7 @@ class ClickModel(NamedTuple):
     dense_weights: torch.Tensor
     """[F] float64"""
     factors: torch.Tensor
-    """float64, table after table: what standardises the score of a bag, by its size"""
+    """float64, table after table: the factor that standardises the score of a bag, by its size"""
     curve: torch.Tensor
     """[pieces + 1] float64: the probability of a click at evenly spaced logits from -end to end"""
     bias: float

@@ -18,8 +18,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, T
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags, raise_flags
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut
-from dlrm_overlap.kernels.forward.puts import put_by_stores
-from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState
+from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState, put_by_stores
 from dlrm_overlap.kernels.forward.store_pooled import store_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
 from tests.agreement import assert_same

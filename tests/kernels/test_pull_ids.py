@@ -7,7 +7,7 @@ import torch
 
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.ids.pull_ids import Places, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import Places, Published, place_ids, pull_ids, pull_tasks
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 

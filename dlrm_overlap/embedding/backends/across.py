@@ -39,7 +39,7 @@ from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable
 from dlrm_overlap.kernels.flags import raise_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns
-from dlrm_overlap.kernels.forward.puts import put_by_stores
+from dlrm_overlap.kernels.forward.slices import put_by_stores
 
 
 class ZeroCopyAcross(ZeroCopyForward):

@@ -20,8 +20,7 @@ from dlrm_overlap.kernels.arguments import (
     tuning_for,
 )
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut
-from dlrm_overlap.kernels.forward.puts import put_by_stores
-from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState
+from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState, put_by_stores
 from dlrm_overlap.kernels.launches import Launch
 
 _PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: see `Slices.put`

@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, ready_flags, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
-from dlrm_overlap.kernels.ids.pull_ids import BLOCK_IDS, Places, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Places, Published, place_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor]
 """ids, bag after bag, and the offsets of the bags"""

@@ -1,5 +1,5 @@
 """Ids to the owners of their rows, without the host: each rank publishes the ids of its samples in a window of its own,
-and the owners read out of the ranks' windows what they need.
+and the owners read their tables' ids out of the ranks' windows.
 
 A window is int32: the ids of T features, feature after feature, bag after bag; then, from word `offsets_at` on, the
 offsets [T * b + 1] of the bags among them. The ids arrive as the lookup takes them (`Bags`): those of the owner's F
@@ -57,9 +57,9 @@ def _place_ids(
     brings more ids of a feature than `capacities` [T] allow, or fewer than none, the program writes a record of it by
     way of `status`, and lets no id of the step arrive. Every rank looks at all features of all ranks, so that every
     rank has that record. Without LENGTHS, the places are known, and the program only checks that every rank has
-    published `total` ids, of which the word at `offsets_at` tells.
+    published `total` ids, a number that is in the word at `offsets_at`.
 
-    Order: the kernel follows the wait for the ranks' flags on the stream, so it reads what they have published. Its end
+    Order: the kernel follows the wait for the ranks' flags on the stream, so it reads published ids. Its end
     orders its stores for `_pull_ids`.
 
     Example: see the module. `sources` 1 1, `counts` 3 1, `arrivals` 0 3 4.
@@ -109,13 +109,13 @@ def _pull_ids(
 
     Memory: the program reads ids and, with LENGTHS, offsets from one rank's window, this rank's or a peer's. It stores
     the ids to `values`, and to `offsets` [(shards + 1) * W * b + 1] the offset of each bag among all that arrive. With
-    CHECK it takes id 0 for one outside its table, of which `rows` [shards] tells the size, and records the last such id
-    by way of `status`. A task of shard number `shards` fills `values` with zeros behind the ids that have arrived, up
-    to `capacity`, and gives the zeros to the bags of one feature more, in equal shares: what sorts the ids needs
+    CHECK it takes id 0 for one outside its table, whose size is in `rows` [shards], and records the last such id
+    by way of `status`. A task of shard number `shards` fills `values` with zeros after the ids that have arrived, up
+    to `capacity`, and gives the zeros to the bags of one feature more, in equal shares: the sort of the ids needs
     their number to be always the same.
 
     Order: no two programs store to one place; the kernel follows `_place_ids`, and its end orders its stores for the
-    lookup. What the ranks have published stays until each has seen this rank's flag of the next step.
+    lookup. Published ids stay until each has seen this rank's flag of the next step.
 
     Example: see the module; capacity 6. The task of pair 1 stores id 2 to values[3], and offsets 3 4 to offsets[2] and
     offsets[3]. The fill stores zeros to values[4] and values[5], and offsets 4 4 5 5 6 from offsets[4] on.
@@ -167,7 +167,7 @@ class Places(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What the ranks have published, and what the caller asks for."""
+    """The ranks' published ids, and the features that the caller asks for."""
 
     windows: torch.Tensor
     """[W] int64: the address of each rank's window"""

@@ -1,1 +1,0 @@
-"""Ids to the owners of their rows."""
