@@ -88,12 +88,6 @@ class Step:
         self.inputs, self.batch = inputs, batch
 
 
-def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lengths of the bags [first, end) and, as a view, their ids."""
-    offsets = ids.offsets()
-    return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
-
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Arguments = TypeVarTuple("Arguments")

@@ -85,6 +85,11 @@ class LocalTables:
         self._split()
         return self._weights[shard.lookup][shard.table]
 
+    def weights(self, shards: Sequence[FeatureShard]) -> list[torch.Tensor]:
+        """Return the rows of each of these shards."""
+        self._split()
+        return [self._weights[shard.lookup][shard.table] for shard in shards]
+
     def state(self, shard: FeatureShard) -> torch.Tensor | None:
         """Return the optimizer's state of a shard's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
         self._split()

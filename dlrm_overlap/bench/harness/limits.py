@@ -16,8 +16,8 @@ from dlrm_overlap.bench.harness.timing import gather
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.steps import lengths_and_ids
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
 from dlrm_overlap.kernels.schedule import staggered_peers
 from dlrm_overlap.observe.metrics import StepTimer, quantile

@@ -18,10 +18,10 @@ from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_li
 from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.shardings import build_layout, model_order
-from dlrm_overlap.embedding.steps import lengths_and_ids
 from dlrm_overlap.embedding.traffic import DenseCounts, DividedCounts, count_dense, count_divided
 from dlrm_overlap.train.trainer import Trainer
 

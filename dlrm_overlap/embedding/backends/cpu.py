@@ -4,10 +4,9 @@ Processes of one host store into each other's memory. Between hosts gloo carries
 passed on where the stage is waited for, so a rank that never waits keeps its host's ranks waiting, for a bounded time.
 """
 
-from collections.abc import Iterator
-
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.base import Forward, WindowBackward, WindowForward
@@ -15,11 +14,17 @@ from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step, lengths_and_ids
+from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid
+
+
+def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lengths of the bags [first, end) and, as a view, their ids."""
+    offsets = ids.offsets()
+    return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
 def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
@@ -37,8 +42,9 @@ def check_on_cpu(forward: Forward, step: Step) -> None:
         ValueError: if the run must stop.
     """
     mode = forward.bad_ids.mode
-    for shard in forward.layout.by_owner[forward.rank]:
-        rows, bag = forward.tables.weight(shard).shape[0], shard.feature * step.batch.total
+    shards = forward.layout.by_owner[forward.rank]
+    for shard, weight in zip(shards, forward.tables.weights(shards), strict=True):
+        rows, bag = weight.shape[0], shard.feature * step.batch.total
         _, here = lengths_and_ids(step.inputs[shard.input], bag, bag + step.batch.total)
         outside = (here < 0) | (here >= rows)
         if not outside.any():
@@ -69,13 +75,14 @@ def skip_on_cpu(windows: WindowPair, timeout_s: float) -> None:
     meet_on_cpu(windows, windows.arena.reached, timeout_s)
 
 
-class CpuWindowForward(WindowForward):
-    """Stores pooled embeddings into the peers' windows."""
+class CpuZeroCopyForward(WindowForward):
+    """`pgas`: a rank stores all it has into the windows of its host's ranks, then raises one flag at each."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
+        self._shards = [(shard, self.column(shard)) for shard in self.layout.by_owner[self.rank]]
 
     def begin(self, step: Step) -> None:
         """Check the ids and take the next epoch; messages to other hosts are sent after that."""
@@ -85,25 +92,31 @@ class CpuWindowForward(WindowForward):
     def pass_on(self, step: Step) -> None:
         """Bring messages of other hosts to the ranks of this host; here there are none."""
 
-    def _store(self, step: Step, bags: int) -> Iterator[tuple[int, int]]:
-        """Pool and store `bags` bags at a time for this host's ranks, in the schedule's order.
+    def start(self, step: Step) -> None:
+        """Pool and store in the schedule's order, and raise the flags: after each slice or, without slices, at the end.
 
-        Yields:
-            After each store (rank stored to, number of the slice among those from here to there).
+        A rank that has no slice raises its first flag all the same.
         """
-        shards, place = self.layout.by_owner[self.rank], self._reached.index(self.rank)
-        weights = [self.tables.weight(shard) for shard in shards]
-        grid = TaskGrid(place, len(self._reached), len(shards), step.batch.most, task_bags=bags, slice_bags=bags)
-        for task in grid.order(self.schedule):
-            destination = self._reached[task.destination]
-            shard, first = shards[task.feature], step.batch.first_sample[destination]
-            begin = min(task.block * bags, step.batch.per_rank[destination])
-            end = min(begin + bags, step.batch.per_rank[destination])
-            column = self.column(shard)
-            window = self._arena.view(self.windows.name, destination)
+        self.begin(step)
+        reached, batch = self._reached, step.batch
+        weights = self.tables.weights(self.layout.by_owner[self.rank])
+        windows = {rank: self._arena.view(self.windows.name, rank) for rank in reached}
+        bags = self.options.slice_bags if self.sliced else max(1, batch.most)
+        here = reached.index(self.rank)
+        grid = TaskGrid(here, len(reached), len(weights), batch.most, task_bags=bags, slice_bags=bags)
+        tasks = [(task, grid.slice_of(task)) for task in grid.order(self.schedule)]
+        for task, slot in tasks:
+            destination, (shard, column) = reached[task.destination], self._shards[task.feature]
+            samples, first = batch.per_rank[destination], batch.first_sample[destination]
+            begin = min(task.block * bags, samples)
+            end = min(begin + bags, samples)
             pooled = pool_on_cpu(shard, weights[task.feature], step, first + begin, first + end)
-            window[begin:end, column : column + shard.dim] = pooled
-            yield destination, grid.slice_of(task)
+            windows[destination][begin:end, column : column + shard.dim] = pooled
+            if self.sliced and destination != self.rank:
+                self._raise(destination, slot)
+        if not (self.sliced and tasks):
+            for peer in reached:
+                self._raise(peer)
 
     def _raise(self, peer: int, slot: int = 0, source: int | None = None) -> None:
         self._arena.raise_flag(self.windows.flags, peer, slot, self.windows.epoch, source)
@@ -119,38 +132,10 @@ class CpuWindowForward(WindowForward):
         return self.output(step, copy)
 
 
-class CpuZeroCopyForward(CpuWindowForward):
-    """`pgas`: a rank stores all it has, then raises one flag at each rank."""
-
-    def start(self, step: Step) -> None:
-        """Pool and store everything, then raise the flags."""
-        self.begin(step)
-        for _ in self._store(step, max(1, step.batch.most)):
-            pass
-        for peer in self._reached:
-            self._raise(peer)
-
-
-class CpuSlicedForward(CpuWindowForward):
-    """`fused`: a rank raises a flag after each slice that it stores.
-
-    The option `put` has no effect: a slice is one tensor here, which goes from where it is pooled to the peer's window
-    by one copy, and there is nothing to be had by staging it.
-    """
+class CpuSlicedForward(CpuZeroCopyForward):
+    """`fused`: a rank raises a flag after each slice that it stores. The option `put` has no effect."""
 
     sliced = True
-
-    def start(self, step: Step) -> None:
-        """Pool and store slice by slice; a rank that has none raises its first flag all the same."""
-        self.begin(step)
-        nothing = True
-        for destination, slot in self._store(step, self.options.slice_bags):
-            nothing = False
-            if destination != self.rank:
-                self._raise(destination, slot)
-        if nothing:
-            for peer in self._reached:
-                self._raise(peer)
 
 
 class CpuPush(WindowBackward):
@@ -181,10 +166,10 @@ class CpuPush(WindowBackward):
         for part, by_owner in enumerate(self.gradients.shards):
             for turn in range(len(self._reached)):
                 owner = self._reached[(next_one + turn) % len(self._reached)]
-                window = self._arena.view(self.windows.name, owner)
-                for shard in by_owner[owner]:
-                    column = self.layout.column(shard)
-                    rows = self.gradient_of(shard, window, step.batch.total)
+                window, shards = self._arena.view(self.windows.name, owner), by_owner[owner]
+                columns = [self.layout.column(shard) for shard in shards]
+                targets = [self.gradient_of(shard, window, step.batch.total) for shard in shards]
+                for shard, column, rows in zip(shards, columns, targets, strict=True):
                     rows[first : first + gradient.shape[0]] = gradient[:, column : column + shard.dim]
                 self._arena.raise_flag(self.windows.flags, owner, part, epoch)
 
@@ -198,9 +183,15 @@ class CpuPush(WindowBackward):
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
         window = self.windows.local
         self.update_by_fbgemm(step, window)
-        for shards in self.layout.tables(self.rank):
-            if step.rules[shards[0].lookup].by_kernels:
-                self._update_table(shards, step, window)
+        ours = [lookup for lookup, rule in enumerate(step.rules) if rule.by_kernels]
+        tables = [shards for shards in self.layout.tables(self.rank) if shards[0].lookup in ours]
+        weights = self.tables.weights([shards[0] for shards in tables])
+        states = [self.tables.state(shards[0]) for shards in tables]
+        scale = self.update_scale
+        for shards, weight, state in zip(tables, weights, states, strict=True):
+            values, gradients = self._gradients_of(shards, step, window, scale)
+            optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup]
+            reference.update_rows(weight, state, values, gradients, optimizer, rule.lr, rule.arguments.eps)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored, once the rows of the step before are updated."""
@@ -208,27 +199,25 @@ class CpuPush(WindowBackward):
             self.finish(self._unfinished)
         skip_on_cpu(self.windows, self.options.wait_timeout_s)
 
-    def _update_table(self, shards: list[FeatureShard], step: Step, window: torch.Tensor) -> None:
-        """Update a table's rows by the gradients of all features that share it."""
+    def _gradients_of(
+        self, shards: list[FeatureShard], step: Step, window: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids [n] of all features that share a table, and `scale` times their gradients [n, D]."""
         samples = step.batch.total
         values, gradients = [], []
         for shard in shards:
             bag = shard.feature * samples
             lengths, ids = lengths_and_ids(step.inputs[shard.input], bag, bag + samples)
-            rows = self.gradient_of(shard, window, samples).float() * self.update_scale
+            rows = self.gradient_of(shard, window, samples).float() * scale
             if shard.mean:
                 rows = rows / lengths.clamp(min=1)[:, None]
             values.append(ids)
             gradients.append(rows.repeat_interleave(lengths, dim=0))
-        weight, state = self.tables.weight(shards[0]), self.tables.state(shards[0])
-        optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup]
-        reference.update_rows(
-            weight, state, torch.cat(values).long(), torch.cat(gradients), optimizer, rule.lr, rule.arguments.eps
-        )
+        return torch.cat(values).long(), torch.cat(gradients)
 
 
-class _HostAcross(CpuWindowForward):
-    """A forward that pools and sends for other hosts first, and then serves this host's ranks."""
+class CpuZeroCopyAcross(CpuZeroCopyForward):
+    """`pgas` between hosts: a rank pools and sends for other hosts first, and then serves this host's ranks."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -239,7 +228,7 @@ class _HostAcross(CpuWindowForward):
     def begin(self, step: Step) -> None:
         """Begin the step, then pool for the other hosts' ranks, and send group by group."""
         super().begin(step)
-        weights = [self.tables.weight(shard) for shard in self._columns]
+        weights = self.tables.weights(list(self._columns))
 
         def pool(message: Message, rows: torch.Tensor, group: range) -> None:
             first = step.batch.first_sample[message.host.start] + group.start
@@ -264,12 +253,10 @@ class _HostAcross(CpuWindowForward):
                 self._raise(rank, source=message.peer)
 
 
-class CpuZeroCopyAcross(_HostAcross, CpuZeroCopyForward):
-    """`pgas` between hosts."""
-
-
-class CpuSlicedAcross(_HostAcross, CpuSlicedForward):
+class CpuSlicedAcross(CpuZeroCopyAcross):
     """`fused` between hosts: slices within the host; to each other host all of a step is one message."""
+
+    sliced = True
 
 
 class CpuPushAcross(CpuPush):

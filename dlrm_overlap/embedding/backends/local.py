@@ -10,12 +10,12 @@ from abc import abstractmethod
 import torch
 
 from dlrm_overlap.embedding.backends.base import Half
-from dlrm_overlap.embedding.backends.cpu import pool_on_cpu
+from dlrm_overlap.embedding.backends.cpu import lengths_and_ids, pool_on_cpu
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
-from dlrm_overlap.embedding.steps import BatchSizes, Step, lengths_and_ids
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels import reference
