@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.comm.network import choose_puts
+from dlrm_overlap.comm.network import agree_on_puts
 from dlrm_overlap.comm.reach import find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import DeviceIdExchange, HostIdExchange, IdExchange
@@ -58,7 +58,7 @@ def open_halves(context: ExchangeContext) -> Halves:
     reach = context.reach or find_reach(context.group, context.device, options.hosts)
     puts = context.puts
     if puts is None:
-        puts, _ = choose_puts(options.between_hosts, reach, context.group, context.device, options.wait_timeout_s)
+        puts, _ = agree_on_puts(options.between_hosts, reach, context.group, context.device, options.wait_timeout_s)
     context = replace(context, reach=reach, puts=puts)
     forward = BACKENDS[options.backend].forward_for(options.resolved_put, reach.whole)
     assert forward is not None, f"backend {options.backend} has no exchange of ours"

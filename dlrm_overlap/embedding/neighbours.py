@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.comm.network import choose_puts
+from dlrm_overlap.comm.network import agree_on_puts
+from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.comm.reach import Reach, find_reach
-from dlrm_overlap.comm.uncompiled import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
 
@@ -36,7 +36,7 @@ class Neighbours:
         Where there are several hosts, rank 0's log says so, and how they are reached.
         """
         reach, device = self.reach, self._device
-        puts, why = choose_puts(self._options.between_hosts, reach, self._group, device, self._options.wait_timeout_s)
+        puts, why = agree_on_puts(self._options.between_hosts, reach, self._group, device, self._options.wait_timeout_s)
         if not reach.whole and reach.rank == 0:
             carrier = "NCCL" if device.type == "cuda" else "gloo"
             by = "put part by part by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.distributed.types import Awaitable
 
-from dlrm_overlap.comm.uncompiled import uncompiled
+from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.embedding.protocol.step import Step
 
 if TYPE_CHECKING:

@@ -158,7 +158,7 @@ class PushAcross(Push):
             super().push(step, gradient, first, end)
             return
         current = torch.cuda.current_stream(self.device)
-        if not self.order.active:  # what the step before has sent and passed on has left the buffers behind this
+        if not self.order.is_captured:  # what the step before has sent and passed on has left the buffers behind this
             current.wait_stream(self._pass_stream)
 
         def pack(message: Message, sent: torch.Tensor) -> None:
@@ -172,8 +172,8 @@ class PushAcross(Push):
         sent = current.record_event()
         super().push(step, gradient, first, end)
         # A captured step has all between ranks in one order, which this stream has anyway.
-        with torch.cuda.stream(current if self.order.active else self._pass_stream):
-            if not self.order.active:
+        with torch.cuda.stream(current if self.order.is_captured else self._pass_stream):
+            if not self.order.is_captured:
                 self._pass_stream.wait_event(sent)
             self._carrier.receive(step)
             for slot, message in enumerate(self._crossing.gradients(step.batch).received):

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.comm.arena import Arena, Region
+from dlrm_overlap.comm.arena import Arena, Loan, Region
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.comm.loan import Loan
 
 
 class WindowHeldError(RuntimeError):
