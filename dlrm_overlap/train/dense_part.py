@@ -25,7 +25,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
-from dlrm_overlap.train.graphs.parts import innermost
+from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.model import DotInteraction, Head, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")

@@ -1,6 +1,6 @@
 """The DLRM: bottom MLP, embedding tables, interaction, top MLP. Nothing here knows of ranks.
 
-`pipeline.shard_model` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
+`assembly.shard_model` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
 """
 
 from collections.abc import Sequence
