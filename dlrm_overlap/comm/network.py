@@ -10,20 +10,23 @@ import ctypes
 import importlib.util
 import logging
 import os
+import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from dlrm_overlap.comm.arena import HostArena, Region
+from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region
 from dlrm_overlap.comm.every_rank import on_every_rank
-from dlrm_overlap.comm.loan import CudaMemory
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.comm.starting import start_together
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.kernels.network import Network
 
@@ -32,6 +35,10 @@ log = logging.getLogger("dlrm_overlap")
 _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
+_POLL_S = 0.02
+_LOOKS_PER_S = 1000
+_SLACK_S = 5.0  # for the verdict to come, once it was due
+_ANSWER = timedelta(seconds=_SLACK_S)  # of a store that has the key
 
 
 def missing_puts() -> str:
@@ -144,9 +151,9 @@ def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, 
     if verdicts == [None] * group.size():
         # Where it cannot start, NVSHMEM may end the process: then this is the last line.
         log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
-        told = [nvshmem.unique_id(), uuid.uuid4().hex] if group.rank() == 0 else [b"", ""]
-        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
-        unique_id, name = told
+        shared = [nvshmem.unique_id(), uuid.uuid4().hex] if group.rank() == 0 else [b"", ""]
+        dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
+        unique_id, name = shared
 
         def start() -> str:
             if device.type == "cuda":
@@ -159,10 +166,76 @@ def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, 
         return nvshmem.verdict or _first(nvshmem.misfit(group.rank(), group.size()), group)
     if fault := next((verdict for verdict in verdicts if verdict), ""):
         return fault
-    missing = nvshmem.verdict is None
-    return _first(
-        "NVSHMEM was started by other ranks" if missing else nvshmem.misfit(group.rank(), group.size()), group
-    )
+    if nvshmem.verdict is None:
+        return _first("NVSHMEM was started by other ranks", group)
+    return _first(nvshmem.misfit(group.rank(), group.size()), group)
+
+
+def start_together(
+    start: Callable[[], str], name: str, store: Store, rank: int, world_size: int, timeout_s: float
+) -> str:
+    """Start a library that waits for all ranks without a bound; a collective.
+
+    Each rank starts it in a thread, which adds to a count in the ranks' store when it is through, or writes there why
+    it has failed: the other ranks' threads then wait within the library for ever, and are left there. Rank 0 looks at
+    the count and at the failure and writes the verdict, which all take, so all go on alike. The store answers one rank
+    after the other, so all ranks together look at the verdict `_LOOKS_PER_S` times a second at most.
+
+    Args:
+        start: returns an empty string, or why this rank cannot; an exception counts as its text.
+        name: of the library, for people.
+        store: of these ranks, with no key that an earlier call has left.
+        rank: this one.
+        world_size: number of ranks, W.
+        timeout_s: bound for all of it.
+
+    Returns:
+        An empty string, or what kept a rank, alike on all of them.
+
+    Raises:
+        InputError: if rank 0 gives no verdict in time: it is stopped or gone.
+    """
+
+    def run() -> None:
+        try:
+            fault = start()
+        except Exception as error:
+            fault = f"{name} does not start ({in_one_line(error):.200})"
+        if fault:
+            store.set("failed", f"{fault} (rank {rank})")
+            return
+        store.set(f"rank_{rank}", "started")
+        store.add("started", 1)
+
+    threading.Thread(target=run, name=f"start of {name}", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        if rank == 0:
+            verdict = _judge(store, name, world_size, deadline, timeout_s)
+            store.set("verdict", verdict or "started")
+            return verdict
+        while not store.check(["verdict"]) and time.monotonic() < deadline + _SLACK_S:
+            time.sleep(max(_POLL_S, world_size / _LOOKS_PER_S))
+        store.wait(["verdict"], _ANSWER)
+        verdict = store.get("verdict").decode()
+    except RuntimeError:  # of torch's kinds; the store's server went with rank 0, or has nothing
+        raise InputError(
+            f"{name}: rank 0 does not say within {timeout_s:g} s whether all ranks have started it; see that rank's log"
+        ) from None
+    return "" if verdict == "started" else verdict
+
+
+def _judge(store: Store, name: str, world_size: int, deadline: float, timeout_s: float) -> str:
+    """Return what a rank that fails has written; empty if all have started, or which have not in time."""
+    while store.add("started", 0) < world_size:
+        if store.check(["failed"]):
+            return store.get("failed").decode()
+        if time.monotonic() > deadline:
+            silent = [rank for rank in range(world_size) if not store.check([f"rank_{rank}"])]
+            more = f" and {len(silent) - 1} more" if silent[1:] else ""
+            return f"{name} has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
+        time.sleep(_POLL_S)
+    return ""
 
 
 def _damage() -> str:
@@ -174,7 +247,7 @@ def _damage() -> str:
     return ""
 
 
-def choose_puts(
+def agree_on_puts(
     wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> tuple[bool, str]:
     """Return whether kernels put to other hosts, and if not, why, alike on all ranks; a collective.

@@ -4,8 +4,7 @@ import torch
 
 from dlrm_overlap.comm.arena import Arena
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.dense.shares import Piece
-from dlrm_overlap.dense.stores import AWAITED, StoreReduction
+from dlrm_overlap.dense.reduction import AWAITED, Piece, StoreReduction
 from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags

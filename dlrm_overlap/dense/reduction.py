@@ -1,13 +1,52 @@
-"""The mean over the ranks of ranges of the flat gradient: what every reduction does, and that by a collective."""
+"""The mean over the ranks of ranges of the flat gradient: by a collective, or by loads and stores of peers' memory.
+
+A rank averages its share of every piece and stores the mean at all ranks (`kernels.dense.all_reduce`). The gradient
+itself, or its copy in the type that travels, is in memory that peers read and write:
+
+    step e, rank r           ready e | wait for all's ready | average piece 0 | average piece 1 | ..
+    rank r, current stream                                  wait for all's piece 0 | update it | wait for piece 1 | ..
+
+Why nothing is read too late or overwritten too early. In step e, rank r's gradient is touched by others between two of
+its own doings: it raises its ready flag when its backward has written the gradient, and it awaits the flag of each
+piece from every rank before it uses the piece. Owner w reads and overwrites its share of r's piece after r's ready
+flag, which it has awaited, and raises the piece's flag when both are done. So when r has awaited the flags of all
+pieces, nobody reads or writes its gradient any more before it raises its ready flag again, and step e + 1 may overwrite
+it: in the next backward, which follows those waits on r's stream. Two windows that take turns are not needed.
+
+Why captured steps do not block each other. Flags are raised and awaited in `comm.order`, but for the waits of the
+current stream, which run beside the pieces that follow. Such a wait is for flags that every rank raises without waiting
+for anything later in the order: what it holds up, where a graph has it in front of a later piece, no other rank needs
+in order to raise what it waits for.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.arena import Arena, HostArena, Region, open_arena
 from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.kernels.dense import reference
+from dlrm_overlap.kernels.dense.arguments import LINE
+
+AWAITED = "dense gradients' flag"
+"""what an expired wait was for"""
+
+
+class StoreOptions(NamedTuple):
+    """How gradients are reduced by stores."""
+
+    programs: int = 16
+    """of 32 warps, of the kernel that fills the links, on GPUs"""
+    piece_elements: int = 4 << 20
+    """about so many are reduced at once, and updated while the next ones travel"""
+    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
+    """bound of a wait for a peer"""
 
 
 class Reduction(ABC):
@@ -77,3 +116,218 @@ class CollectiveReduction(Reduction):
         if stream is not None:
             torch.cuda.current_stream(self._gradients.device).wait_stream(stream)
         yield self._gradients.numel()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some lines of the flat gradient, of `LINE` elements each, that are reduced by one launch."""
+
+    begin: int
+    end: int
+    share: int
+    """lines that each rank owns, the last ones fewer, or none"""
+    slot: int
+    """of the flag that a rank raises once the mean of its share is at all ranks"""
+
+    def lines(self, rank: int) -> int:
+        """Return how many lines `rank` owns."""
+        return max(0, min(self.share, self.end - self.begin - rank * self.share))
+
+    def first(self, rank: int) -> int:
+        """Return the first line that `rank` owns."""
+        return min(self.end, self.begin + rank * self.share)
+
+
+class Range(NamedTuple):
+    """A range of the flat gradient whose reduction begins when all of it is there on every rank."""
+
+    ready: int
+    """slot of the flag by which a rank says that its gradients are there, and may be overwritten by their mean"""
+    pieces: list[Piece]
+    """one at least, in order; their slots follow `ready`"""
+
+
+def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int) -> list[Range]:
+    """Cut each range of elements, whose borders are multiples of `LINE`, into pieces of about `piece_elements`.
+
+    Slots are numbered in the order in which their flags are raised, so who awaits a slot may as well await all before
+    it.
+
+    Example: the range 0 .. 640 elements on two ranks, 256 elements a piece: lines 0 .. 4 and 5 .. 9, of which rank 0
+    owns lines 0 .. 2 and 5 .. 7, rank 1 lines 3 .. 4 and 8 .. 9. Slot 0 says that the range is there, slots 1 and 2
+    that the pieces are averaged.
+    """
+    cut_ranges, slot = [], 0
+    for begin, end in ranges:
+        assert begin % LINE == end % LINE == 0, f"a range {begin} .. {end}, not of whole lines of {LINE}"
+        count = max(1, round((end - begin) / piece_elements))
+        lines = -(-(end - begin) // LINE // count)
+        pieces = []
+        for first in range(begin // LINE, max(end // LINE, begin // LINE + 1), max(1, lines)):
+            last = min(first + lines, end // LINE)
+            pieces.append(Piece(first, last, -(-(last - first) // world_size), slot + 1 + len(pieces)))
+        cut_ranges.append(Range(slot, pieces))
+        slot += 1 + len(pieces)
+    return cut_ranges
+
+
+class StoreReduction(Reduction):
+    """By loads and stores of the peers' memory, see the module."""
+
+    def __init__(
+        self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, options: StoreOptions
+    ) -> None:
+        """Take what is reduced; the first `reduce` makes the memory that peers see, a collective.
+
+        Args:
+            flat: the same parameters on all ranks.
+            group: of ranks that reach each other's memory.
+            dtype: in which gradients travel, float32 or bfloat16; they are added up in float32.
+            options: alike on all ranks.
+        """
+        self._flat, self._group, self._dtype, self._options = flat, group, dtype, options
+        self._rank, self._world_size = group.rank(), group.size()
+        self._epochs = Counters(flat.device, 1)
+        self.counters = (self._epochs,)
+        self._arena: Arena | None = None
+        self._ranges: Sequence[tuple[int, int]] = ()
+        self._cut: list[Range] = []
+
+    @property
+    def _gradients(self) -> torch.Tensor:
+        return self._flat.gradients.tensor
+
+    @property
+    def _epoch(self) -> int:
+        """Epoch of the current step, as the host has counted it; every step raises all flags to its epoch."""
+        return self._epochs.each[0].value
+
+    def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Take the ranges; where there were others before, their memory is given back."""
+        self.close()
+        self._ranges = ranges
+
+    def _open(self) -> Arena:
+        """Make the memory that peers see; a collective.
+
+        Raises:
+            InputError: if there is no room for it, or the ranks do not reach each other's memory.
+        """
+        self._cut = cut(self._ranges, self._options.piece_elements, self._world_size)
+        last = self._cut[-1].pieces[-1]
+        elements = self._gradients.numel() if self._dtype == torch.float32 else self._flat.shared_end
+        regions = {
+            "gradients": Region((elements,), self._dtype),
+            "flags": Region((self._world_size, last.slot + 1), torch.int64),
+        }
+        try:
+            arena = open_arena(regions, self._group, self._flat.device)
+        except InputError as error:
+            raise InputError(
+                f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective"
+            ) from None
+        if self._dtype == torch.float32:  # what travels is the gradient itself
+            self._flat.keep_gradients_in(arena.local("gradients"))
+        self._arena = arena
+        self._prepare(arena)
+        return arena
+
+    @torch.no_grad()
+    def reduce(self, number: int) -> None:
+        """Reduce a range, up to the flags of its pieces; `arrivals` awaits those."""
+        arena = self._arena or self._open()
+        if number == 0:
+            self._epochs.each[0].value += 1
+        ready, pieces = self._cut[number]
+        self._copy_to(arena, number)
+        self._raise(ready)
+        self._wait(ready)
+        for piece in pieces:
+            self._average(piece)
+
+    @torch.no_grad()
+    def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
+        """Make the current stream wait for one piece after the other, and yield where each ends."""
+        assert self._arena is not None
+        for _, pieces in self._cut:
+            for piece in pieces:
+                self._await_arrival(piece.slot)
+                self._copy_from(self._arena, piece.begin * LINE, piece.end * LINE)
+                yield piece.end * LINE
+        if stream is not None:  # which is done by then, but a capture asks for it
+            torch.cuda.current_stream(self._flat.device).wait_stream(stream)
+
+    def _copy_to(self, arena: Arena, number: int) -> None:
+        """Copy a range to what peers read, if that is not the gradient itself."""
+        if self._dtype != torch.float32:
+            begin, end = self._ranges[number]
+            arena.local("gradients")[begin:end].copy_(self._gradients[begin:end])
+
+    def _copy_from(self, arena: Arena, begin: int, end: int) -> None:
+        """Copy what has arrived to the gradient."""
+        if self._dtype != torch.float32:
+            self._gradients[begin:end].copy_(arena.local("gradients")[begin:end])
+
+    @abstractmethod
+    def _prepare(self, arena: Arena) -> None:
+        """Make what the kernels or copies need of `arena`, which has just been opened."""
+
+    @abstractmethod
+    def _raise(self, slot: int) -> None:
+        """Raise this rank's flag `slot` at every rank, after all before it on the current stream."""
+
+    @abstractmethod
+    def _average(self, piece: Piece) -> None:
+        """Store the mean of this rank's share of a piece to all ranks, then raise the piece's flag."""
+
+    @abstractmethod
+    def _wait(self, slot: int) -> None:
+        """Make the current stream wait for all flags up to `slot` of every rank."""
+
+    def _await_arrival(self, slot: int) -> None:
+        """Make the current stream wait for the piece whose flag is `slot`."""
+        self._wait(slot)
+
+    def close(self) -> None:
+        """Move the gradient back to memory of its own, and give back what peers see."""
+        if self._arena is None:
+            return
+        if self._dtype == torch.float32:
+            self._flat.keep_gradients_in(torch.empty_like(self._gradients))
+        arena, self._arena = self._arena, None
+        arena.close()
+
+
+class HostStores(StoreReduction):
+    """Between processes of one host, on CPUs: the kernels' protocol, the reference's arithmetic."""
+
+    def _prepare(self, arena: Arena) -> None:
+        assert isinstance(arena, HostArena)
+        self._host = arena
+
+    def _raise(self, slot: int) -> None:
+        for peer in range(self._world_size):
+            self._host.raise_flag("flags", peer, slot, self._epoch)
+
+    def _average(self, piece: Piece) -> None:
+        first = piece.first(self._rank)
+        own = slice(first * LINE, (first + piece.lines(self._rank)) * LINE)
+        reference.average_share([self._host.view("gradients", rank)[own] for rank in range(self._world_size)])
+        self._raise(piece.slot)
+
+    def _wait(self, slot: int) -> None:
+        counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32, device="cpu")
+        self._host.wait("flags", counts, self._epoch, self._options.wait_timeout_s, AWAITED)
+
+
+def open_reduction(
+    flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
+) -> Reduction:
+    """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
+    if stores is None:
+        return CollectiveReduction(flat, group, dtype)
+    if flat.device.type != "cuda":
+        return HostStores(flat, group, dtype, stores)
+    from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
+
+    return DeviceStores(flat, group, dtype, stores)

@@ -23,9 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.comm.uncompiled import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
@@ -267,7 +266,7 @@ class Exchange:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
-        if self._counts_epochs and not self.order.active and torch.cuda.is_current_stream_capturing():
+        if self._counts_epochs and not self.order.is_captured and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
                 f"step's epoch for ever; leave the embedding stage out of the graph"
@@ -295,7 +294,7 @@ class Exchange:
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which a captured step looks up, beside the computations of its model until it waits."""
-        return torch.cuda.stream(self._lookup_stream) if self.order.active else _NO_STREAM
+        return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else _NO_STREAM
 
     def _require(self, samples: int) -> Halves:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
@@ -379,7 +378,7 @@ class Exchange:
             backward.start(step, step.gradient)
         if (local := self._open().local) is not None:
             local.finish_backward(step)
-        if self.order.active:  # while a step is captured, which ends with `finish_rows`
+        if self.order.is_captured:  # while a step is captured, which ends with `finish_rows`
             self._unfinished.append(step)
         else:
             self._finish(step)

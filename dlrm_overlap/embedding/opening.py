@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.comm.network import choose_puts
+from dlrm_overlap.comm.network import agree_on_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
@@ -30,7 +30,7 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 
 def are_put(options: ExchangeOptions, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether kernels put messages to other hosts; a collective. Where there are some, rank 0's log says so."""
-    puts, why = choose_puts(options.between_hosts, reach, group, device, options.wait_timeout_s)
+    puts, why = agree_on_puts(options.between_hosts, reach, group, device, options.wait_timeout_s)
     if not reach.whole and reach.rank == 0:
         carrier = "NCCL" if device.type == "cuda" else "gloo"
         by = "put part by part by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"

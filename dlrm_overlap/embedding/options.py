@@ -55,7 +55,7 @@ class ExchangeOptions:
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""
     between_hosts: str = "messages"
-    """backends that store to peers, on GPUs: messages | puts | auto, see `choose_puts`"""
+    """backends that store to peers, on GPUs: messages | puts | auto, see `agree_on_puts`"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
     aggregate_us: float | None = EmbeddingConfig.aggregate_us

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.comm.arena import Arena, Region
+from dlrm_overlap.comm.arena import Arena, Loan, Region
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.comm.loan import Loan
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 

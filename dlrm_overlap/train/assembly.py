@@ -1,23 +1,26 @@
 """One rank's model, optimizers and train pipeline, put together as a configuration says."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
-from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -29,13 +32,39 @@ from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
-from dlrm_overlap.train.graphs.parts import dense_parameters
+from dlrm_overlap.train.graphs.capturable import dense_parameters, why_not_captured
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import TrainTask, build_model
-from dlrm_overlap.train.optimizers import LearningRate, build_optimizer
-from dlrm_overlap.train.pipeline import build_pipeline, shard_model, takes_graph
 
 log = logging.getLogger("dlrm_overlap")
+
+
+class LearningRate:
+    """Linear warm-up, then a constant, then a quadratic decay to zero (MLPerf's schedule), for all parameters alike."""
+
+    def __init__(self, optimizer: CombinedOptimizer, config: TrainConfig) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self.base = [group["lr"] for group in optimizer.param_groups]
+        self.current: float | None = None
+
+    def factor(self, step: int) -> float:
+        """Return what the configured learning rates are multiplied by at `step`, counted from 0."""
+        config = self.config
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        if config.decay_steps and step >= config.decay_start_step:
+            done = min(step - config.decay_start_step, config.decay_steps) / config.decay_steps
+            return (1.0 - done) ** 2
+        return 1.0
+
+    def set(self, step: int) -> None:
+        """Set the learning rates of `step`, counted from 0, where they differ from those of the step before."""
+        factor = self.factor(step)
+        if factor != self.current:
+            for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+                group["lr"] = lr * factor  # type: ignore[index]
+            self.current = factor
 
 
 @dataclass(frozen=True)
@@ -155,3 +184,73 @@ def with_overlap(config: Config) -> EmbeddingConfig:
     if embedding.backward != "auto" or "dma" not in BACKENDS[embedding.backend].backwards:
         return embedding
     return replace(embedding, backward="dma" if config.train.overlap == "dma" else "push")
+
+
+def shard_model(
+    task: TrainTask,
+    plan: ShardingPlan,
+    sharder: ModuleSharder,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> DistributedModelParallel:
+    """Shard the tables over the ranks as `plan` says, and put the dense part on every rank, where it stands alone."""
+    model = DistributedModelParallel(
+        module=task,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=plan,
+        sharders=[sharder],
+        init_data_parallel=False,
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
+    )
+    task.to(device)
+    return model
+
+
+def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether the steps of a sharded model are taken by `GraphTrainPipeline`, alike on all ranks.
+
+    Where the configuration asks for it and it cannot be, the log says why.
+    """
+    kind = config.train.pipeline
+    if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
+        return False
+    reason = why_not_captured(model)
+    if reason is not None and kind == "graph" and dist.get_rank() == 0:
+        log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
+    return reason is None
+
+
+def build_pipeline(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device
+) -> TrainPipelineSparseDist[Any, Any]:
+    """Return TorchRec's train pipeline.
+
+    It works ahead: during a step it sends the ids of the next batch to their owners and copies the one after that to
+    the device.
+    """
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+
+
+def build_dense_optimizer(
+    model: DistributedModelParallel, config: TrainConfig, flat: FlatParameters | None = None
+) -> KeyedOptimizer:
+    """Return the optimizer of the dense part, over `flat` if it is given. The tables' is fused into their backward."""
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adagrad": partial(torch.optim.Adagrad, eps=config.eps),
+        "adam": partial(torch.optim.Adam, eps=config.eps),
+    }
+    parameters = dense_parameters(model)
+    if flat is not None:
+        shadow = torch.bfloat16 if config.precision == "bf16" else None
+        kind, numbers = config.optimizer, (config.lr, config.eps)
+        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, kind, *numbers, shadow_dtype=shadow))
+    return KeyedOptimizerWrapper(parameters, lambda params: makers[config.optimizer](params, lr=config.lr))
+
+
+def build_optimizer(
+    model: DistributedModelParallel, config: TrainConfig, flat: FlatParameters | None = None
+) -> CombinedOptimizer:
+    """Return one optimizer over the tables and the dense part, which is `flat` if that is given."""
+    return CombinedOptimizer([model.fused_optimizer, ("dense", build_dense_optimizer(model, config, flat))])

@@ -25,8 +25,8 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
-from dlrm_overlap.train.graphs.parts import innermost
-from dlrm_overlap.train.model import DotInteraction, Head, TrainTask, concatenated
+from dlrm_overlap.train.graphs.capturable import innermost
+from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -72,7 +72,7 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     """
     parts = _without_divided(task)
     for part in parts:
-        part.forward = _compiled_in_training(part, part.forward)
+        part.in_training = _compiled(part.compute)
     with task.autocast():
         for part, inputs in zip(parts, _example_inputs(task, samples, device), strict=False):
             output = part(*inputs)
@@ -80,14 +80,11 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
             torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
 
 
-def _compiled_in_training(part: nn.Module, eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of the part, compiled while it trains and eager while it evaluates, as where it is captured."""
-    # The forward alone, since the module that torch.compile makes of a module gives its parameters other names.
-    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
-    return lambda *inputs: (compiled if part.training else eager)(*inputs)
+def _compiled(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(compute, fullgraph=True, dynamic=False)
 
 
-def _without_divided(task: TrainTask) -> tuple[nn.Module, ...]:
+def _without_divided(task: TrainTask) -> tuple[Part, ...]:
     """Return the bottom MLP and, unless layers of it are divided over the ranks, the head."""
     dlrm = task.dlrm
     return (dlrm.bottom,) if divided_layers(dlrm.head) else (dlrm.bottom, dlrm.head)
@@ -108,7 +105,7 @@ def _example_inputs(
 
 def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
-    task.loss.forward = _compiled_in_training(task.loss, task.loss.forward)
+    task.loss.in_training = _compiled(task.loss.compute)
     logits = torch.zeros(samples, device=device, requires_grad=True)
     torch.autograd.grad(task.loss(logits, torch.zeros(samples, device=device)), logits)
 
@@ -175,47 +172,52 @@ def cast_once(
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases], partitioned)
-    computed = _with_casts(bottom, bottom, bottom.forward, names, casts, compiled)
-    # The pooled embeddings' gradient leaves first, since it is asked for later in the forward.
-    bottom.forward = lambda input: casts.ahead_of(computed(input)) if bottom.training else computed(input)
+    computed = _with_casts(bottom, names, casts, compiled)
+    # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
+    bottom.in_training = lambda input: casts.ahead_of(computed(input))
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
-    if crossed is None:
-        if compiled and isinstance(head.interaction, DotInteraction) and not compiles_top:
-            head.interaction.forward = _compiled_in_training(head.interaction, head.interaction.forward)
-        head.forward = _with_casts(head, head, head.forward, names, casts, compiles_top)
-        return casts
-    top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=nn.Flatten(0)))
-    head.join = _compiled_in_training(head, head.join)
-    crossed.forward = _cross_with_casts(crossed, names, casts)
-    head.score = _with_casts(head, top, head.score, names, casts, compiles_top)
+    join = interaction = None
+    if crossed is not None:
+        join, interaction = _compiled(concatenated), _cross_with_casts(crossed, names, casts)
+    elif compiled and isinstance(head.interaction, DotInteraction) and not compiles_top:
+        join, interaction = concatenated, _compiled(head.interaction.forward)
+    if join is None or interaction is None:
+        head.in_training = _with_casts(head, names, casts, compiles_top)
+    else:
+        top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=nn.Flatten(0)))
+        head.in_training = _in_steps(join, interaction, _with_casts(top, names, casts, compiles_top))
     return casts
 
 
-def _with_casts(
-    owner: nn.Module,
-    part: nn.Module,
-    eager: Callable[..., torch.Tensor],
-    names: Mapping[nn.Parameter, str],
-    casts: CastWeights,
-    compiled: bool,
+def _in_steps(
+    join: Callable[..., torch.Tensor],
+    interaction: Callable[[torch.Tensor], torch.Tensor],
+    score: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return what computes `part` with weights from `casts` while `owner` trains, and `eager` while it evaluates."""
+    """Return what computes a head as `Head.compute` does, by three functions."""
+    return lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
+
+
+def _with_casts(
+    part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
+) -> Callable[..., torch.Tensor]:
+    """Return what computes `part` with weights from `casts`."""
     buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
     stateless = copy.deepcopy(part).to("meta")  # without weights of its own
 
     def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         return functional_call(stateless, (weights, buffers), inputs)
 
-    compute = torch.compile(compute, fullgraph=True, dynamic=False) if compiled else compute
-    return lambda *inputs: compute(casts.of(own), *inputs) if owner.training else eager(*inputs)
+    compute = _compiled(compute) if compiled else compute
+    return lambda *inputs: compute(casts.of(own), *inputs)
 
 
 def _cross_with_casts(
     network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
 ) -> Callable[..., torch.Tensor]:
-    """Return the network's forward: `cross` with weights from `casts` while it trains, its own while it evaluates."""
+    """Return what computes the network: `cross` with weights from `casts`."""
     each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
-    eager, wanted = network.forward, [names[parameter] for layer in each for parameter in layer]
+    wanted = [names[parameter] for layer in each for parameter in layer]
 
     def later(write: Write) -> None:
         casts.later(wanted, lambda places: write([CrossLayer(*places[i : i + 3]) for i in range(0, len(places), 3)]))
@@ -223,4 +225,4 @@ def _cross_with_casts(
     def compute(x0: torch.Tensor) -> torch.Tensor:
         return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)
 
-    return lambda input: compute(input) if network.training else eager(input)
+    return compute

@@ -1,9 +1,9 @@
 """The DLRM: bottom MLP, embedding tables, interaction, top MLP. Nothing here knows of ranks.
 
-`pipeline.shard_model` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
+`assembly.shard_model` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,8 +45,36 @@ class DotInteraction(nn.Module):
         return torch.cat((embeddings[:, : self.dim], products.index_select(1, self.pairs)), dim=1)
 
 
-class Head(nn.Module):
-    """What follows the bottom MLP and the embeddings: interaction, top MLP, logit."""
+class Part(nn.Module):
+    """A module of the dense part that may train in another form, such as compiled; it evaluates by `compute`."""
+
+    in_training: Callable[..., torch.Tensor] | None = None
+    """what computes the module while it trains; None is `compute`. `train.dense_part` sets it"""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Map the inputs of `compute` to its output."""
+        trains = self.training and self.in_training is not None
+        return self.in_training(*inputs) if trains else self.compute(*inputs)  # type: ignore[misc]
+
+    def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Compute the module kernel by kernel."""
+        raise NotImplementedError
+
+
+class BottomMLP(Part, MLP):
+    """Maps dense features [b, F] to [b, D]."""
+
+    compute = MLP.forward  # type: ignore[assignment]
+
+
+class Loss(Part, nn.BCEWithLogitsLoss):
+    """Maps logits [b] and labels [b] to the mean binary cross-entropy []."""
+
+    compute = nn.BCEWithLogitsLoss.forward  # type: ignore[assignment]
+
+
+class Head(Part):
+    """The layers after the bottom MLP and the embeddings: interaction, top MLP, logit."""
 
     def __init__(self, config: ModelConfig, tables: int) -> None:
         super().__init__()
@@ -61,22 +89,14 @@ class Head(nn.Module):
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
         self.logit = nn.Linear(config.top_mlp[-2], 1)
 
-    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+    def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b].
 
         Args:
-            parts: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to be joined.
+            inputs: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to join.
         """
-        embeddings = parts[0] if len(parts) == 1 else self.join(*parts)
-        return self.score(self.interaction(embeddings))
-
-    def join(self, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return embeddings [b, (T + 1) * D], a copy, the bottom MLP's output first."""
-        return concatenated(dense_bD, pooled)
-
-    def score(self, crossed: torch.Tensor) -> torch.Tensor:
-        """Map the interaction's output to logits [b]."""
-        return self.logit(self.top(crossed)).squeeze(1)
+        embeddings = inputs[0] if len(inputs) == 1 else concatenated(*inputs)
+        return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
 
 class DLRM(nn.Module):
@@ -102,7 +122,7 @@ class DLRM(nn.Module):
             ],
             device=torch.device("meta"),
         )
-        self.bottom = MLP(dense_features, config.bottom_mlp, activation=_ACTIVATIONS[config.activation])
+        self.bottom = BottomMLP(dense_features, config.bottom_mlp, activation=_ACTIVATIONS[config.activation])
         self.head = Head(config, len(rows))
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -185,7 +205,7 @@ class TrainTask(nn.Module):
         self.dlrm = dlrm
         # Each weight is cast once a step, so the cache saves nothing, and CUDA graphs cannot hold it.
         self.autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=bf16, cache_enabled=False)
-        self.loss = nn.BCEWithLogitsLoss()
+        self.loss = Loss()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return the loss [] and, without gradient, (loss [], logits [b], labels [b]), all float32."""

@@ -5,7 +5,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 
 | what happens | where |
 |---|---|
-| a batch is copied to the device, two steps ahead | `train.graphs.read_ahead`; `pipeline.build_pipeline` |
+| a batch is copied to the device, two steps ahead | `train.graphs.read_ahead`; `assembly.build_pipeline` |
 | its ids go to the owners of their rows, one step ahead | `embedding.backends.ids`; TorchRec's input_dist |
 | lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
 | the bottom MLP runs | `model.DLRM` |
@@ -14,7 +14,7 @@ the first is that of steps as CUDA graphs, the second that of TorchRec's pipelin
 | the loss is taken | `model.TrainTask` |
 | backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
 | the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `dense_part.join_dense` |
-| the dense optimizer takes its step | `dense.optimizer`; `optimizers.build_dense_optimizer` |
+| the dense optimizer takes its step | `dense.optimizer`; `assembly.build_dense_optimizer` |
 """
 
 import logging

@@ -21,7 +21,7 @@ from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
-from dlrm_overlap.train.graphs import parts, train_pipeline
+from dlrm_overlap.train.graphs import train_pipeline
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -121,7 +121,7 @@ def captures() -> Iterator[dict[str, int]]:
         pipeline._streams.main_stream = None
 
     def stand_in(pipeline: Any, parity: int) -> CapturedStep:
-        found = [parts.exchange_of(module) for module in pipeline._modules]
+        found = pipeline._exchanges
         parameters = list(pipeline._dense._flat.parameters.values())
         own = {"ahead": pipeline._ahead, "parity": parity, "parameters": parameters}
         kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found} | own)

@@ -21,7 +21,7 @@ from dlrm_overlap.dense.device_stores import DeviceStores
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.stores import HostStores, StoreOptions, StoreReduction
+from dlrm_overlap.dense.reduction import HostStores, StoreOptions, StoreReduction
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same

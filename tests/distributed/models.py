@@ -28,8 +28,8 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.train.assembly import build_pipeline
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.pipeline import build_pipeline
 
 CPU = torch.device("cpu")
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN

@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.train.graphs.parts import dense_parameters
+from dlrm_overlap.train.graphs.capturable import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer

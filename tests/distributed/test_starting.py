@@ -55,10 +55,10 @@ def _choose(folder: Path) -> None:
         library, begin = _Library(fails), time.monotonic()
         network.start_puts = partial(network._start, library)  # type: ignore[arg-type]
         for _ in range(2):  # the second one asks nobody to wait again
-            assert network.choose_puts("auto", reach, group, cpu, _TIMEOUT_S) == (not fails, why)
+            assert network.agree_on_puts("auto", reach, group, cpu, _TIMEOUT_S) == (not fails, why)
         if fails:
             with pytest.raises(InputError) as refused:
-                network.choose_puts("puts", reach, group, cpu, _TIMEOUT_S)
+                network.agree_on_puts("puts", reach, group, cpu, _TIMEOUT_S)
             assert str(refused.value) == f"embedding.between_hosts: puts, but {why}; take auto or messages"
         assert time.monotonic() - begin < 2 * _TIMEOUT_S + 2
 

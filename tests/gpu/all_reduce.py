@@ -19,7 +19,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.launching.launcher import World
 from tests.gpu.measuring import Say, measure_on_gpus
 

@@ -275,7 +275,7 @@ class HeadStep:
         else:
             names: dict[nn.Parameter, str] = {parameter: name for name, parameter in flat.parameters.items()}
             self.casts = CastWeights(flat, optimizer, [name for name in parameters if "interaction.bias" not in name])
-            self.head.forward = _with_casts(self.head, self.head, self.head.forward, names, self.casts, True)
+            self.head.in_training = _with_casts(self.head, names, self.casts, compiled=True)
         self.flat, self.labels = flat, (bf16(samples, seed=2) < -0.5).float()
         self.dense = bf16(samples, 128).requires_grad_()
         self.pooled = bf16(samples, 26 * 128, seed=1).float().requires_grad_()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.dense.shares import cut
+from dlrm_overlap.dense.reduction import cut
 from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same

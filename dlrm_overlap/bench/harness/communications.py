@@ -11,8 +11,7 @@ from dlrm_overlap.comm.calls import Way
 from dlrm_overlap.comm.collectives import PeerCollectives, Work
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.ways import all_gather
-from dlrm_overlap.dense.gradients import open_reduction
-from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.dense.reduction import StoreOptions, open_reduction
 
 _ROOM_BYTES = 4096  # for alignment
 _TIMEOUT_S = 60.0  # of a wait for a peer

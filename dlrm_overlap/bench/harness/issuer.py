@@ -14,7 +14,7 @@ from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.bench.harness.partition import Partition, make_partition
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.partition import products_on
+from dlrm_overlap.dense.cast import products_on
 
 log = logging.getLogger("dlrm_overlap")
 

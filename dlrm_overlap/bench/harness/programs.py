@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.harness.progress import counted
 from dlrm_overlap.bench.harness.recorded import LEAD_MS
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.comm.gate import begin_together
+from dlrm_overlap.comm.turns import begin_together
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions

@@ -9,7 +9,7 @@ import torch
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.step_trace import MARK, mark_time
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.comm.gate import begin_together
+from dlrm_overlap.comm.turns import begin_together
 from dlrm_overlap.observe.trace_summary import Work, gpu_work, read_events
 
 LEAD_MS = 10.0  # in which the host issues a step, the chunked ones too

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.timing import gather
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.comm.gate import begin_together
-from dlrm_overlap.comm.turns import greatest
+from dlrm_overlap.comm.turns import begin_together, greatest
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step

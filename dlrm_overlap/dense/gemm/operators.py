@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.comm.uncompiled import uncompiled
+from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.dense.gemm.linear import Activation, Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
 

@@ -154,7 +154,7 @@ class PushAcross(Push):
             super().push(step, gradient, first, end)
             return
         current = torch.cuda.current_stream(self.device)
-        if not self.order.active:  # after this the messages of the step before have left the buffers
+        if not self.order.is_captured:  # after this the messages of the step before have left the buffers
             current.wait_stream(self._pass_stream)
 
         def pack(message: Message, sent: torch.Tensor) -> None:
@@ -168,8 +168,8 @@ class PushAcross(Push):
         sent = current.record_event()
         super().push(step, gradient, first, end)
         # A captured step has all between ranks in one order, which this stream has anyway.
-        with torch.cuda.stream(current if self.order.active else self._pass_stream):
-            if not self.order.active:
+        with torch.cuda.stream(current if self.order.is_captured else self._pass_stream):
+            if not self.order.is_captured:
                 self._pass_stream.wait_event(sent)
             self._carrier.receive(step)
             for slot, message in enumerate(self._crossing.gradients(step.batch).received):

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.comm.streams import CurrentStream
+from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step

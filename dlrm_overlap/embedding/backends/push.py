@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from dlrm_overlap.comm.order import CurrentStream, OnStream
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.comm.streams import CurrentStream, OnStream
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.layout import FeatureShard
@@ -157,7 +157,7 @@ class Push(WindowBackward):
         self._updating = True
         gradient.record_stream(self._push_stream)
         arrivals: list[torch.cuda.Event] = []
-        if self.order.active:
+        if self.order.is_captured:
             arrivals = self._push_in_order(step, gradient)
         else:
             with OnStream(self._push_stream):

@@ -14,8 +14,8 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.stores import StoreOptions
-from dlrm_overlap.train.graphs.parts import innermost
+from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.train.graphs.capturable import innermost
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 

@@ -1,8 +1,8 @@
-"""Batches that are read ahead of the steps, and the ids that are sent ahead of them."""
+"""Batches that are read ahead of the steps, the ids that are sent ahead of them, and the streams of both."""
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,80 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
-from dlrm_overlap.train.graphs.captured import Streams
-from dlrm_overlap.train.graphs.parts import exchange_of
-from dlrm_overlap.train.graphs.static_batch import StaticBatch
-from dlrm_overlap.train.graphs.static_ids import IdCuts
+from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch
 
 log = logging.getLogger("dlrm_overlap")
+
+
+class Streams:
+    """The streams of a pipeline on one device; on a CPU everything runs in the order in which it is issued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        if not self._on_gpu:
+            return
+        current = torch.cuda.current_stream(device)
+        # A step cannot be captured on the default stream, and all steps run on the one where they are captured.
+        self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device)
+        self._device = device
+        self._copy = torch.cuda.Stream(device)
+        self._ids = torch.cuda.Stream(device, priority=-2)
+        self._issued = [torch.cuda.Event() for _ in range(2)]
+        self._called, self._copied = torch.cuda.Event(), torch.cuda.Event()
+
+    @contextmanager
+    def _main(self) -> Any:
+        current = torch.cuda.current_stream(self._device)
+        self._called.record(current)
+        if current == self.main_stream:
+            yield
+            return
+        self.main_stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.main_stream):
+                yield
+        finally:  # whoever catches an error may read the weights next
+            current.wait_stream(self.main_stream)
+
+    def main(self) -> AbstractContextManager[Any]:
+        """Return a context in which the steps' stream is the current one, behind the caller's; then the other way."""
+        return self._main() if self._on_gpu else nullcontext()
+
+    def step_is_issued(self, parity: int) -> None:
+        """Note that all that reads what had landed for the other parity has been issued."""
+        if self._on_gpu:
+            self._issued[parity].record(self.main_stream)
+
+    @contextmanager
+    def _copies(self, parity: int) -> Any:
+        self._copy.wait_event(self._issued[1 - parity])
+        self._copy.wait_event(self._called)
+        with torch.cuda.stream(self._copy):
+            yield
+            self._copied.record(self._copy)
+        self.main_stream.wait_event(self._copied)
+
+    def copies(self, parity: int) -> AbstractContextManager[Any]:
+        """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
+
+        Copies come behind what the caller of the step had issued before it, such as the batch itself, on the device.
+        """
+        return self._copies(parity) if self._on_gpu else nullcontext()
+
+    @contextmanager
+    def _beside(self) -> Any:
+        self._ids.wait_stream(self.main_stream)
+        with torch.cuda.stream(self._ids):
+            yield
+
+    def ids(self) -> AbstractContextManager[Any]:
+        """Return a context for what runs beside the step, until `join_ids`."""
+        return self._beside() if self._on_gpu else nullcontext()
+
+    def join_ids(self) -> None:
+        """Make the steps' stream wait for what was issued beside it."""
+        if self._on_gpu:
+            self.main_stream.wait_stream(self._ids)
 
 
 class ReadAhead:
@@ -113,7 +181,8 @@ class ReadAhead:
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""
         for module in self._modules:
-            exchange_of(module).forget_sent_ids()
+            if module.exchange is not None:
+                module.exchange.forget_sent_ids()
         self.ids_are_sent = False
 
     def sends(self, exchange: Exchange) -> bool:
@@ -131,6 +200,7 @@ class ReadAhead:
 
         def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             assert isinstance(module, OverlapShardedEmbeddingBagCollection)
+            assert module.exchange is not None
             (features,) = (*inputs, *keywords.values())
             if module in found:
                 raise InputError(
@@ -138,11 +208,11 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            exchange_of(module).order = self._order
+            module.exchange.order = self._order
             module.take_ids(features.keys(), self._bound)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
-                self._senders.append((exchange_of(module), index))
+                self._senders.append((module.exchange, index))
             else:
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 

@@ -26,30 +26,29 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.counters import Counter, Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.stores import StoreOptions
+from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
-from dlrm_overlap.train.graphs.captured import CapturedStep, Streams
-from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.parts import (
+from dlrm_overlap.train.graphs.capturable import (
     NoCollectives,
     check_all_held,
     check_updates_reach,
     dense_parameters,
-    exchange_of,
     frozen_parameters,
     leave_ddp,
-    losses_and_output,
     split_optimizer,
     why_not_captured,
 )
-from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.captured import CapturedStep
+from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead, Streams
 from dlrm_overlap.train.graphs.static_batch import on_device
 
 log = logging.getLogger("dlrm_overlap")
@@ -152,7 +151,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if group.size() > 1:
             for parameter in frozen_parameters(self._model):
                 dist.broadcast(parameter.data, group=group, group_src=0)
-        exchanges = [exchange_of(module) for module in self._modules]
+        exchanges = self._exchanges
         # Where all exchanges store to all their peers, dense gradients can be stored there as well.
         reached = all(exchange.reach.whole for exchange in exchanges)
         by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
@@ -192,8 +191,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def check(self) -> None:
         """Raise what kernels have recorded; never waits for the device."""
         if self._fallback is None:
-            for module in self._modules:
-                exchange_of(module).check()
+            for exchange in self._exchanges:
+                exchange.check()
             self._dense.check()
 
     def close(self) -> None:
@@ -261,8 +260,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         loss, output = self._forward(parity)
         loss.backward()
         self._dense.update()
-        for module in self._modules:
-            exchange_of(module).finish_rows()
+        for exchange in self._exchanges:
+            exchange.finish_rows()
         self._streams.join_ids()
         return output
 
@@ -280,13 +279,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
         self._dense.refresh()
-        for module in self._modules:
-            exchange_of(module).keep_rules_in_place()
+        for exchange in self._exchanges:
+            exchange.keep_rules_in_place()
 
     def _capture(self, parity: int) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
-        for module in self._modules:
-            exchange_of(module).keep_rules_in_place()
+        for exchange in self._exchanges:
+            exchange.keep_rules_in_place()
         other = self._graphs[1 - parity]
         captured = CapturedStep(
             lambda: self._step(parity, following=True),
@@ -301,7 +300,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @property
     def _places(self) -> list[Any]:
         """Each module's exchange, and where it has rows and windows."""
-        return [(exchange, exchange.places) for exchange in map(exchange_of, self._modules)]
+        return [(exchange, exchange.places) for exchange in self._exchanges]
 
     def _check_places(self) -> None:
         """Check that what graphs read and write is still there.
@@ -319,29 +318,55 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @property
     def _counters(self) -> list[Counters]:
         """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
-        return [*(exchange_of(module).counters for module in self._modules), *self._dense.counters]
+        return [*(exchange.counters for exchange in self._exchanges), *self._dense.counters]
+
+    @property
+    def _exchanges(self) -> list[Exchange]:
+        """Each module's exchange."""
+        return [module.exchange for module in self._modules if module.exchange is not None]
 
     def _align(self, parity: int) -> None:
         """Send the ids of the batch at `parity` where none are under way.
 
-        Eager steps since the capture have moved the epochs on. What was captured goes on with the windows and the
-        arguments that it was captured with. So where the next epoch has the other window, one is skipped, and the words
-        on the device are set to what makes up the difference. Dense gradients have one window, and skip nothing.
+        Eager steps since the capture have moved the epochs on. Captured steps go on with the windows and the arguments
+        that they were captured with. So where the next epoch has the other window, one epoch is skipped, and the words
+        on the device are set to make up the difference. Dense gradients have one window, and skip nothing.
         """
         captured = self._graphs[parity] or self._graphs[1 - parity]
-        if captured is not None:
-            captured_other = captured is self._graphs[1 - parity]
-            for module, values in zip(self._modules, captured.captured_values, strict=False):
-                exchange = exchange_of(module)
-                counters = exchange.counters
-                for counter, value in zip(counters.each, values, strict=True):
-                    sends = counter is counters.ids and self._ahead.sends(exchange)
-                    following = counter.value + 1 + sends + captured_other
-                    if counter is not counters.steps and (following - value) % 2:
-                        exchange.skip(counter)
-        if self._steps:
-            self._ahead.send_ids(parity)
-        if captured is not None:
-            for counters, arguments in zip(self._counters, captured.arguments, strict=True):
-                counters.set_arguments(arguments)
-                counters.settle()
+        if captured is None:
+            if self._steps:
+                self._ahead.send_ids(parity)
+            return
+        for exchange, counter in self._in_other_windows(captured, parity):
+            exchange.skip(counter)
+        self._ahead.send_ids(parity)
+        for counters, arguments in zip(self._counters, captured.arguments, strict=True):
+            counters.set_arguments(arguments)
+            counters.settle()
+        assert not self._in_other_windows(captured, parity), "a replay would meet the peers in another window"
+
+    def _in_other_windows(self, captured: CapturedStep, parity: int) -> list[tuple[Exchange, Counter]]:
+        """Return what counts windows whose next epoch has another one than `captured` has in the step of `parity`."""
+        is_other, found = captured is not self._graphs[parity], list[tuple[Exchange, Counter]]()
+        for exchange, values in zip(self._exchanges, captured.captured_values, strict=False):
+            counters = exchange.counters
+            for counter, value in zip(counters.each, values, strict=True):
+                sends = counter is counters.ids and not self._ahead.ids_are_sent and self._ahead.sends(exchange)
+                if counter is not counters.steps and (counter.value + 1 + sends + is_other - value) % 2:
+                    found.append((exchange, counter))
+        return found
+
+
+def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
+    """Return what a model's forward has returned, which is what TorchRec's pipelines want of it.
+
+    Raises:
+        InputError: if it is anything else.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise InputError(
+            f"GraphTrainPipeline: the model's forward returned a {type(returned).__name__}, but a train pipeline takes "
+            f"(losses, output); return both, the output detached"
+        )
+    losses, output = returned
+    return losses, output

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm import network
-from dlrm_overlap.comm.network import _Nvshmem
+from dlrm_overlap.comm.network import _Nvshmem, start_together
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.comm.starting import start_together
 from dlrm_overlap.config import InputError
 from tests.unit.comm.threads import Rank, Threads
 
@@ -33,7 +32,7 @@ class Group:
 
 
 def _choose(wanted: str, reach: Reach = TWO_HOSTS, device: torch.device = CUDA) -> tuple[bool, str]:
-    return network.choose_puts(wanted, reach, Group(), device, 1.0)  # type: ignore[arg-type]
+    return network.agree_on_puts(wanted, reach, Group(), device, 1.0)  # type: ignore[arg-type]
 
 
 def test_puts_are_taken_only_where_they_are_wanted_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +91,8 @@ def test_all_ranks_learn_what_keeps_one_from_starting(starts: tuple[Callable[[],
 
 
 def test_a_verdict_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_overlap.comm.starting._SLACK_S", 0.1)
-    monkeypatch.setattr("dlrm_overlap.comm.starting._ANSWER", timedelta(seconds=0.1))
+    monkeypatch.setattr("dlrm_overlap.comm.network._SLACK_S", 0.1)
+    monkeypatch.setattr("dlrm_overlap.comm.network._ANSWER", timedelta(seconds=0.1))
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     with pytest.raises(InputError, match=r"^NVSHMEM: rank 0 does not say within 0\.1 s whether all ranks have started"):
         start_together(_starts, "NVSHMEM", store, 1, 2, 0.1)

@@ -56,9 +56,9 @@ def test_nothing_is_ordered_outside_a_capture(device: Device) -> None:
     device.take(order, "ids")
     order.begin()
     device.take(order, "main")
-    assert order.active
+    assert order.is_captured
     order.end()
-    assert not order.active
+    assert not order.is_captured
     device.take(order, "push")
     assert device.log == ["ids runs", "main runs", "push runs"], "the first has nothing to wait for"
 

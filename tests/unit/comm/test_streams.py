@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlrm_overlap.comm.streams import CurrentStream, OnStream
+from dlrm_overlap.comm.order import CurrentStream, OnStream
 
 GPU = torch.device("cuda", 1)
 

@@ -90,7 +90,7 @@ def test_garbage_in_a_cycle_does_not_hold(windows: WindowPair) -> None:
 
 
 def test_what_is_kept_of_the_shapes_lent_holds_nothing(windows: WindowPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_overlap.comm.loan._MOST_SHAPES", 2)
+    monkeypatch.setattr("dlrm_overlap.comm.arena._MOST_SHAPES", 2)
     for rows, first_column in ((3, 0), (2, 0), (2, 1), (3, 0), (1, 2)):
         for _ in windows.names:
             epoch = windows.begin()

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.static_ids import IdCuts, StaticIds
+from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticIds
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")

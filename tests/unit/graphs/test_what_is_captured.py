@@ -37,21 +37,20 @@ from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.train import pipeline
-from dlrm_overlap.train.graphs.captured import Streams
-from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.parts import (
+from dlrm_overlap.train import assembly
+from dlrm_overlap.train.assembly import takes_graph
+from dlrm_overlap.train.graphs.capturable import (
     NoCollectives,
     check_all_held,
     check_updates_reach,
     dense_parameters,
     leave_ddp,
-    losses_and_output,
     split_optimizer,
     why_not_captured,
 )
-from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.pipeline import takes_graph
+from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.read_ahead import Streams
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
@@ -391,7 +390,7 @@ def test_which_pipeline_a_run_takes(
     reason: str | None,
     taken: bool,
 ) -> None:
-    monkeypatch.setattr(pipeline, "why_not_captured", lambda model: reason)
+    monkeypatch.setattr(assembly, "why_not_captured", lambda model: reason)
     model: Any = nn.Linear(2, 2)
     config = Config(data=DataConfig(tables=TablesConfig(rows=[3])), train=TrainConfig(steps=1, pipeline=kind))
     assert takes_graph(config, model, torch.device(device_type)) == taken

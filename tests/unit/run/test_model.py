@@ -9,8 +9,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
 from dlrm_overlap.embedding.weights import uniform_rows
+from dlrm_overlap.train.assembly import LearningRate
 from dlrm_overlap.train.model import DotInteraction, JoinInPlace, build_model, joined
-from dlrm_overlap.train.optimizers import LearningRate
 from dlrm_overlap.train.preflight import dense_weights
 from tests.agreement import assert_same
 

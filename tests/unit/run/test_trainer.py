@@ -21,7 +21,7 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.files import LOCK_NAME
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.assembly import with_overlap
-from dlrm_overlap.train.graphs.parts import innermost
+from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import check_runs
 from dlrm_overlap.train.trainer import Trainer

@@ -36,7 +36,7 @@ from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.train.pipeline import build_pipeline
+from dlrm_overlap.train.assembly import build_pipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
 from tests.gpu.exchange.place import Check, Place

@@ -20,7 +20,6 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 
 
@@ -141,12 +140,6 @@ def _package(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-def exchange_of(module: OverlapShardedEmbeddingBagCollection) -> Exchange:
-    """Return the exchange of a module that has one."""
-    assert module.exchange is not None
-    return module.exchange
-
-
 def split_optimizer(optimizer: Any) -> tuple[list[Any], list[Any]]:
     """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups.
 
@@ -180,18 +173,3 @@ def _leaves(optimizer: Any) -> Iterator[tuple[Any, list[torch.Tensor]]]:
         yield from _leaves(optimizer._optimizer)
     else:
         yield optimizer, [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
-    """Return what a model's forward has returned, which is what TorchRec's pipelines want of it.
-
-    Raises:
-        InputError: if it is anything else.
-    """
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise InputError(
-            f"GraphTrainPipeline: the model's forward returned a {type(returned).__name__}, but a train pipeline takes "
-            f"(losses, output); return both, the output detached"
-        )
-    losses, output = returned
-    return losses, output
