@@ -108,7 +108,7 @@ class Saves:
     def took_step(self, loss: torch.Tensor) -> None:
         """Take the loss [] of the step that was just issued."""
         if self._beside is not None:
-            self._beside.tell_loss(loss)
+            self._beside.take_loss(loss)
 
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, unless that is done, and only of a state that is whole; a collective.
@@ -163,7 +163,7 @@ class Saves:
         if self._beside is None:
             return
         if self._beside.awaits_loss:  # no step has followed
-            self._beside.tell_loss(torch.tensor(self._held_out_loss()))
+            self._beside.take_loss(torch.tensor(self._held_out_loss()))
         try:
             self._beside.wait()
         except RefusedError as error:

@@ -7,7 +7,7 @@ In a training step `Exchange.start` starts the forward's half and returns what w
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from dlrm_overlap.embedding.protocol.layout import Layout
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
-
-if TYPE_CHECKING:
-    from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
 _HERE = nullcontext()
 
@@ -99,18 +96,6 @@ class Exchange:
         """Where rows and windows are, as captured steps know them: another tuple once some were moved or given back."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
-
-    def keep_rows(self) -> "KeptRows | None":
-        """Return what puts this rank's rows by while steps go on; the same each time.
-
-        None where the update is not by our kernels, or where a step was taken, and maybe captured, without it.
-        """
-        is_first = self._tables.kept is None and self._halves is None and self._tables.lookups
-        if is_first and self.device.type == "cuda" and self.options.resolved_backward in ("push", "dma"):
-            from dlrm_overlap.embedding.device.kept_rows import KeptRows  # which loads Triton
-
-            self._tables.kept = KeptRows(self.device)
-        return self._tables.kept
 
     @uncompiled
     def start(

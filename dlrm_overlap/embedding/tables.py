@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -15,9 +15,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.protocol.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.protocol.step import UpdateRule
-
-if TYPE_CHECKING:
-    from dlrm_overlap.embedding.device.kept_rows import KeptRows
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -59,8 +56,6 @@ class LocalTables:
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
         self._states: list[list[list[torch.Tensor]]] = []
-        self.kept: KeptRows | None = None
-        """puts rows by before they are updated, where a save copies them beside steps; set before the first step"""
 
     @classmethod
     def of(cls, lookups: Sequence[Any]) -> "LocalTables":

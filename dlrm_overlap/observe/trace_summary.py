@@ -33,7 +33,7 @@ _KINDS = {
     r"|_place_gradients|_cut_runs",
     "samples": r"_draw_\w+",
     # In CUDA graphs the first two are kernels, named memcpy128 and the like.
-    "copies": r"^[Mm]emcpy|^[Mm]emset|_keep_rows|_copy_rows",
+    "copies": r"^[Mm]emcpy|^[Mm]emset",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|product_(?:on_hopper|in_triton)",
 }

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces, put_by_loaded
 from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule, load_rows, seed_at, store_updated_rows
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
@@ -32,23 +31,14 @@ _TILE_ELEMENTS = 512  # of a warp: elements of one run's gradients that it loads
 
 @triton.jit
 def _update_row(
-    run, total, run_keys, weights, states, kept_weights, kept_states, marks, control,
-    weight_at, state_at, lr, eps, seed, factor,
-    KEEPS: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Load the row of `run`, update it by `factor` times the sum `total` [BLOCK_DIM] of its gradients, and store it.
-
-    Where KEEPS, it is put by in between, if a copy asks for it.
-    """
+    """Load the row of `run`, update it by `factor` times the sum `total` [BLOCK_DIM] of its gradients, and store it."""
     one = tl.arange(0, 1)
     key = tl.load(run_keys + run + one).to(tl.int64)
     weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
-    if KEEPS:
-        put_by_loaded(
-            weight, state, kept_weights, kept_states, marks, control, weight_at, state_at, key, one == 0,
-            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT,
-        )  # fmt: skip
     store_updated_rows(
         weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
         lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
@@ -80,8 +70,8 @@ def _sum_gradients(
 @triton.jit
 def _sum_chunk(
     chunk, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
-    kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
-    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, KEEPS: tl.constexpr, OPTIMIZER: tl.constexpr,
+    weight_at, state_at, lr, eps, seed, factor,
+    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one chunk of `run`; if it is the run's last to be finished, update the row as well.
@@ -111,16 +101,16 @@ def _sum_chunk(
             mask = (of_run < count)[:, None] & (column < DIM)[None, :]
             total += tl.load(chunk_sums + (first_chunk + of_run)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
         _update_row(
-            run, tl.sum(total, 0), run_keys, weights, states, kept_weights, kept_states, marks, control,
-            weight_at, state_at, lr, eps, seed, factor, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
+            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
 @triton.jit
 def _update_runs(
     run, live, run_keys, run_starts, places, scales, gradient, weights, states,
-    kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
-    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, KEEPS: tl.constexpr,
+    weight_at, state_at, lr, eps, seed, factor,
+    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -137,11 +127,6 @@ def _update_runs(
     key = tl.load(run_keys + run, mask=live, other=0).to(tl.int64)
     # Loaded first, so that the rows are on their way while the gradients are summed.
     weight, state = load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
-    if KEEPS:
-        put_by_loaded(
-            weight, state, kept_weights, kept_states, marks, control, weight_at, state_at, key, live,
-            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT,
-        )  # fmt: skip
     total = tl.zeros((RUNS, BLOCK_DIM), tl.float32)
     for turn in range(0, tl.max(length, 0), 2):
         # Two ids of each run at a time: both places are loaded before the first gradient.
@@ -167,8 +152,8 @@ def _update_runs(
 @triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
     run, run_keys, run_starts, places, scales, gradient, weights, states,
-    kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
-    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, KEEPS: tl.constexpr,
+    weight_at, state_at, lr, eps, seed, factor,
+    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -182,19 +167,18 @@ def _update_run(
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
         total = _sum_gradients(gradient, places, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
         _update_row(
-            run, total, run_keys, weights, states, kept_weights, kept_states, marks, control,
-            weight_at, state_at, lr, eps, seed, factor, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+            run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
+            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed", "factor"])
 def _update_rows(
     run_keys, run_starts, places, scales, shared, chunk_run, chunk_first, bounds,
-    gradient, weights, states, chunk_sums, kept_weights, kept_states, marks, control,
-    range_index, weight_at: tl.int64, state_at: tl.int64,
+    gradient, weights, states, chunk_sums, range_index, weight_at: tl.int64, state_at: tl.int64,
     numbers, clock, seed: tl.int64, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
-    KEEPS: tl.constexpr, OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Do the tasks p, p + P, .. of one range of rows, as program p of P: the chunks of long runs, then the other runs.
@@ -204,7 +188,7 @@ def _update_rows(
     Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, places and
     factors that `Preparation` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
     `weights` and `states` of the runs that it completes, each row by one program alone, and stores the sums of chunks
-    to `chunk_sums` [chunks, DIM]. Where KEEPS, it puts a row by before it rewrites it, see `put_by_loaded`.
+    to `chunk_sums` [chunks, DIM].
 
     Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
     barrier, and counts the chunk in `shared` (acquire and release, GPU scope). The program that counts a run's last
@@ -228,30 +212,29 @@ def _update_rows(
             if (run >= begin) & (run < end):
                 _sum_chunk(
                     task, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states,
-                    chunk_sums, kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
-                    TILE, CHUNK_IDS, ANY_MEAN, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                    chunk_sums, weight_at, state_at, lr, eps, seed, factor,
+                    TILE, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
             first = begin + (task - chunks) * RUNS
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, places, scales, gradient, weights, states,
-                kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
-                RUNS, BESIDE_IDS, ANY_MEAN, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                weight_at, state_at, lr, eps, seed, factor,
+                RUNS, BESIDE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
                         run, run_keys, run_starts, places, scales, gradient, weights, states,
-                        kept_weights, kept_states, marks, control, weight_at, state_at, lr, eps, seed, factor,
-                        TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, KEEPS, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                        weight_at, state_at, lr, eps, seed, factor,
+                        TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 
 
 _ARGUMENTS = (
     *PreparedRuns._fields,
     "gradient", "weights", "states", "chunk_sums",
-    "kept_weights", "kept_states", "marks", "control",
     "range_index", "weight_at", "state_at",
     *Rule._fields,
 )  # fmt: skip
@@ -259,7 +242,7 @@ _ARGUMENTS = (
 
 @lru_cache
 def _compiled(
-    dim: int, weights: torch.dtype, any_mean: bool, keeps: bool, optimizer: str, stochastic: bool, chunk_ids: int
+    dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, chunk_ids: int
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
@@ -269,7 +252,6 @@ def _compiled(
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
         "CHUNK_IDS": chunk_ids,
         "ANY_MEAN": any_mean,
-        "KEEPS": keeps,
         "OPTIMIZER": optimizer,
         "DIM": dim,
         "BLOCK_DIM": block,
@@ -282,22 +264,20 @@ def _compiled(
 class RowUpdate:
     """The update of one range of rows: called once a step, it updates each row that the step's ids name, in place.
 
-    It keeps what it launches, and so holds the rows, their states and where they are put by, which must all stay where
-    they are; whoever keeps it makes it anew when they move. It belongs to one caller, as a `Launch` does.
+    It keeps its launches, and so holds the rows and their states, which must stay where they are; its owner makes it
+    anew when they move. It belongs to one caller, as a `Launch` does.
     """
 
-    def __init__(self, rows: RowRange, chunk_ids: int = CHUNK_IDS, kept: KeptPlaces | None = None) -> None:
+    def __init__(self, rows: RowRange, chunk_ids: int = CHUNK_IDS) -> None:
         """Take the rows.
 
         Args:
             rows: the range.
             chunk_ids: as given to `Preparation`.
-            kept: where rows are put by before they are updated, if the copy under way has not come to them; None where
-                no copy is asked for.
         """
-        self._rows, self._kept = rows, kept
+        self._rows = rows
         self._kernel = _compiled(
-            rows.dim, rows.weights.dtype, rows.any_mean, kept is not None, rows.optimizer, rows.stochastic_rounding,
+            rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding,
             chunk_ids,
         )  # fmt: skip
         self._launches: dict[tuple[torch.dtype, torch.dtype], Launch] = {}
@@ -329,11 +309,9 @@ class RowUpdate:
     def _prepared(self, runs: PreparedRuns, gradient: torch.Tensor, chunk_sums: torch.Tensor, rule: Rule) -> Launch:
         """Return the launch for keys and gradients of these types."""
         rows = self._rows
-        # Without a copy the kernel passes over where rows are put by.
-        kept = self._kept or KeptPlaces(rows.weights, rows.states, rows.weights, rows.weights)
         arguments = (
             *runs,
-            gradient, rows.weights, rows.states, chunk_sums, *kept,
+            gradient, rows.weights, rows.states, chunk_sums,
             rows.index, rows.weight_at, rows.state_at,
             *rule,
         )  # fmt: skip

@@ -6,8 +6,7 @@ steps before the save, of those beside which the state was copied, and of those 
 of every rank, what held up its host longest. A step behind a log line waits for the host, as `behind log lines` shows:
 a save behind one, such as step 1550 of 3000, is to be held against these. `--verify true` compares what is saved with a
 copy that is made at once, behind the last step, when the steps and the thread that writes have had all their time to
-spoil it. `--copies at_once` does not spread the copy over steps, `--copies host` keeps it in page-locked memory of the
-host, as where the GPU has no room.
+spoil it. `--copies host` keeps it in page-locked memory, as where the GPU has no room.
 """
 
 import gc
@@ -26,7 +25,6 @@ from dlrm_overlap.checkpoint import saving
 from dlrm_overlap.checkpoint.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
 from dlrm_overlap.checkpoint.storage.save import gather
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
@@ -121,8 +119,6 @@ def work(ranks: Ranks) -> int:
     """Train, and print what the save has cost."""
     if ranks.values.copies == "host":
         saving.place_of_copy = lambda *_: torch.device("cpu")
-    if ranks.values.copies == "at_once":
-        setattr(Exchange, "keep_rows", lambda _: None)  # noqa: B010
     moments = Moments()
     moments.note(ranks, ranks.values.verify)
     trainer = ranks.trainer()
@@ -156,7 +152,7 @@ def work(ranks: Ranks) -> int:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument("--verify", type=bool, default=False, help="compare the copy with one that is made at once")
-    parser.add_argument("--copies", choices=["auto", "at_once", "host"], default="auto", help="how copies are made")
+    parser.add_argument("--copies", choices=["auto", "host"], default="auto", help="how copies are made")
 
 
 def main() -> int:

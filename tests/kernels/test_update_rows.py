@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dlrm_overlap.kernels.backward.keep_rows import KeptPlaces
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted, to_wire
@@ -276,35 +275,3 @@ def test_atomic_additions_of_means(wire: torch.dtype) -> None:
     weights, _ = model.expected()
     model.add()
     assert_near(model.weights[0], weights)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("dim", "dtype"), [(12, torch.bfloat16), (512, torch.float32)])
-def test_rows_are_put_by_once_before_they_are_updated(optimizer: str, dim: int, dtype: torch.dtype) -> None:
-    """Those that the copy has not come to, and in the same bits; the update is none the worse for it."""
-    models = [Model(Case((replace(MIXED, optimizer=optimizer, dim=dim, weights=dtype),))) for _ in range(2)]
-    keeping, plain = models
-    for before, after in ((keeping.weights, plain.weights), (keeping.states, plain.states)):
-        after[0].copy_(before[0])
-    plain.window.copy_(keeping.window)
-    runs, rows, touched = keeping.prepare(), keeping.row_range(0), keeping.touched(0)
-    count, copy, frontier, marked = len(touched), 7, 2, int(touched.nonzero()[-1])
-    keys = torch.arange(count)
-    asked = touched & (keys >= frontier) & (keys != marked)
-    assert 0 < asked.sum() < touched.sum() - 1
-    marks = torch.where(keys == marked, copy, 0).int()
-    kept = KeptPlaces(
-        torch.full_like(rows.weights, 9), torch.full_like(rows.states, 9), marks, torch.tensor([copy, frontier])
-    )
-    before = rows.weights.clone(), rows.states.clone()
-    update = RowUpdate(rows, keeping.case.chunk_ids, kept)
-    for _ in range(2):
-        update(runs, keeping.window, RULE.rule())
-        plain.update(plain.prepare())
-        assert_same(rows.weights, plain.weights[0], "weights")
-        assert_same(rows.states, plain.states[0], "states")
-    guards = 4, {"sgd": 0, "adagrad": 4, "rowwise_adagrad": 1}[optimizer]
-    for found, was, guard in zip(kept[:2], before, guards, strict=True):
-        found, was = (each[guard : len(each) - guard].view(count, -1) for each in (found, was))
-        assert_same(found, torch.where(asked[:, None], was, 9), "put by")
-    assert_same(marks == copy, asked | (keys == marked), "marks")

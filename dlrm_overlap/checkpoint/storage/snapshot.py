@@ -73,13 +73,9 @@ class Snapshot:
             self._begin.record()
         for targets, sources in self._pairs.values():
             torch._foreach_copy_(targets, sources, non_blocking=True)  # type: ignore[no-untyped-call]
-        self.end_copies()
-        self._taken_s = time.perf_counter() - begin
-
-    def end_copies(self) -> None:
-        """Have `await_copies` wait for all that was issued on the current stream by now."""
         if self._on_gpu:
             self._end.record()
+        self._taken_s = time.perf_counter() - begin
 
     def await_copies(self) -> float:
         """Wait until the copies are made, and return the seconds that they took."""

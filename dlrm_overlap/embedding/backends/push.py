@@ -121,12 +121,7 @@ class Push(WindowBackward):
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
             places = self.gradients.starts, self.gradients.part_of
             self._inputs = [InputRows(list(shards), self.tables, *places) for _, shards in by_input]
-            if (kept := self.tables.kept) is not None:
-                kept.follow(self._inputs)
-            self._updates = [
-                [RowUpdate(each.rows, kept=kept.places(number, each.rows) if kept else None) for each in rows.ranges]
-                for number, rows in enumerate(self._inputs)
-            ]
+            self._updates = [[RowUpdate(each.rows) for each in rows.ranges] for rows in self._inputs]
             self._storage = storage
         return self._inputs
 
@@ -179,11 +174,8 @@ class Push(WindowBackward):
                     self._await(part)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        rule = step.rules[updated.lookup]
-                        if rule.by_kernels:
+                        if step.rules[updated.lookup].by_kernels:
                             self.update_range(step, number, rows, updated, window)
-                        elif rule.only_fbgemm:
-                            self._keep(step, number, updated)
             self.update_by_fbgemm(step, window)
 
     @property
@@ -258,11 +250,6 @@ class Push(WindowBackward):
         """
         if (runs := step.runs[number]) is not None:
             self._updates[number][updated.rows.index](runs, window, self.rule(step, updated))
-
-    def _keep(self, step: Step, number: int, updated: UpdateRange) -> None:
-        """Put by rows that FBGEMM is about to update, where a copy may be under way."""
-        if self.tables.kept is not None and (runs := step.runs[number]) is not None:
-            self.tables.kept.keep(number, updated.rows, runs)
 
     def rule(self, step: Step, updated: UpdateRange) -> Rule:
         """Return by which numbers the rows of a range are updated in `step`."""
