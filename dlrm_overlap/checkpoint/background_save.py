@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
-from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
+from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.save import Refusal
 from dlrm_overlap.checkpoint.storage.snapshot import Snapshot
 from dlrm_overlap.config import in_one_line
@@ -76,10 +76,9 @@ class BackgroundSaves:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
-        self._copies: list[Part] = []
-        """of all parts"""
+        self._copies: list[Extent] = []
         self._snapshot = Snapshot(device, place)
-        self._snapshot.reserve(parts_to_store(model, optimizer))
+        self._snapshot.reserve(extents_to_store(model, optimizer))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._loss: torch.Tensor | None = None
@@ -106,7 +105,7 @@ class BackgroundSaves:
         self._loss_taken = threading.Event()
         if not self.awaits_loss:
             self._loss_taken.set()
-        self._find_parts()
+        self._find_extents()
         self._snapshot.take()
         begun = step, metrics, time.perf_counter() - begin
         self._thread = threading.Thread(target=self._write, args=begun, name="save", daemon=True)
@@ -114,7 +113,7 @@ class BackgroundSaves:
 
     def take_loss(self, loss: torch.Tensor) -> None:
         """Take `loss` [], of the step that was taken last, which the save under way may wait for."""
-        self._find_parts()
+        self._find_extents()
         if self.awaits_loss:
             self.awaits_loss = False
             self._loss = loss.detach().clone()  # a captured step writes the next one to the same place
@@ -123,7 +122,7 @@ class BackgroundSaves:
                 self._loss_known.record()
             self._loss_taken.set()
 
-    def _find_parts(self) -> None:
+    def _find_extents(self) -> None:
         """Find what is to be stored, after the first step: all states are made by then, and change in place.
 
         To find it takes longer than many a step. Python's collector may take longer still to look at all objects that
@@ -131,7 +130,7 @@ class BackgroundSaves:
         They stay loaded anyway, so the collector leaves them out.
         """
         if not self._copies:
-            self._copies = self._snapshot.reserve(parts_to_store(self._model, self._optimizer))
+            self._copies = self._snapshot.reserve(extents_to_store(self._model, self._optimizer))
             gc.freeze()
 
     def wait(self) -> None:

@@ -1,7 +1,4 @@
-"""Whether a model's weights are finite, and what its optimizer keeps: what that has seen no loss shows.
-
-A run whose state is not finite ends.
-"""
+"""Whether weights and optimizers' states are finite. A run whose state is not finite ends."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +13,11 @@ from dlrm_overlap.config import Config, InputError
 
 
 class NotFiniteError(InputError):
-    """A loss or a weight is NaN or infinite, so what the run has learnt is lost. All ranks raise it at one step."""
+    """A loss or a weight is NaN or infinite. All ranks raise it at one step."""
 
 
 def require_finite(finite: bool, otherwise: str, step: int, config: Config) -> None:
-    """Raise `NotFiniteError` unless the state after `step` is `finite`, of which every rank has found the same."""
+    """Raise `NotFiniteError` unless the state after `step` is `finite`, which is the same on all ranks."""
     if not finite:
         train, embedding = config.train, config.embedding
         raise NotFiniteError(

@@ -1,4 +1,4 @@
-"""The saves of a run: when they stop it, what is asked of a state that is saved, and how those beside it end."""
+"""The saves of a run, which stop it or are written beside it, and the checks of a state before it is saved."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.checkpoint.background_save import BackgroundSaves
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.checkpoint.finite import require_finite, state_is_finite, weights_are_finite
 from dlrm_overlap.checkpoint.storage.save import RefusedError, gather
 from dlrm_overlap.checkpoint.storage.snapshot import place_of_copy
@@ -27,7 +27,7 @@ _PATIENCE_S = 10.0  # with a save under way, where the run ends by an error that
 
 
 class Saves:
-    """The saves of a run, which stop it or not. All ranks call the same methods behind the same steps."""
+    """The saves of a run. All ranks call the same methods after the same steps."""
 
     def __init__(
         self,
@@ -39,19 +39,9 @@ class Saves:
         check: Callable[[], None],
         held_out_loss: Callable[[], float],
     ) -> None:
-        """Take what is to be saved.
-
-        Args:
-            config: of the run.
-            checkpointer: writes the checkpoints.
-            model: of this rank.
-            optimizer: its optimizers.
-            device: of this rank.
-            check: raises what kernels have recorded.
-            held_out_loss: the loss of a held-out batch, a collective.
-        """
+        """`check` raises what kernels have recorded; `held_out_loss` is a collective, of one held-out batch."""
         self.step = 0
-        """behind which the state was saved last, or loaded"""
+        """after which the state was saved last, or loaded"""
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
@@ -84,8 +74,8 @@ class Saves:
             self._checkpointer.make_shared_folder()
         if not (about.every and about.asynchronous):
             return
-        parts = parts_to_store(self._model, self._optimizer)
-        place = place_of_copy(parts, self._device, local_ranks)
+        extents = extents_to_store(self._model, self._optimizer)
+        place = place_of_copy(extents, self._device, local_ranks)
         if crowded := [rank for rank, found in enumerate(gather(place)) if found is None]:
             if dist.get_rank() == 0:
                 text = "checkpoint.asynchronous: rank %d has no room for a copy of what it stores: saves stop the run"
@@ -118,8 +108,8 @@ class Saves:
         Args:
             step: number of steps taken.
             metrics: of an evaluation after this step.
-            beside: where `checkpoint.asynchronous` is set, only copy the state, and have it written while training goes
-                on. Whether it is whole is found by then, and raised by `finish`.
+            beside: where `checkpoint.asynchronous` is set, only copy the state, and have it checked and written while
+                training goes on; `finish` raises the faults.
 
         Raises:
             InputError: on all ranks, if one cannot write, be it now or in the save before.

@@ -6,19 +6,19 @@ from dataclasses import replace
 import psutil
 import torch
 
-from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.tensor_file import CHUNK_BYTES
 
 _SHARE = 0.5  # of the memory that is free before the first step: activations and graphs come later
 
 
-def place_of_copy(parts: list[Part], device: torch.device, local_ranks: int) -> torch.device | None:
-    """Return where a copy of `parts` is to be kept, or None where there is no room for it.
+def place_of_copy(extents: list[Extent], device: torch.device, local_ranks: int) -> torch.device | None:
+    """Return where a copy of `extents` is to be kept, or None where there is no room for it.
 
     That is `device` if the copy takes at most half of its free memory; else the host, if the copies of its
     `local_ranks` ranks take at most half of what is available there.
     """
-    sizes = [part.tensor.nbytes for part in parts]
+    sizes = [extent.tensor.nbytes for extent in extents]
     if device.type == "cuda":
         if sum(sizes) <= _SHARE * torch.cuda.mem_get_info(device)[0]:
             return device
@@ -45,20 +45,20 @@ class Snapshot:
             self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def reserve(self, parts: list[Part]) -> list[Part]:
-        """Make room for copies of `parts`, which takes longer than to copy them, and return what `take` will fill."""
+    def reserve(self, extents: list[Extent]) -> list[Extent]:
+        """Make room for copies of `extents`, which takes longer than to copy them, and return what `take` will fill."""
         self._pairs = {}
-        for part in parts:
-            source, held = part.tensor, self._held.get(part.key)
+        for extent in extents:
+            source, held = extent.tensor, self._held.get(extent.key)
             if held is None or (held.shape, held.dtype) != (source.shape, source.dtype):
                 place = self._place if source.is_cuda else source.device
                 pinned = source.is_cuda and place.type == "cpu"
                 held = torch.empty(source.shape, dtype=source.dtype, device=place, pin_memory=pinned)
-                self._held[part.key] = held
+                self._held[extent.key] = held
             targets, sources = self._pairs.setdefault(source.dtype, ([], []))
             targets.append(held)
             sources.append(source)
-        return [replace(part, tensor=self._held[part.key]) for part in parts]
+        return [replace(extent, tensor=self._held[extent.key]) for extent in extents]
 
     @torch.no_grad()
     def take(self) -> None:

@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format: a header in JSON, then the bytes. Nothing in one can be executed.
 
-The format (https://github.com/huggingface/safetensors) is small enough to be written here: eight bytes with the length
-of the header, little-endian; the header, `{name: {"dtype", "shape", "data_offsets"}}`; the tensors' bytes in C order.
-A name may be that of a part of a tensor; what it is a part of is the manifest's business.
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, little-endian; the
+header, `{name: {"dtype", "shape", "data_offsets"}}`; the tensors' bytes in C order. The library would need all tensors
+on the CPU at once, and another pass for the checksum.
 """
 
 import hashlib
@@ -50,12 +50,7 @@ def copy_to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHost = copy_to_host) -> StoredFile:
-    """Write `tensors`, on whatever device they are, to `path`, sync it, and return its size and checksum.
-
-    Args:
-        path: of the file.
-        tensors: by name.
-        to_host: copies to the host what is to be written.
+    """Write `tensors`, on any device, to the new file `path`, sync it, and return its size and checksum.
 
     Raises:
         OSError: if the file cannot be written, as where the disk is full, or is there.
@@ -77,14 +72,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHo
         put(memoryview(len(text).to_bytes(8, "little") + text))
         for name, tensor in tensors.items():
             flat = tensor.detach().reshape(-1)
-            for part in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
-                put(to_host(name, part).contiguous().view(torch.uint8).numpy().data)
+            for elements in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
+                put(to_host(name, elements).contiguous().view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
     return StoredFile(len(text) + 8 + end, checksum.hexdigest())
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of `path` by name. They are views of the mapped file: what is not used is not read.
+    """Return the tensors of `path` by name, views of the mapped file: it is read where they are used.
 
     Raises:
         DamagedError: if it is not such a file.
