@@ -59,9 +59,9 @@ class TextRows:
 
 
 def criteo_files(path: Path) -> list[Path]:
-    """Return `path` if it is a file, or the train.txt, day_0, day_1, ... and *.tsv of the folder `path`.
+    """Return `path` if it is a file, or the train.txt, day_0, day_1, ... and *.tsv of the folder `path`, plain or .gz.
 
-    Each may be compressed (.gz). They are in natural order: day_2 comes before day_10.
+    They are in natural order: day_2 comes before day_10.
 
     Raises:
         InputError: if there is no such file, or a folder holds a file both plain and compressed.
@@ -92,11 +92,10 @@ def read_rows(
     """Yield the samples of a text file, plain or .gz, in blocks of about `block_bytes` of text.
 
     After each block, `on_read` is called with the bytes of the file that it took, compressed ones for a .gz. With
-    `skip`, lines that break the format are left out and counted in `TextRows.skipped`.
+    `skip`, bad lines are left out and counted in `TextRows.skipped`.
 
     Raises:
-        InputError: if the file cannot be read, is empty or holds no sample, or a line breaks the format (see
-            `parse_rows`).
+        InputError: if the file cannot be read, is empty or holds no sample, or a line is bad (see `parse_rows`).
     """
     line, rest, reported, samples = 1, b"", 0, 0
     try:

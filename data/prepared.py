@@ -1,7 +1,7 @@
 """A folder of prepared days: the files of each, and meta.json, which says how they were made.
 
-Of day i there are day_i_dense.npy (float32 [n, 13]), day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy
-(int32 [n, 1]).
+Of day i there are day_i_dense.npy (float32 [n, 13], log1p taken), day_i_sparse.npy (int32 [n, 26], row ids) and
+day_i_labels.npy (int32 [n, 1]).
 """
 
 import json

@@ -32,7 +32,7 @@ class Synthetic(Dataset):
     """
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
-        """Build the stream of `split` for `config`, whose kind is synthetic.
+        """Build the stream of `split`.
 
         Raises:
             InputError: if a table has more rows than an int32 id can name.

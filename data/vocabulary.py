@@ -83,8 +83,8 @@ def look_up(text: TextRows, vocabulary: Sequence[np.ndarray]) -> np.ndarray:
     for t, known in enumerate(vocabulary):
         if known.size:
             values = text.categories[:, t]
-            place = np.searchsorted(known, values)
-            is_known = known.take(place, mode="clip") == values
-            ids[is_known, t] = place[is_known] + _FIRST_KNOWN
+            index = np.searchsorted(known, values)
+            is_known = known.take(index, mode="clip") == values
+            ids[is_known, t] = index[is_known] + _FIRST_KNOWN
     ids[text.missing] = _MISSING
     return ids
