@@ -1,4 +1,4 @@
-"""Files that are whole or not there, files that are none, and folders that one process at a time writes to."""
+"""Files that are whole or not there, and folders that one process at a time writes to."""
 
 import contextlib
 import errno
@@ -34,9 +34,7 @@ _NO_FILES = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path`, or one that it links to, for reading.
-
-    Whoever opens a pipe that nobody writes to waits for ever, and some devices never end.
+    """Open the regular file `path`, or one that it links to, for reading: a pipe or a device might never end.
 
     Raises:
         OSError: if it cannot be read, or is no file.
@@ -47,7 +45,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """Return what is in the regular file `path`; raises what `open_file` does."""
+    """Return the content of the regular file `path`; raises what `open_file` does."""
     with open_file(path) as stream:
         return stream.read()
 
@@ -119,19 +117,13 @@ def _in_use(path: Path, key: str) -> InputError:
 
 
 def temporary_of(file: Path) -> Path:
-    """Return a name beside `file` that nobody can have taken or linked before: a part of it is random.
-
-    Open it by "x", which neither follows a link nor takes a file that is there.
-    """
+    """Return a name beside `file`, in part random; open it by "x", which neither follows a link nor takes a file."""
     return file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, which replaces `file` when the block ends without an error and all is on disk.
-
-    `remove_temporaries` removes what a killed process has left.
-    """
+    """Yield a temporary file, which replaces `file` when the block ends without an error and all is on disk."""
     temporary = temporary_of(file)
     try:
         with temporary.open("xb") as stream:
@@ -158,7 +150,7 @@ def write_json(path: Path, content: Any, key: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created or renamed in `folder` last through a loss of power."""
+    """Make creations and renamings in `folder` last through a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -167,6 +159,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes have left of files that were to be replaced. Hold the folder's lock meanwhile."""
+    """Remove temporary files that killed processes have left of `replacing`. Hold the folder's lock meanwhile."""
     for file in folder.glob(".*.tmp"):
         file.unlink(missing_ok=True)
