@@ -57,7 +57,7 @@ def train(argv: list[str]) -> int:
                     f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                     f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
                 )
-                _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+                _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -110,7 +110,7 @@ def compare(argv: list[str]) -> int:
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
         with _output_may_fail():
-            _print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
+            _print_paths(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -144,7 +144,7 @@ def _check_comparison(config: Config, values: Any) -> None:
 
 @contextlib.contextmanager
 def _output_may_fail() -> Iterator[None]:
-    """Say on standard error that standard output cannot be written, where files hold what it would have said."""
+    """Report on standard error, instead of failing, that standard output cannot be written: files have the results."""
     try:
         with reader_may_leave():
             yield
@@ -157,8 +157,8 @@ def _show(text: str) -> None:
         print(text)
 
 
-def _print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
-    """Print where results are, and which page of TensorBoard shows the runs `compared`, without others beside them."""
+def _print_paths(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
+    """Print the paths of the results, and the page of TensorBoard that shows only the runs `compared`."""
     print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
