@@ -239,14 +239,14 @@ def _wrong_fields(block: bytes, file: str, first_line: int) -> InputError:
     )
 
 
-def _wrong_field(field: bytes, place: str, column: int) -> InputError:
+def _wrong_field(field: bytes, source: str, column: int) -> InputError:
     if column == 0:
         rule = "a label, 0 or 1"
     elif column <= CRITEO_DENSE:
         rule = "an integer, or blank where missing"
     else:
         rule = "a number of up to 8 hexadecimal digits, or blank where missing"
-    return InputError(f"{place}: {field[:40].decode('latin-1')!r} is not {rule}; {_CURE}")
+    return InputError(f"{source}: {field[:40].decode('latin-1')!r} is not {rule}; {_CURE}")
 
 
 def hash_ids(categories: np.ndarray, missing: np.ndarray, rows: Sequence[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Days of samples as arrays, read one after the other; what all of Criteo's formats share.
+"""Days of samples as arrays, read one after the other, for all of Criteo's formats.
 
 All bags of a table hold the same number of ids. Samples keep the order of the files. Positions count on from day to
 day; beyond the last sample comes the first one again. Every value is checked when it is read.
@@ -17,7 +17,7 @@ import torch
 from dlrm_overlap.config import CRITEO_DENSE, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 
-_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is not what it is taken for
+_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is another
 _FINGERPRINTED = 64  # samples, a page or two of a file each
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
 
@@ -162,7 +162,7 @@ class Days(Dataset):
             done += size
 
     def _fold_and_check(self, t: int, ids: np.ndarray, day: Day, first: int) -> None:
-        # The least and the greatest id show whether all are valid, and cost a fraction of what a mask does.
+        # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
         rows, what = self.rows[t], f"{day.name}: table {t}, id"
         if ids.min() < 0:
             _check(ids, lambda x: x >= 0, what, first, "at least 0; correct the file")

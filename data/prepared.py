@@ -35,7 +35,7 @@ class Written:
 
 @dataclass(frozen=True)
 class SourceDay:
-    """A text file as it was when its day was prepared, and what was made of it."""
+    """A text file as it was when its day was prepared, and the day made of it."""
 
     name: str
     size_bytes: int
@@ -50,7 +50,7 @@ class SourceDay:
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says of a folder of prepared days."""
+    """The content of meta.json."""
 
     hash_rows: int | None
     """rows of every table, where ids are made by hashing; else None"""

@@ -20,7 +20,7 @@ class DeviceSynthetic(Synthetic):
     on_gpu = True
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"], device: torch.device):
-        """Build the stream of `split` for `config`, and copy what its samples are made of to `device`.
+        """Build the stream of `split` for `config`, and copy its tables to `device`.
 
         Raises:
             InputError: as `Synthetic` raises it.

@@ -23,8 +23,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
-from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
-from dlrm_overlap.launching.missing import tell_missing
+from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, report_missing, say
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
@@ -48,7 +47,7 @@ def train(argv: list[str]) -> int:
             summary = trainer.fit()
         except AskedToEndError as error:
             if ranks.world.rank == 0:
-                tell(f"dlrm-overlap: {error}")
+                say(f"dlrm-overlap: {error}")
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
@@ -149,7 +148,7 @@ def _output_may_fail() -> Iterator[None]:
         with reader_may_leave():
             yield
     except OSError as error:
-        tell(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
+        say(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
 
 
 def _show(text: str) -> None:
@@ -169,7 +168,7 @@ def _print_paths(result: Path, runs: Path, has_events: bool, compared: Sequence[
 
 
 def bench(argv: list[str]) -> int:
-    """Measure training steps, the embedding stage, communication or the input; `bench --help` tells the benchmarks."""
+    """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         lines = [f"  {name:11} {figure.summary}" for name, figure in FIGURES.items()]
@@ -257,7 +256,7 @@ def prepare(argv: list[str]) -> int:
 
 
 def trace(argv: list[str]) -> int:
-    """Tell what traces of a GPU show: the time of each kind of work, and how much of it nothing ran beside."""
+    """Sum up traces of a GPU: the time of each kind of work, and how much of it ran alone."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
     parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
     from dlrm_overlap.observe.trace_summary import summarise
@@ -269,7 +268,7 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Tell what is in a checkpoint, check that it is whole, or export it for other tools or for inference."""
+    """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
@@ -320,7 +319,7 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Tell what this machine has, what is missing and how to get it."""
+    """Show what this machine has, what is missing and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.launching.doctor import run_doctor
 
@@ -371,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(str(error))}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
-        if not tell_missing(error):
+        if not report_missing(error):
             raise
         return USER_ERROR
     except KeyboardInterrupt:

@@ -307,7 +307,7 @@ class EmbeddingConfig:
             )
 
     def resolved_wire_dtype(self, precision: str) -> str:
-        """Return `wire_dtype`, or what auto stands for where the dense part computes in `precision`."""
+        """Return `wire_dtype`, with auto resolved for a dense part that computes in `precision`."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"

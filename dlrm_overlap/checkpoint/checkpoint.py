@@ -34,7 +34,7 @@ from dlrm_overlap.checkpoint.storage.fits import check_fits
 from dlrm_overlap.checkpoint.storage.load import agree_on
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
-from dlrm_overlap.checkpoint.storage.tensor_file import ToHost, copy_to_host
+from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
 from dlrm_overlap.config import Config, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
@@ -46,7 +46,7 @@ _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sam
 
 
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
-    """Return what two runs must share for one to load the other's checkpoint."""
+    """Return the facts that two runs must share for one to load the other's checkpoint."""
     return {
         "model": _sizes(config.model) | {"dense_features": config.data.dense_features},
         "rows": rows,
@@ -64,7 +64,7 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     """Return the keys and values that decide which samples a step takes, and the weights before the first one.
 
-    The number of ranks is not among them, nor what may change on the way: learning rates, backend, plan, steps.
+    The number of ranks is not among them, nor keys that may change in between: learning rates, backend, plan, steps.
     """
     data = config.as_dict()["data"]
     tables = data.pop("tables")
@@ -196,11 +196,11 @@ class Checkpointer:
     ) -> Path:
         """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
 
-        def to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+        def to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
             self.tick()
-            return copy_to_host(name, elements)
+            return copy_to_cpu(name, elements)
 
-        return self.write(step, extents_to_store(model, optimizer), metrics, to_host=to_host)
+        return self.write(step, extents_to_store(model, optimizer), metrics, to_cpu=to_cpu)
 
     def write(
         self,
@@ -208,7 +208,7 @@ class Checkpointer:
         extents: list[Extent],
         metrics: dict[str, float] | None = None,
         group: dist.ProcessGroup | None = None,
-        to_host: ToHost = copy_to_host,
+        to_cpu: ToCpu = copy_to_cpu,
         refusal: Callable[[], Refusal | None] = lambda: None,
     ) -> Path:
         """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
@@ -217,8 +217,8 @@ class Checkpointer:
             step: number of steps taken.
             extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: as `write_checkpoint` takes it, like `to_host` and `refusal`.
-            to_host: the same.
+            group: as `write_checkpoint` takes it, like `to_cpu` and `refusal`.
+            to_cpu: the same.
             refusal: the same.
 
         Raises:
@@ -241,7 +241,7 @@ class Checkpointer:
                 about=self.about,
             )
 
-        write_checkpoint(final, extents, manifest, group, to_host, refusal)
+        write_checkpoint(final, extents, manifest, group, to_cpu, refusal)
         self._parent = final.name
         if dist.get_rank() == 0:
             broken.pop(final, None)

@@ -22,7 +22,7 @@ log = logging.getLogger("dlrm_overlap")
 
 LOCK_NAME = ".lock"
 _PATIENCE_S = 0.5  # `check_free` of another process holds the lock for a moment
-# What a file system without locks answers, such as Lustre mounted without `flock`.
+# Errors of a file system without locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_FILES = {
     stat.S_IFDIR: "a folder",

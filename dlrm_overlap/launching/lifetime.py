@@ -1,4 +1,7 @@
-"""The end of a process: with its parent, or, where it is asked to end, after a save."""
+"""The end of a process: with its parent, or, where it is asked to end, after a save.
+
+Imports nothing but Python's own modules.
+"""
 
 import contextlib
 import ctypes
@@ -35,7 +38,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End with the launcher behind `--nproc`, if that has started this process."""
+    """End with the launcher of `--nproc`, if that has started this process."""
     if LAUNCHER_PID in environ:
         end_with_parent(int(environ[LAUNCHER_PID]))
 
@@ -60,10 +63,27 @@ def heed_asks() -> None:
     let_asks_come()
 
 
-def tell(text: str) -> None:
+def say(text: str) -> None:
     """Write lines to standard error, whose reader may be gone. Unlike `print` it is safe in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def report_missing(error: ModuleNotFoundError) -> bool:
+    """Name a module that was not found, and its cure, in one line on standard error.
+
+    Returns:
+        Whether it was reported: not for a module of this package.
+    """
+    if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
+        return False
+    print(
+        f"dlrm-overlap: {error.name}: no such module for {sys.executable}; activate the environment that `make` sets "
+        f"up (. .venv/bin/activate), or install what pyproject.toml names",
+        file=sys.stderr,
+        flush=True,
+    )
+    return True
 
 
 def open_streams() -> None:
@@ -86,7 +106,7 @@ def interrupt_imports() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                tell("dlrm-overlap: interrupted")
+                say("dlrm-overlap: interrupted")
                 os._exit(128 + number)
             frame = frame.f_back
         raise KeyboardInterrupt
@@ -128,7 +148,7 @@ class EndRequest:
         def end_unless_met() -> None:
             while not met.wait(_GRACE_S / 50):
                 if self.asked and not met.wait(_GRACE_S):
-                    tell("dlrm-overlap: asked to end before all ranks had met; the same command begins anew")
+                    say("dlrm-overlap: asked to end before all ranks had met; the same command begins anew")
                     os._exit(SAVED)
 
         threading.Thread(target=end_unless_met, name="end unless met", daemon=True).start()
@@ -150,6 +170,6 @@ class EndRequest:
                 os._exit(128 + number)
             if number == signal.SIGINT:
                 if answers:
-                    tell(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
+                    say(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
                 if again:
                     os._exit(128 + number)

@@ -97,7 +97,7 @@ def init_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for kernels that give way
         backend, device_id = "cpu:gloo,cuda:nccl", device
     timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     if world.world_size == 1:

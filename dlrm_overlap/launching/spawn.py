@@ -13,7 +13,7 @@ from typing import IO
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, hold_asks, let_asks_come, tell
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, hold_asks, let_asks_come, say
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -59,7 +59,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
         let_asks_come()
         if caught:
             name = signal.Signals(caught[0]).name
-            tell(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew")
+            say(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew")
             return SAVED if caught[0] in _ASKS else 128 + caught[0]
         hold_asks()
         for rank in range(nproc):
@@ -121,20 +121,20 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         if failed and caught:
             return 128 + caught[0]
         if failed:
-            code, rank = min(failed)  # a signal's is below 0, and a cause rather than what follows from one
+            code, rank = min(failed)  # a signal's is below 0, and the cause of other exits
             _report(rank, workers[rank].pid, code, logs)
             return code if code > 0 else 128 - code
         if None not in codes:
             return SAVED if SAVED in codes else 0
         if len(caught) > 1 or (caught and caught[0] in _ENDS):
             if signal.SIGINT in caught:  # as a process without --nproc says
-                tell(f"dlrm-overlap: {ENDED_AT_ONCE}")
+                say(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]
         if len(caught) > passed_on:
             passed_on = len(caught)
             number = signal.SIGUSR1 if caught[0] == signal.SIGUSR1 else signal.SIGTERM
             name = signal.Signals(caught[0]).name
-            tell(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
+            say(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
             for worker in workers:
                 worker.send_signal(number)  # to the rank alone: it still needs its loader processes
         time.sleep(_POLL_S)
@@ -147,7 +147,7 @@ def _report(rank: int, pid: int, code: int, logs: Sequence[IO[bytes]]) -> None:
     if code == _USER_ERROR:
         for line in wrote:
             if line.startswith("dlrm-overlap: "):
-                tell(line)
+                say(line)
         return
     if rank == 0 and code > 0 and not any(b"Traceback" in _read(log) for log in logs):
         return  # rank 0 has said all there is, such as backends that disagree
@@ -159,7 +159,7 @@ def _report(rank: int, pid: int, code: int, logs: Sequence[IO[bytes]]) -> None:
     lines = [f"dlrm-overlap: rank {rank} (pid {pid}) {how}"] if rank or code < 0 else []
     lines += [f"  rank {rank}: {line}" for line in wrote]
     lines.append(_keep(logs))
-    tell("\n".join(lines))
+    say("\n".join(lines))
 
 
 def _refuse_nesting(environ: Mapping[str, str]) -> None:

@@ -72,7 +72,7 @@ def check_fbgemm() -> Finding:
 
 
 def check_torchrec() -> Finding:
-    """Return whether TorchRec is there, matches torch, and has what it needs."""
+    """Return whether TorchRec is there, matches torch, and has its dependencies."""
     import torch
 
     wanted, version = _FBGEMM_OF_TORCH.get(_minor(torch.__version__)), version_of("torchrec")
@@ -124,7 +124,7 @@ def _load_fbgemm() -> str | None:
     import torch
 
     level = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # it logs a page for what the exception says in a line
+    logging.disable(logging.ERROR)  # it logs a page, where the exception has a line
     try:
         importlib.import_module("fbgemm_gpu")
     except Exception as error:

@@ -90,7 +90,7 @@ def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dic
     deviations = [_differences(run, expected, steps) for run in reference]
     variances = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*deviations, strict=True)]
     if window > 1:
-        # The means of few runs may cancel by luck, hence at least what independent deviations would leave.
+        # The means of few runs may cancel by luck, hence at least those of independent deviations.
         independent = [v / window for v in _trailing_means(variances, window)]
         means = [_trailing_means(each, window) for each in deviations]
         of_means = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*means, strict=True)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SEGMENTS = 20  # fewer tell little of the spread, and shorter ones are less independent
+SEGMENTS = 20  # fewer show little of the spread, and shorter ones are less independent
 _LEAST_STEPS = 2 * SEGMENTS
 _DRAWS = 1000
 _SEED = 0

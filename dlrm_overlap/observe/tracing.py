@@ -1,4 +1,4 @@
-"""Traces of training steps: what the CPU issues and the GPU runs, kernel by kernel."""
+"""Traces of training steps: the calls of the CPU and the kernels of the GPU."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.launching.files import LOCK_NAME, hold_folder

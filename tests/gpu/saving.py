@@ -118,7 +118,7 @@ def _describe(times: list[float]) -> dict[str, float]:
 def work(ranks: Ranks) -> int:
     """Train, and print what the save has cost."""
     if ranks.values.copies == "host":
-        saving.place_of_copy = lambda *_: torch.device("cpu")
+        saving.device_of_copy = lambda *_: torch.device("cpu")
     moments = Moments()
     moments.note(ranks, ranks.values.verify)
     trainer = ranks.trainer()

@@ -7,7 +7,7 @@ Row-wise Adagrad keeps one number a row: the mean of squares of the row's gradie
 cut by columns FBGEMM keeps it for each shard's rows apart, the mean over the shard's own columns. Here such a state has
 the table's shape, [rows, D], and an extent of sizes (r, c) is r numbers, each standing for c columns. Then loading into
 other cuts is a mean over columns: a shard made of several gets the mean of their numbers, weighted by the columns that
-each gives, which is what it would have had, had it been one shard from the start and seen these gradients. A shard that
+each gives: the number that it would have, had it been one shard from the start and seen these gradients. A shard that
 is a piece of one gets that one's number, the best there is to know.
 """
 

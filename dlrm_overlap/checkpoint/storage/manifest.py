@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, `checkpoint.json`: what is in it, where it comes from, and a checksum of every file.
+"""The manifest of a checkpoint, `checkpoint.json`: its tensors, its origin, and a checksum of every file.
 
 It is written last, and its own last line is a checksum of the lines above. Loads no torch.
 """
@@ -99,7 +99,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of the folder `checkpoint`.
 
     Raises:
-        DamagedError: if it cannot be read or is not what was written.
+        DamagedError: if it cannot be read or was changed.
         InputError: if it is of a format that is newer than this program.
     """
     path = checkpoint / MANIFEST
@@ -140,10 +140,10 @@ def _from_json(content: dict[str, Any]) -> Manifest:
         if Path(name).name != name or name in (".", ".."):
             raise ValueError(f"{name!r} is not the name of a file")
     check_coverage(manifest.tensors)
-    places = [(piece.file, piece.name) for tensor in manifest.tensors.values() for piece in tensor.pieces]
-    if lost := {file for file, _ in places} - manifest.files.keys():
+    names = [(piece.file, piece.name) for tensor in manifest.tensors.values() for piece in tensor.pieces]
+    if lost := {file for file, _ in names} - manifest.files.keys():
         raise ValueError(f"file {min(lost)} is not listed")
-    if len(set(places)) < len(places):
+    if len(set(names)) < len(names):
         raise ValueError("two pieces are the same tensor of a file")
     return manifest
 

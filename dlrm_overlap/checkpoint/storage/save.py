@@ -21,11 +21,11 @@ from dlrm_overlap.checkpoint.storage.manifest import (
     dump_manifest,
     write_synced,
 )
-from dlrm_overlap.checkpoint.storage.tensor_file import ToHost, copy_to_host, dtype_code, write_tensors
+from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu, dtype_code, write_tensors
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import sync_folder
 
-_SPARE_BYTES = 1 << 20  # about what the manifest and the files' headers take
+_SPARE_BYTES = 1 << 20  # for the manifest and the files' headers
 _PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
 _T = TypeVar("_T")
 
@@ -51,7 +51,7 @@ def write_checkpoint(
     mine: list[Extent],
     manifest: Callable[[], Manifest],
     group: dist.ProcessGroup | None = None,
-    to_host: ToHost = copy_to_host,
+    to_cpu: ToCpu = copy_to_cpu,
     refusal: Callable[[], Refusal | None] = lambda: None,
 ) -> None:
     """Write the extents of all ranks and a manifest to `final`, all of it or nothing; a collective.
@@ -61,7 +61,7 @@ def write_checkpoint(
         mine: the extents that this rank stores, of `deal`.
         manifest: called on rank 0; without tensors and files.
         group: of all ranks, which nothing else uses meanwhile; None is the default group.
-        to_host: copies elements to the CPU.
+        to_cpu: copies elements to the CPU.
         refusal: called on every rank once its file is written; returns why the checkpoint is refused, or None.
 
     Raises:
@@ -75,7 +75,7 @@ def write_checkpoint(
         written: list[StoredFile] = []
         tensors = {extent.key: extent.tensor for extent in mine}
         path = temporary / _file(rank)
-        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_host))), group)
+        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_cpu))), group)
         gathered = gather((written[0], _describe(mine, _file(rank)), refusal()), group)
         if refusals := [each for _, _, each in gathered if each]:
             raise RefusedError(refusals[0])
@@ -160,7 +160,7 @@ def _describe(extents: list[Extent], file: str) -> dict[str, StoredTensor]:
 def _commit(
     temporary: Path, final: Path, manifest: Manifest, gathered: list[tuple[StoredFile, dict[str, StoredTensor]]]
 ) -> None:
-    """Write the manifest of what the ranks have written and give the folder its name."""
+    """Write the manifest of all ranks' files and give the folder its name."""
     tensors: dict[str, StoredTensor] = {}
     for _, described in gathered:
         for name, tensor in described.items():

@@ -34,7 +34,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 CHUNK_BYTES = 1 << 26  # copied from the device, hashed and written at a time
 _MOST_HEADER_BYTES = 100_000_000  # as other readers of the format have it
 
-ToHost = Callable[[str, torch.Tensor], torch.Tensor]
+ToCpu = Callable[[str, torch.Tensor], torch.Tensor]
 """takes a tensor's name and some of its elements, [n], at most CHUNK_BYTES, and returns them on the CPU, where they
 last until the next call"""
 
@@ -44,12 +44,12 @@ def dtype_code(dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
-def copy_to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+def copy_to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
     """Return `elements` on the CPU."""
     return elements.cpu()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHost = copy_to_host) -> StoredFile:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu = copy_to_cpu) -> StoredFile:
     """Write `tensors`, on any device, to the new file `path`, sync it, and return its size and checksum.
 
     Raises:
@@ -73,7 +73,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHo
         for name, tensor in tensors.items():
             flat = tensor.detach().reshape(-1)
             for elements in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
-                put(to_host(name, elements).contiguous().view(torch.uint8).numpy().data)
+                put(to_cpu(name, elements).contiguous().view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
     return StoredFile(len(text) + 8 + end, checksum.hexdigest())
 

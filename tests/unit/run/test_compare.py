@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison import compare_runs, comparison_markdown, format_comparison, report

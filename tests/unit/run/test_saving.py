@@ -12,11 +12,11 @@ import torch
 
 from dlrm_overlap.checkpoint.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
-from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import read_manifest
-from dlrm_overlap.checkpoint.storage.snapshot import Snapshot, place_of_copy
+from dlrm_overlap.checkpoint.storage.snapshot import Snapshot, device_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.train import compare
@@ -161,7 +161,7 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
     snapshot.take()
     before = source.clone()
     source.zero_()
-    torch.testing.assert_close(snapshot.to_host(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
+    torch.testing.assert_close(snapshot.to_cpu(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
     assert (snapshot.fault, snapshot.read_bytes) == (fault, 24)
     snapshot.take()
     assert (snapshot.fault, snapshot.read_bytes) == ("", 0)
@@ -169,5 +169,5 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
 
 def test_a_copy_that_half_of_the_free_memory_does_not_hold_is_not_made() -> None:
     huge = torch.empty(1).expand(1 << 40)
-    assert place_of_copy([_extent("model.t", huge)], torch.device("cpu"), 1) is None
-    assert place_of_copy([_extent("model.t", torch.empty(5))], torch.device("cpu"), 8) == torch.device("cpu")
+    assert device_of_copy([_extent("model.t", huge)], torch.device("cpu"), 1) is None
+    assert device_of_copy([_extent("model.t", torch.empty(5))], torch.device("cpu"), 8) == torch.device("cpu")
