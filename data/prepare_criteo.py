@@ -22,8 +22,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from dlrm_overlap.config import CRITEO_TABLES, InputError
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, TextRows, criteo_files, hash_ids, read_rows
-from dlrm_overlap.data.prepared import PARTS, Meta, SourceDay, Written, day_file, is_whole, read_meta, write_meta
-from dlrm_overlap.data.vocabulary import VOCABULARY, ValueCounter, look_up, read_vocabulary, write_vocabulary
+from dlrm_overlap.data.prepared import (
+    PARTS,
+    VOCABULARY,
+    Meta,
+    SourceDay,
+    ValueCounter,
+    Written,
+    day_file,
+    is_whole,
+    look_up,
+    read_meta,
+    read_vocabulary,
+    write_meta,
+    write_vocabulary,
+)
 from dlrm_overlap.launching.files import hold_folder, remove_temporaries, replacing
 
 

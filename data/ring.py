@@ -92,13 +92,6 @@ class Ring:
         context = multiprocessing.get_context("fork")
         self._free: list[_Tokens] = []
         self._filled: list[_Tokens] = []
-        try:
-            for _ in range(slots):
-                self._free.append(_Tokens(1))
-                self._filled.append(_Tokens(0))
-        except OSError as error:
-            self._close_tokens()
-            raise _no_room(error, workers, slots) from None
         self._stop = mmap.mmap(-1, 1)
         self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
@@ -108,12 +101,18 @@ class Ring:
         ]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
         try:
+            for _ in range(slots):
+                self._free.append(_Tokens(1))
+                self._filled.append(_Tokens(0))
             for process in self._workers:
                 process.start()
         except OSError as error:
             _kill([process for process in self._workers if process.pid])
             self._close_tokens()
-            raise _no_room(error, workers, slots) from None
+            raise InputError(
+                f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); "
+                f"lower data.workers or data.prefetch, or raise what this user may have (`ulimit -n`, `ulimit -u`)"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
@@ -222,13 +221,6 @@ class Ring:
             self._filled[index].put()
             if failed:
                 return
-
-
-def _no_room(error: OSError, workers: int, slots: int) -> InputError:
-    return InputError(
-        f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); lower "
-        f"data.workers or data.prefetch, or raise what this user may have (`ulimit -n`, `ulimit -u`)"
-    )
 
 
 def _kill(processes: list[BaseProcess]) -> None:

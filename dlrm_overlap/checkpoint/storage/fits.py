@@ -12,7 +12,7 @@ log = logging.getLogger("dlrm_overlap")
 
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
     """Return each field of `shape` that differs in a checkpoint, in words; empty if none does."""
-    had, has = (_flat({"data_parallel": []} | manifest.shape), _flat(shape))  # old ones had no such tables
+    had, has = _flat(manifest.shape), _flat(shape)
     return "; ".join(
         f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
     )
@@ -32,7 +32,7 @@ def check_fits(
             f"checkpoint.resume: {path} has {parted}; use the same, or start anew with --checkpoint.resume never "
             f"and another --log.name"
         )
-    before = manifest.settings  # which older checkpoints lack
+    before = manifest.settings
     changes = ", ".join(
         f"{key} {_short(before[key])}, now {_short(value)}"
         for key, value in settings.items()

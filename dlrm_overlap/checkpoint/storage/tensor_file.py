@@ -32,7 +32,6 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 CHUNK_BYTES = 1 << 26  # copied from the device, hashed and written at a time
-_MOST_HEADER_BYTES = 100_000_000  # as other readers of the format have it
 
 ToCpu = Callable[[str, torch.Tensor], torch.Tensor]
 """takes a tensor's name and some of its elements, [n], at most CHUNK_BYTES, and returns them on the CPU, where they
@@ -91,7 +90,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise DamagedError(f"{path} cannot be read ({error})") from None
     try:
         length = int.from_bytes(data[:8], "little")
-        if length > min(len(data) - 8, _MOST_HEADER_BYTES):
+        if length > len(data) - 8:
             raise ValueError("its header is longer than the file")
         header = json.loads(data[8 : 8 + length])
         return {

@@ -23,7 +23,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
 from dlrm_overlap.data.criteo_text import TextRows, read_rows
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
-from dlrm_overlap.data.vocabulary import ValueCounter
+from dlrm_overlap.data.prepared import ValueCounter
 from tests.conftest import ROOT, run_cli
 
 BLOCK = 2000
