@@ -38,6 +38,7 @@ from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
 from dlrm_overlap.config import Config, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
+from dlrm_overlap.launching.files import make_folder
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -81,20 +82,6 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
 def step_of(checkpoint: Path) -> int:
     """Return the step after which `checkpoint` was written."""
     return read_manifest(checkpoint).step
-
-
-def make_folder(folder: Path) -> None:
-    """Make `folder` unless it is there.
-
-    Raises:
-        InputError: if it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
-        ) from None
 
 
 def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Extent]:

@@ -50,6 +50,20 @@ def read_file(path: Path) -> bytes:
         return stream.read()
 
 
+def make_folder(folder: Path) -> None:
+    """Make `folder` unless it is there.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
+        ) from None
+
+
 @contextmanager
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     """Hold the lock of `folder`, which must exist, while the block runs.

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.checkpoint import make_folder
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import hold_folder
+from dlrm_overlap.launching.files import hold_folder, make_folder
 
 T = TypeVar("T")
 

@@ -21,12 +21,11 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.checkpoint.checkpoint import make_folder
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.launching.files import LOCK_NAME
+from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
