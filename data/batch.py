@@ -17,7 +17,7 @@ def table_keys(tables: int) -> list[str]:
 
 
 class Lease:
-    """A batch's right to a slot of lent memory. It ends when the batch is dropped and its copies to a GPU are done.
+    """A batch's right to a slot of lent memory, until the batch is dropped and its copies to a GPU are done.
 
     A lease that is dropped appends itself to `returned`, from which the slot's owner takes it.
     """
@@ -52,9 +52,9 @@ class Batch(Pipelineable):
     labels: torch.Tensor
     """[b] float32, each 0 or 1"""
     lease: Lease | None = None
-    """where the tensors are in lent memory: keeps that memory for this batch"""
+    """keeps lent memory for this batch"""
     stand_ins: int = 0
-    """samples that stand in for bad ones, under `data.bad_rows: skip`; carried as far as the loader, which counts"""
+    """samples that stand in for bad ones, under `data.bad_rows: skip`; the loader counts them"""
 
     @classmethod
     def from_tensors(
@@ -105,10 +105,7 @@ class Batch(Pipelineable):
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory, from which copies to a GPU run in the background.
-
-        One that is on a GPU stays there.
-        """
+        """Return the batch in page-locked memory; one on a GPU stays there."""
         if self.dense.is_cuda:
             return self
         pinned = self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory()
@@ -118,8 +115,8 @@ class Batch(Pipelineable):
 class Dataset(Protocol):
     """A stream of samples in a fixed order, read by position.
 
-    The global batch of a step is the samples [step * B, (step + 1) * B), of which rank r reads the r-th of W equal
-    shares. So a global batch depends on the step and B alone, however many ranks share it.
+    The global batch of a step is the samples [step * B, (step + 1) * B), whatever the number of ranks W: rank r reads
+    the r-th of W equal shares.
     """
 
     rows: Sequence[int]
@@ -141,15 +138,15 @@ class Dataset(Protocol):
     """number of samples; None for an endless stream"""
 
     skipped: int = 0
-    """samples that were left out when the data set was opened, under `data.bad_rows: skip`; they have no position"""
+    """samples left out when the data set was opened, under `data.bad_rows: skip`; they have no position"""
 
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
 
     def fingerprint(self) -> str:
-        """Return a text that two data sets share only if their samples are most likely the same, wherever they lie.
+        """Return a text that two data sets share only if their samples are most likely the same.
 
-        It is empty where the configuration alone says what the samples are.
+        It is empty where the configuration alone decides the samples.
         """
         return ""
 
@@ -157,8 +154,7 @@ class Dataset(Protocol):
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
-            InputError: if a label is not 0 or 1, a dense feature not finite or an id not a row of its table; it names
-                the place. Under `data.bad_rows: skip`, a sample that stands in for such a one is in its place instead,
-                the same whichever rank reads it.
+            InputError: naming the sample, if a label is not 0 or 1, a dense feature not finite or an id not a row of
+                its table. Under `data.bad_rows: skip` another sample stands in for it, the same on all ranks.
         """
         ...

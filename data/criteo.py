@@ -22,20 +22,14 @@ log = logging.getLogger("dlrm_overlap")
 class CriteoText(Days):
     """Criteo's text, Kaggle's or the Terabyte set's, parsed when built and held in memory: 160 bytes a sample.
 
-    The files, plain or .gz, are those that `criteo_files` finds. `criteo_text` describes their format and the dense
-    features, and `hash_ids` how a category becomes a row; a missing one takes row 0. Forked processes share the memory;
-    pickling copies it.
+    `criteo_text` has files, format and dense features; `hash_ids` turns a category into a row.
     """
 
     def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error", block_bytes: int = BLOCK_BYTES):
-        """Parse `path`, a file or a folder, in blocks of `block_bytes`.
-
-        With `bad_rows` skip, lines that break the format are left out, and counted in `skipped`. They have no position,
-        and every rank, which parses the same text, leaves out the same.
+        """Parse `path`, a file or a folder. With `bad_rows` skip, bad lines are left out, and counted in `skipped`.
 
         Raises:
-            InputError: if there are no rows in `tables`, no files, a file without samples, or a line that breaks the
-                format, unless it is left out.
+            InputError: if there are no rows in `tables`, no files, a file without samples, or a bad line.
         """
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but text names no rows; set data.tables.rows, say to 100000")
@@ -61,13 +55,11 @@ class CriteoNpy(Days):
     """
 
     def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
-        """Map the days of the folder `path`.
-
-        Where `tables` has no rows, they are taken from the meta.json that `dlrm-overlap prepare` wrote.
+        """Map the days of the folder `path`. Rows that `tables` lacks are those of `dlrm-overlap prepare`'s meta.json.
 
         Raises:
-            InputError: if the rows are unknown, if a file is missing, breaks the format, differs in length from the
-                others of its day or in size from what meta.json says of it, or if `prepare` was interrupted.
+            InputError: if the rows are unknown, if a file is missing, breaks the format, or differs in length from the
+                others of its day or in size from meta.json, or if `prepare` was interrupted.
         """
         self._arguments = (path, tables, bad_rows)
         folder = Path(path)

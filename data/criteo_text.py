@@ -59,9 +59,9 @@ class TextRows:
 
 
 def criteo_files(path: Path) -> list[Path]:
-    """Return `path` if it is a file, or the train.txt, day_0, day_1, ... and *.tsv of the folder `path`.
+    """Return `path` if it is a file, or the train.txt, day_0, day_1, ... and *.tsv of the folder `path`, plain or .gz.
 
-    Each may be compressed (.gz). They are in natural order: day_2 comes before day_10.
+    They are in natural order: day_2 comes before day_10.
 
     Raises:
         InputError: if there is no such file, or a folder holds a file both plain and compressed.
@@ -92,11 +92,10 @@ def read_rows(
     """Yield the samples of a text file, plain or .gz, in blocks of about `block_bytes` of text.
 
     After each block, `on_read` is called with the bytes of the file that it took, compressed ones for a .gz. With
-    `skip`, lines that break the format are left out and counted in `TextRows.skipped`.
+    `skip`, bad lines are left out and counted in `TextRows.skipped`.
 
     Raises:
-        InputError: if the file cannot be read, is empty or holds no sample, or a line breaks the format (see
-            `parse_rows`).
+        InputError: if the file cannot be read, is empty or holds no sample, or a line is bad (see `parse_rows`).
     """
     line, rest, reported, samples = 1, b"", 0, 0
     try:
@@ -240,14 +239,14 @@ def _wrong_fields(block: bytes, file: str, first_line: int) -> InputError:
     )
 
 
-def _wrong_field(field: bytes, place: str, column: int) -> InputError:
+def _wrong_field(field: bytes, source: str, column: int) -> InputError:
     if column == 0:
         rule = "a label, 0 or 1"
     elif column <= CRITEO_DENSE:
         rule = "an integer, or blank where missing"
     else:
         rule = "a number of up to 8 hexadecimal digits, or blank where missing"
-    return InputError(f"{place}: {field[:40].decode('latin-1')!r} is not {rule}; {_CURE}")
+    return InputError(f"{source}: {field[:40].decode('latin-1')!r} is not {rule}; {_CURE}")
 
 
 def hash_ids(categories: np.ndarray, missing: np.ndarray, rows: Sequence[int]) -> np.ndarray:

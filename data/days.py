@@ -1,9 +1,10 @@
-"""Days of samples as arrays, read one after the other; what all of Criteo's formats share.
+"""Days of samples as arrays, read one after the other, for all of Criteo's formats.
 
 All bags of a table hold the same number of ids. Samples keep the order of the files. Positions count on from day to
 day; beyond the last sample comes the first one again. Every value is checked when it is read.
 """
 
+import contextlib
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from dlrm_overlap.config import CRITEO_DENSE, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 
-_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is not what it is taken for
+_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is another
 _FINGERPRINTED = 64  # samples, a page or two of a file each
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
 
@@ -37,7 +38,7 @@ class Day:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Where samples are copied to: views of a batch's arrays."""
+    """Some samples of a batch that is being filled: views of its arrays."""
 
     labels: np.ndarray
     """[n] float32"""
@@ -51,10 +52,7 @@ class Days(Dataset):
     """Days, read one after the other. All bags of a table hold the same number of ids."""
 
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None, bad_rows: str = "error"):
-        """Take the rows that each table's ids were made for, and the cap to which larger tables' ids are folded.
-
-        `bad_rows` is `data.bad_rows`: error | skip.
-        """
+        """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
         self._skips = bad_rows == "skip"
         self.rows: list[int] = cap_rows(rows, max_rows)
         self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
@@ -71,14 +69,14 @@ class Days(Dataset):
         self.max_ids, self.dense_features = sum(self._pooling), CRITEO_DENSE
 
     def separate(self, position: int) -> None:
-        """Let no sample on one side of `position` stand in for one on the other, as of samples that are held out."""
+        """Let no sample on one side of `position` stand in for one on the other."""
         self._borders = sorted({*self._borders, position})
 
     def fingerprint(self) -> str:
         """Return the number of samples, and a digest of some that lie evenly spread, as the files have them."""
         digest = hashlib.sha256()
-        for place in np.linspace(0, self.num_samples - 1, _FINGERPRINTED).astype(np.int64).tolist():
-            ((day, source, _),) = self._stretches(place, 1)
+        for position in np.linspace(0, self.num_samples - 1, _FINGERPRINTED).astype(np.int64).tolist():
+            ((day, source, _),) = self._stretches(position, 1)
             for array in (day.labels, day.dense, *day.ids):
                 digest.update(array[source].tobytes())
         return f"{self.num_samples} samples, {digest.hexdigest()[:12]}"
@@ -86,15 +84,12 @@ class Days(Dataset):
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the number of samples.
 
-        dense: [count, 13] float32. lengths and values: int32, table after table. labels: [count] float32.
-
-        A bad sample has a label other than 0 or 1, a dense feature that is not finite, or an id that is not a row of
-        its table. Ids of tables above `max_rows` are folded by modulo instead, unless they are negative. Under
-        `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep their
-        positions, and every rank finds the same in the same place.
+        Under `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep
+        their positions, and every rank finds the same one at a position.
 
         Raises:
-            InputError: naming the day, the sample and the value of a bad one, unless another stands in for it.
+            InputError: naming the day, the sample and the value of a bad one, unless another stands in for it: a label
+                other than 0 or 1, a dense feature that is not finite, or an id that is no row of its table.
         """
         dense = np.empty((count, CRITEO_DENSE), np.float32)
         labels = np.empty(count, np.float32)
@@ -130,9 +125,8 @@ class Days(Dataset):
         stand_ins = 0
         for i in range(len(into.labels)):
             one = _Samples(into.labels[i : i + 1], into.dense[i : i + 1], [table[i : i + 1] for table in into.bags])
-            place = slice(source.start + i, source.start + i + 1)
             try:
-                self._copy(day, place, one)
+                self._copy(day, slice(source.start + i, source.start + i + 1), one)
             except InputError as error:
                 self._stand_in(position + i, one, error)
                 stand_ins += 1
@@ -141,26 +135,23 @@ class Days(Dataset):
     def _stand_in(self, position: int, into: _Samples, error: InputError) -> None:
         """Copy the sample that stands in for the bad one at `position`: the next good one, or else the one before.
 
-        It is looked for on this side of the borders, not further than 1000 samples away. Where all of these are bad,
-        the file is, or the tables' rows are: then this raises `error`, which says what is wrong with the bad one.
+        It lies on the same side of the borders, at most 1000 samples away. Where all of these are bad, the file or the
+        tables' rows are wrong: then this raises `error`, that of the bad one.
         """
         border = bisect_right(self._borders, position)
         begin, end = self._borders[border - 1], self._borders[border]
-        behind = range(position + 1, min(end, position + _STAND_IN_REACH))
+        after = range(position + 1, min(end, position + _STAND_IN_REACH))
         before = range(position - 1, max(begin, position - _STAND_IN_REACH) - 1, -1)
-        for candidate in (*behind, *before):
-            ((day, place, _),) = self._stretches(candidate, 1)
-            try:
-                self._copy(day, place, into)
-                return
-            except InputError:
-                continue
+        for candidate in (*after, *before):
+            ((day, source, _),) = self._stretches(candidate, 1)
+            with contextlib.suppress(InputError):
+                return self._copy(day, source, into)
         raise InputError(
             f"{error}; data.bad_rows: skip does not help, since no sample within {_STAND_IN_REACH} of it is good"
         ) from None
 
     def _stretches(self, first: int, count: int) -> Iterator[tuple[Day, slice, slice]]:
-        """Yield each day that holds some of the samples [first, first + count), their places there and in the batch."""
+        """Yield each day with some of the samples [first, first + count), and their slices of it and of the batch."""
         done = 0
         while done < count:
             position = (first + done) % self.num_samples
@@ -171,7 +162,7 @@ class Days(Dataset):
             done += size
 
     def _fold_and_check(self, t: int, ids: np.ndarray, day: Day, first: int) -> None:
-        # The least and the greatest id show whether all are valid, and cost a fraction of what a mask does.
+        # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
         rows, what = self.rows[t], f"{day.name}: table {t}, id"
         if ids.min() < 0:
             _check(ids, lambda x: x >= 0, what, first, "at least 0; correct the file")
@@ -188,18 +179,14 @@ def _is_label(values: np.ndarray) -> np.ndarray:
 def _check(values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], what: str, first: int, words: str) -> None:
     """Raise an InputError for the first of `values` that breaks `rule`.
 
-    Args:
-        values: [n] or [n, columns], of the samples from `first` on.
-        rule: maps values to as many booleans, true for those that are valid.
-        what: the start of the message: the day, and what the values are.
-        first: position of the first sample in its day.
-        words: the end of the message: the rule in words, and the cure.
+    `values` [n] or [n, columns] are those of the samples from position `first` of their day on. The message begins with
+    `what`, and ends with `words`, rule and cure.
     """
     good = rule(values)
     if not good.all():
-        place = np.argwhere(~good)[0]
-        column = f", column {place[1]}" if place.size > 1 else ""
-        raise InputError(f"{what} of sample {first + place[0]}{column} is {values[tuple(place)]}, not {words}")
+        found = np.argwhere(~good)[0]
+        column = f", column {found[1]}" if found.size > 1 else ""
+        raise InputError(f"{what} of sample {first + found[0]}{column} is {values[tuple(found)]}, not {words}")
 
 
 def cap_rows(rows: Sequence[int], max_rows: int | None) -> list[int]:

@@ -24,7 +24,6 @@ class Slice(Dataset):
     """A view of the samples [start, start + num_samples) of a data set. Positions wrap at the view's own end."""
 
     def __init__(self, dataset: Dataset, start: int, num_samples: int):
-        """Take the view's place, which must be within `dataset`; `num_samples` is at least 1."""
         assert num_samples >= 1
         self.rows, self.pooling, self.bag_sizes = dataset.rows, dataset.pooling, dataset.bag_sizes
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
@@ -49,10 +48,6 @@ class Slice(Dataset):
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
     """Open the samples to train on and those to evaluate on, and return both in this order.
-
-    Args:
-        config: says where the samples come from.
-        device: of the run. On a GPU synthetic samples are made there, unless `config.generate` is cpu.
 
     Raises:
         InputError: if files are missing or malformed, if no sample would be held out, if the two differ in their
@@ -115,13 +110,7 @@ class Loader(Iterator[Batch]):
         """samples so far that stood in for bad ones"""
 
     def __next__(self) -> Batch:
-        """Return the next batch, on the CPU or, where the data set makes its samples there, on the GPU.
-
-        A batch on the GPU comes from kernels on the stream that is current here, and is ready for that stream.
-
-        Raises:
-            InputError: as the data set raised it.
-        """
+        """Return the next batch, on the CPU or, where the data set makes its samples there, ready for this stream."""
         start = time.perf_counter()
         try:
             batch = next(self._source)
@@ -159,16 +148,15 @@ def make_loader(
     The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`, where b is `batch_size`.
 
     Args:
-        dataset: what to read. One that makes its samples on the GPU does so when `next` asks for them, on the current
-            stream; `workers`, `prefetch` and `pin_memory` have no effect then.
+        dataset: the samples. One on the GPU makes them when `next` asks for them, on the current stream; `workers`,
+            `prefetch` and `pin_memory` have no effect then.
         batch_size: samples of a rank and step, b.
         rank: this rank.
         world_size: number of ranks, W.
         first_step: first step to read.
-        last_step: the step behind the last one to read.
+        last_step: the step after the last one to read.
         workers: processes that read in turn. They are forked, so data sets must not touch CUDA, and they end with the
-            thread that asks for the first batch. With 0, a thread of this process reads instead, which shares the
-            interpreter's lock with the training loop.
+            thread that asks for the first batch. With 0, a thread of this process reads instead.
         prefetch: batches that each worker, or the thread, reads ahead.
         pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is then
             lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used again. Keeping
@@ -206,14 +194,14 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
         if not distinct_steps:
             yield read(step)
             continue
-        place = step % distinct_steps
-        if place not in kept:
-            batch = read(place)
+        first_time = step % distinct_steps
+        if first_time not in kept:
+            batch = read(first_time)
             made = torch.cuda.Event() if batch.dense.is_cuda else None
             if made is not None:
                 made.record()
-            kept[place] = batch, made
-        batch, made = kept[place]
+            kept[first_time] = batch, made
+        batch, made = kept[first_time]
         if made is not None:
             made.wait()  # on the current stream, which may be another than made it
         sparse = batch.sparse

@@ -24,7 +24,7 @@ def map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
 
 
 def map_npz(file: Path) -> list[np.ndarray]:
-    """Map the members 0.npy .. 25.npy of an npz file, each from its place in the file."""
+    """Map the members 0.npy .. 25.npy of an npz file, each where it lies in the file."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}

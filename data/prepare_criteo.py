@@ -1,9 +1,7 @@
 """Turns Criteo's text into arrays that training maps from disk: `dlrm-overlap prepare criteo IN OUT`.
 
-Text file i of IN, in natural order, becomes OUT's day_i_dense.npy (float32 [n, 13], log1p already taken),
-day_i_sparse.npy (int32 [n, 26], row ids) and day_i_labels.npy (int32 [n, 1]); meta.json records how they were made,
-and size and checksum of each. One process at a time writes to OUT, which `launching.files.hold_folder` sees to.
-Ids are made in one of two ways:
+Text file i of IN, in natural order, becomes OUT's day i (`prepared`). One process at a time writes to OUT. Ids are made
+in one of two ways:
 
 - hashing into `rows` rows a table: row 0 for a missing value, a hash for any other (see `hash_ids`);
 - by frequency: row 0 for a missing value, row 1 for all values seen fewer than `min_count` times over all days, and a
@@ -24,8 +22,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from dlrm_overlap.config import CRITEO_TABLES, InputError
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, TextRows, criteo_files, hash_ids, read_rows
-from dlrm_overlap.data.prepared import PARTS, Meta, SourceDay, Written, day_file, is_whole, read_meta, write_meta
-from dlrm_overlap.data.vocabulary import VOCABULARY, ValueCounter, look_up, read_vocabulary, write_vocabulary
+from dlrm_overlap.data.prepared import (
+    PARTS,
+    VOCABULARY,
+    Meta,
+    SourceDay,
+    ValueCounter,
+    Written,
+    day_file,
+    is_whole,
+    look_up,
+    read_meta,
+    read_vocabulary,
+    write_meta,
+    write_vocabulary,
+)
 from dlrm_overlap.launching.files import hold_folder, remove_temporaries, replacing
 
 
@@ -40,23 +51,18 @@ def prepare_criteo(
 ) -> Meta:
     """Turn the text files at `source` into the days of the folder `target`, and return its meta.json.
 
-    Give either `rows`, the rows of each table, or `min_count`, how often a value must be seen to get a row. Text is
-    read in blocks of `block_bytes`. Hashing needs some ten times that memory, whatever the size of the data. Counting
-    by frequency also needs 12 bytes for each distinct value of every table, and about five times those of one table
-    while it merges them.
+    Give either `rows`, the rows of each table, or `min_count`, how often a value must be seen to get a row. Hashing
+    needs some ten times `block_bytes` of memory. Counting also needs 12 bytes for each distinct value of every table,
+    and about five times those of one table while it merges them. With `skip_bad_rows`, bad lines are left out, and
+    counted in meta.json.
 
-    With `skip_bad_rows`, lines that break the format are left out; meta.json counts them.
-
-    Started again after an interruption, it goes on with the first day that was not finished. A day is kept while its
-    source has the same name, size and time of modification, so a run that changes nothing does nothing. By frequency,
-    a change of any source makes all days anew. Files appear whole or not at all, and meta.json marks a day as done only
-    after its files are there; a day whose files have other sizes or checksums than meta.json gives is made anew. On a
-    terminal, a bar on standard error shows the bytes read.
+    Started again, it keeps each day whose source has the same name, size and time of modification, and whose files have
+    the sizes and checksums of meta.json. By frequency, a change of any source makes all days anew. Files appear whole
+    or not at all. On a terminal, a bar on standard error shows the bytes read.
 
     Raises:
-        InputError: if both or neither of `rows` and `min_count` are given, if there is no text or a line of it breaks
-            the format and is not left out, or if `target` cannot be written to, is being written to by another process,
-            or holds days that were made in another way.
+        InputError: if both or neither of `rows` and `min_count` are given, if there is no text or a bad line, or if
+            `target` cannot be written to, is being written to by another process, or holds days of another making.
     """
     if (rows is None) == (min_count is None):
         raise InputError(f"--rows {rows}, --min_count {min_count}: give one of them, to hash or to count the values")

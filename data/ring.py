@@ -1,15 +1,14 @@
 """Batches from reader processes, through a ring of slots in shared memory from which a GPU copies directly.
 
-The training process does next to nothing for a batch: it waits for a token and wraps the slot's memory in tensors.
-Anything else (unpickling, mapping, copying to page-locked memory in a thread) would keep its interpreter from launching
-kernels, and the step is bound by that.
+The training process only waits for a token and wraps the slot's memory in tensors: unpickling, mapping or copying would
+keep its interpreter from launching kernels.
 
 A reader waits until a slot is free, fills it and puts a token in `_filled`. The training process lends the slot out as
 a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is
 free again.
 
-A reader may be killed at any instruction, so there is no lock between the processes: tokens are counted by the kernel,
-and the flag that ends the readers is a byte that is written once. Nothing of the ring has a name that could be left.
+A reader may be killed at any instruction, so there is no lock between the processes: the kernel counts tokens, and the
+flag that ends the readers is a byte that is written once. Nothing of the ring has a name, so nothing is left of it.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -44,7 +43,7 @@ _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class _Tokens:
-    """A number of tokens that one process puts and another takes: a counter in the kernel, which is never locked."""
+    """Tokens that one process puts and another takes: a counter in the kernel, which is never locked."""
 
     def __init__(self, count: int) -> None:
         self._descriptor = os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
@@ -72,10 +71,8 @@ class Ring:
     `slots_per_worker` slots for each worker, so a slot is always filled by the same one.
 
     With `pin`, the slots are page-locked for the current GPU, and a batch is in its slot until it is dropped. Without
-    it, a batch is a copy.
-
-    A batch that does not come in `timeout_s` seconds ends the reading. The readers end with the thread that has made
-    the ring, however that ends.
+    it, a batch is a copy. A batch that does not come in `timeout_s` seconds ends the reading. The readers end with the
+    thread that has made the ring.
     """
 
     def __init__(
@@ -95,13 +92,6 @@ class Ring:
         context = multiprocessing.get_context("fork")
         self._free: list[_Tokens] = []
         self._filled: list[_Tokens] = []
-        try:
-            for _ in range(slots):
-                self._free.append(_Tokens(1))
-                self._filled.append(_Tokens(0))
-        except OSError as error:
-            self._close_tokens()
-            raise _no_room(error, workers, slots) from None
         self._stop = mmap.mmap(-1, 1)
         self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
@@ -111,18 +101,24 @@ class Ring:
         ]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
         try:
+            for _ in range(slots):
+                self._free.append(_Tokens(1))
+                self._filled.append(_Tokens(0))
             for process in self._workers:
                 process.start()
         except OSError as error:
             _kill([process for process in self._workers if process.pid])
             self._close_tokens()
-            raise _no_room(error, workers, slots) from None
+            raise InputError(
+                f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); "
+                f"lower data.workers or data.prefetch, or raise what this user may have (`ulimit -n`, `ulimit -u`)"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
         self._end = Finalize(self, _kill, args=(list(self._workers),), exitpriority=0)
         if pin:
-            code = _cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             torch.cuda.check_error(code)
 
     def __iter__(self) -> Self:
@@ -166,7 +162,7 @@ class Ring:
         self._end()
         if self._pin:
             torch.cuda.synchronize()  # a copy from a slot may still run
-            torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
         self._close_tokens()
         self._workers = []
 
@@ -180,7 +176,7 @@ class Ring:
             self._free[self._returned.popleft().slot].put()
 
     def _check_readers(self, patience: Patience) -> None:
-        """Raise an InputError that names the reader that has ended by itself or, once `patience` is over, reads not."""
+        """Raise an InputError that names a reader that has ended or, once `patience` is over, still reads."""
         step, count = self._steps[self._next], len(self._workers)
         for number, process in enumerate(self._workers):
             if code := process.exitcode:
@@ -227,13 +223,6 @@ class Ring:
                 return
 
 
-def _no_room(error: OSError, workers: int, slots: int) -> InputError:
-    return InputError(
-        f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); lower "
-        f"data.workers or data.prefetch, or raise what this user may have (`ulimit -n`, `ulimit -u`)"
-    )
-
-
 def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
         process.kill()  # does nothing to one that has ended
@@ -241,7 +230,7 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 def _state(process: BaseProcess) -> str:
-    """Return the letter by which Linux tells what the process does, T if it is stopped; empty where nothing is told."""
+    """Return Linux's letter for the state of the process, T if it is stopped; empty if it is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -253,8 +242,3 @@ def _close_sockets() -> None:
         with contextlib.suppress(OSError):  # the one that listed them is gone
             if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 os.close(int(name))
-
-
-def _cudart() -> Any:
-    """Return the CUDA runtime's functions."""
-    return torch.cuda.cudart()

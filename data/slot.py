@@ -1,4 +1,4 @@
-"""One slot of a ring: memory for a batch, or for what a reader process tells in its place."""
+"""One slot of a ring: memory for a batch, or for a reader process's error."""
 
 import mmap
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 
 _MESSAGE_BYTES = 4096
-_INPUT_ERROR, _FAILURE = -1, -2  # stored in place of a batch's number of ids
+_INPUT_ERROR, _FAILURE = -1, -2  # stored instead of a batch's number of ids
 _PAGE = mmap.PAGESIZE
 
 
@@ -67,11 +67,11 @@ class Slot:
         self.ids[0] = values.numel()
 
     def write_input_error(self, message: str) -> None:
-        """Store the message of an `InputError` in place of a batch."""
+        """Store the message of an `InputError` instead of a batch."""
         self._write_error(_INPUT_ERROR, message)
 
     def write_failure(self, trace: str) -> None:
-        """Store the end of the traceback of any other error in place of a batch."""
+        """Store the end of the traceback of any other error instead of a batch."""
         self._write_error(_FAILURE, trace[-_MESSAGE_BYTES // 2 :])  # of which a character may take several bytes
 
     def _write_error(self, kind: int, message: str) -> None:

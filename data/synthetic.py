@@ -3,7 +3,7 @@
 Sample i is a function of (seed, split, i) alone: it is drawn from its own fixed stretch of a counter-based random
 stream (Philox, Salmon et al., SC 2011). So any rank jumps straight to its samples, and however the ranks share a batch,
 its bits are the same. They are the same on a GPU (`synthetic_device.py`): ids and lengths are made of integers, and
-what is in floating point rounds alike everywhere.
+floating-point numbers round alike everywhere.
 """
 
 import math
@@ -32,7 +32,7 @@ class Synthetic(Dataset):
     """
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
-        """Build the stream of `split` for `config`, whose kind is synthetic.
+        """Build the stream of `split`.
 
         Raises:
             InputError: if a table has more rows than an int32 id can name.

@@ -20,7 +20,7 @@ class DeviceSynthetic(Synthetic):
     on_gpu = True
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"], device: torch.device):
-        """Build the stream of `split` for `config`, and copy what its samples are made of to `device`.
+        """Build the stream of `split` for `config`, and copy its tables to `device`.
 
         Raises:
             InputError: as `Synthetic` raises it.
@@ -62,26 +62,16 @@ class DeviceSynthetic(Synthetic):
 
     def _copy_tables(self) -> IdTables:
         columns = np.full(self._blocks_per_sample * DRAWS_PER_BLOCK, -1, dtype=np.int32)
-        entries, cells, places, words, column = [], [], {}, 0, self._first_id
+        entries, cells, begins, words, column = [], [], {}, 0, self._first_id
         for t, (table, (_, most)) in enumerate(zip(self._tables, self.bag_sizes, strict=True)):
             ranks = table.ranks
-            if id(ranks) not in places:  # equal tables share their cells
-                places[id(ranks)] = words
+            if id(ranks) not in begins:  # equal tables share their cells
+                begins[id(ranks)] = words
                 cells.append(_cells(ranks))
                 words += cells[-1].size
             key, before = int(self._teacher.keys[t]), column - self._first_id
-            entry = (
-                places[id(ranks)],
-                ranks.bits,
-                table.rows,
-                table.multiplier,
-                table.offset,
-                key,
-                column,
-                most,
-                before,
-            )
-            entries.append(entry)
+            shape = begins[id(ranks)], ranks.bits, table.rows, table.multiplier, table.offset
+            entries.append((*shape, key, column, most, before))
             columns[column : column + most] = t
             column += most
         return IdTables(*map(self._to_device, (columns, np.array(entries), np.concatenate(cells))))

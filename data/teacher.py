@@ -1,4 +1,4 @@
-"""The hidden model behind the labels of synthetic samples."""
+"""The hidden model that labels synthetic samples."""
 
 import math
 from collections.abc import Sequence

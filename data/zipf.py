@@ -19,7 +19,7 @@ class ZipfRanks:
     two items, each a rank or a stretch of ranks. How far the draw lies into the item's part of the cell says which of
     its ranks it is. So a draw costs four look-ups, however many rows there are.
 
-    Each of the first 128 ranks is an item. Behind them, an octave of ranks has 16 items of one width, or 64 where alpha
+    Each of the first 128 ranks is an item. Beyond them, an octave of ranks has 16 items of one width, or 64 where alpha
     is above 4. Within an item, the rank is a quadratic function of the draw, with the density's own ratio between the
     item's ends. The relative error of a row's probability is below 0.04% at alpha 1.05, 0.2% at alpha 2, 0.9% at any;
     items less likely than 2**-80 are left out.

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from dlrm_overlap.launching.missing import tell_missing
+from dlrm_overlap.launching import lifetime
 
 
 def run() -> None:
@@ -16,8 +16,6 @@ def run() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not even load where it knows no such name
     try:
-        from dlrm_overlap.launching import lifetime
-
         lifetime.open_streams()
         lifetime.hold_asks()
         lifetime.interrupt_imports()
@@ -26,7 +24,7 @@ def run() -> None:
         print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
     except ModuleNotFoundError as error:
-        if not tell_missing(error):
+        if not lifetime.report_missing(error):
             raise
         os._exit(2)
     cli.run()

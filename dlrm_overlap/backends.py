@@ -1,4 +1,4 @@
-"""The registry: every backend of the embedding stage, what it can take, and where its code is.
+"""The registry: every backend of the embedding stage, its options, and where its code is.
 
 Configuration, command line, sharder and benchmarks read their lists here. It loads no code of a backend before that is
 asked for, and no torch. docs/adding_a_backend.md says how to add one.
@@ -25,10 +25,10 @@ class Implementation(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """What there is to know of a backend before any of its code is loaded."""
+    """The facts of a backend, known before any of its code is loaded."""
 
     summary: str
-    """what it does, in a line"""
+    """in a line"""
     forward: Implementation | None
     """None: TorchRec's own lookup and exchange"""
     backwards: tuple[str, ...]

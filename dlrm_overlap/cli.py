@@ -23,8 +23,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
-from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, tell
-from dlrm_overlap.launching.missing import tell_missing
+from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, report_missing, say
 from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
@@ -48,7 +47,7 @@ def train(argv: list[str]) -> int:
             summary = trainer.fit()
         except AskedToEndError as error:
             if ranks.world.rank == 0:
-                tell(f"dlrm-overlap: {error}")
+                say(f"dlrm-overlap: {error}")
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
@@ -57,7 +56,7 @@ def train(argv: list[str]) -> int:
                     f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                     f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
                 )
-                _print_places(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+                _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -110,7 +109,7 @@ def compare(argv: list[str]) -> int:
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
         with _output_may_fail():
-            _print_places(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
+            _print_paths(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -144,12 +143,12 @@ def _check_comparison(config: Config, values: Any) -> None:
 
 @contextlib.contextmanager
 def _output_may_fail() -> Iterator[None]:
-    """Say on standard error that standard output cannot be written, where files hold what it would have said."""
+    """Report on standard error, instead of failing, that standard output cannot be written: files have the results."""
     try:
         with reader_may_leave():
             yield
     except OSError as error:
-        tell(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
+        say(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
 
 
 def _show(text: str) -> None:
@@ -157,8 +156,8 @@ def _show(text: str) -> None:
         print(text)
 
 
-def _print_places(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
-    """Print where results are, and which page of TensorBoard shows the runs `compared`, without others beside them."""
+def _print_paths(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
+    """Print the paths of the results, and the page of TensorBoard that shows only the runs `compared`."""
     print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
@@ -169,7 +168,7 @@ def _print_places(result: Path, runs: Path, has_events: bool, compared: Sequence
 
 
 def bench(argv: list[str]) -> int:
-    """Measure training steps, the embedding stage, communication or the input; `bench --help` tells the benchmarks."""
+    """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         lines = [f"  {name:11} {figure.summary}" for name, figure in FIGURES.items()]
@@ -257,7 +256,7 @@ def prepare(argv: list[str]) -> int:
 
 
 def trace(argv: list[str]) -> int:
-    """Tell what traces of a GPU show: the time of each kind of work, and how much of it nothing ran beside."""
+    """Sum up traces of a GPU: the time of each kind of work, and how much of it ran alone."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
     parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
     from dlrm_overlap.observe.trace_summary import summarise
@@ -269,7 +268,7 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Tell what is in a checkpoint, check that it is whole, or export it for other tools or for inference."""
+    """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
@@ -320,7 +319,7 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Tell what this machine has, what is missing and how to get it."""
+    """Show what this machine has, what is missing and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.launching.doctor import run_doctor
 
@@ -343,13 +342,6 @@ def usage() -> str:
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:  # neither jsonargparse nor torch loads there
-        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -360,7 +352,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap {dlrm_overlap.__version__}")
         return 0
     try:
-        _check_working_folder()
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         if argv[0] != "train":  # which can save before it ends, and lets them come once it can
@@ -371,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(str(error))}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
-        if not tell_missing(error):
+        if not report_missing(error):
             raise
         return USER_ERROR
     except KeyboardInterrupt:

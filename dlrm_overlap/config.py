@@ -37,16 +37,23 @@ else:
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
 _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
-_GREATEST_SEED = 2**31 - 1
 _GREATEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _WAIT_S = (0.1, 86400.0)
-# Greatest values of keys of `data`, and why: far beyond what is of use, yet below what would take for ever to allocate.
+_FLOAT32 = (_GREATEST_FLOAT32, "it is a float32")
+# Greatest values of keys, and why: far beyond use, yet below sizes that would take for ever to allocate.
 _MOST = {
-    "eval_samples": (10**9, "ten times the Terabyte set's test day"),
-    "dense_features": (100_000, "Criteo has 13"),
-    "distinct_steps": (10**9, "they are kept in memory"),
-    "workers": (256, "each is a process, and each rank has its own"),
-    "prefetch": (1000, "a few suffice, since a batch takes longer to train on than to read"),
+    "data.tables.count": (100_000, "the largest models have some thousands"),
+    "data.eval_samples": (10**9, "ten times the Terabyte set's test day"),
+    "data.dense_features": (100_000, "Criteo has 13"),
+    "data.distinct_steps": (10**9, "they are kept in memory"),
+    "data.workers": (256, "each is a process, and each rank has its own"),
+    "data.prefetch": (1000, "a few suffice, since a batch takes longer to train on than to read"),
+    "embedding.lr": _FLOAT32,
+    "embedding.eps": _FLOAT32,
+    "train.seed": (2**31 - 1, "it shares 64 bits with a table's number"),
+    "train.steps": (10**12, "a thousand years of steps of 30 ms"),
+    "train.lr": _FLOAT32,
+    "train.eps": _FLOAT32,
 }
 
 
@@ -59,7 +66,7 @@ class PeerError(RuntimeError):
 
 
 def in_one_line(error: BaseException | str) -> str:
-    """Return what an error of others says, for a message that is one line: each run of white space is one blank."""
+    """Return an error's text in one line: each run of white space is one blank."""
     return " ".join(str(error).split())
 
 
@@ -79,7 +86,7 @@ class TablesConfig:
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
 
     def __post_init__(self) -> None:
-        _check_most("data.tables.count", self.count or 1, 100_000, "the largest models have some thousands")
+        _check_section("data.tables", self)
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
         for name in ("rows", "multi_hot", "zipf_alpha"):
@@ -149,8 +156,7 @@ class DataConfig:
     """batches each worker reads ahead"""
 
     def __post_init__(self) -> None:
-        for name, (most, why) in _MOST.items():
-            _check_most(f"data.{name}", getattr(self, name), most, why)
+        _check_section("data", self)
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
@@ -293,8 +299,7 @@ class EmbeddingConfig:
                 f"embedding.wait_timeout_s: {self.wait_timeout_s:g} must lie in {least:g} .. {most:g} s: a shorter "
                 f"wait ends a run that is well, a longer one ends none; the default is 600"
             )
-        for key, value in (("lr", self.lr), ("eps", self.eps)):
-            _check_most(f"embedding.{key}", value, _GREATEST_FLOAT32, "it is a float32")
+        _check_section("embedding", self)
         if self.backward == "atomic" and self.optimizer != "sgd":
             raise InputError(
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
@@ -302,7 +307,7 @@ class EmbeddingConfig:
             )
 
     def resolved_wire_dtype(self, precision: str) -> str:
-        """Return `wire_dtype`, or what auto stands for where the dense part computes in `precision`."""
+        """Return `wire_dtype`, with auto resolved for a dense part that computes in `precision`."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
@@ -375,10 +380,7 @@ class TrainConfig:
     """seed of the initial weights"""
 
     def __post_init__(self) -> None:
-        _check_most("train.seed", self.seed, _GREATEST_SEED, "it shares 64 bits with a table's number")
-        _check_most("train.steps", self.steps or 1, 10**12, "a thousand years of steps of 30 ms")
-        for key, value in (("lr", self.lr), ("eps", self.eps)):
-            _check_most(f"train.{key}", value, _GREATEST_FLOAT32, "it is a float32")
+        _check_section("train", self)
         if self.target_auroc >= 1:
             raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
@@ -389,7 +391,7 @@ class TrainConfig:
 
     @property
     def overridden_batch_size(self) -> str:
-        """A line on a `batch_size` that was set, and that `global_batch_size` overrides; empty where there is none."""
+        """A line on a `batch_size` that was set and that `global_batch_size` overrides; else empty."""
         if self.global_batch_size is None or self.batch_size == type(self).batch_size:
             return ""
         return (
@@ -415,7 +417,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run writes, and where."""
+    """The log of a run: folder, lines, events and traces."""
 
     dir: str = "runs"
     """folder of the runs; this one writes to dir/name"""
@@ -476,7 +478,7 @@ class Config:
         *("train.batch_size", "train.steps", "train.epochs", "train.lr", "train.precision", "train.eval_every"),
         *("log.dir", "log.name", "checkpoint.every"),
     )
-    """keys that are set most often, which --help shows unasked"""
+    """keys that are set most often, which plain --help shows"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -510,9 +512,8 @@ class Config:
     def _dependent_keys(self) -> Iterator[tuple[str, bool, str]]:
         """Yield each key that needs another, whether it has an effect here, and, if not, why and how to give it one.
 
-        Left out are the tuning of one backend and the shape of the synthetic samples: one file may serve for runs that
-        differ in `embedding.backend` or in `data.kind` alone. Left out too are keys whose meaning names the key that
-        overrides them, as train.steps overrides train.epochs: a shorter trial of a file sets a single key.
+        Left out are keys of one backend and of synthetic samples, since one file may serve several backends and kinds
+        of data, and keys that another one overrides by its meaning, as train.steps overrides train.epochs.
         """
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
         for name in ("cross_layers", "cross_rank", "cross_parallel"):
@@ -572,6 +573,13 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
             f"write 3 or '0..8'"
         )
     return low, high
+
+
+def _check_section(name: str, section: Any) -> None:
+    """Check the greatest values that `_MOST` has for keys of the section `name`."""
+    for key, (most, why) in _MOST.items():
+        if key.rpartition(".")[0] == name and (value := getattr(section, key.rpartition(".")[2])) is not None:
+            _check_most(key, value, most, why)
 
 
 def _check_most(key: str, value: float, most: float, why: str) -> None:

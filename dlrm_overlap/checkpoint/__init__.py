@@ -1,1 +1,1 @@
-"""What is saved of a run, when, and how it is read again."""
+"""Checkpoints: saves of a run, their files, and how they are loaded."""

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
-from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
+from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.save import Refusal
 from dlrm_overlap.checkpoint.storage.snapshot import Snapshot
 from dlrm_overlap.config import in_one_line
@@ -50,22 +50,22 @@ class BackgroundSaves:
         model: DistributedModelParallel,
         optimizer: CombinedOptimizer,
         device: torch.device,
-        place: torch.device,
+        kept_on: torch.device,
         timeout_s: float,
         progress: Progress,
         check: Callable[[], None],
     ) -> None:
-        """Make the process group and what memory is known to be needed; a collective.
+        """Make the process group and the memory of the copies; a collective.
 
         Args:
             checkpointer: writes the checkpoints.
             model: of this rank.
             optimizer: its optimizers.
             device: of this rank.
-            place: of the copies, `place_of_copy`.
-            timeout_s: the longest that a rank may be behind the others in writing.
+            kept_on: device of the copies, `device_of_copy`.
+            timeout_s: the longest that a rank may write after the others are done.
             progress: moves on while `wait` sees something being written.
-            check: raises what kernels have recorded.
+            check: raises recorded faults of kernels.
         """
         self.step = 0
         """after which the latest save was begun"""
@@ -76,10 +76,9 @@ class BackgroundSaves:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
-        self._copies: list[Part] = []
-        """of all parts"""
-        self._snapshot = Snapshot(device, place)
-        self._snapshot.reserve(parts_to_store(model, optimizer))
+        self._copies: list[Extent] = []
+        self._snapshot = Snapshot(device, kept_on)
+        self._snapshot.reserve(extents_to_store(model, optimizer))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._loss: torch.Tensor | None = None
@@ -106,7 +105,7 @@ class BackgroundSaves:
         self._loss_taken = threading.Event()
         if not self.awaits_loss:
             self._loss_taken.set()
-        self._find_parts()
+        self._find_extents()
         self._snapshot.take()
         begun = step, metrics, time.perf_counter() - begin
         self._thread = threading.Thread(target=self._write, args=begun, name="save", daemon=True)
@@ -114,7 +113,7 @@ class BackgroundSaves:
 
     def take_loss(self, loss: torch.Tensor) -> None:
         """Take `loss` [], of the step that was taken last, which the save under way may wait for."""
-        self._find_parts()
+        self._find_extents()
         if self.awaits_loss:
             self.awaits_loss = False
             self._loss = loss.detach().clone()  # a captured step writes the next one to the same place
@@ -123,15 +122,15 @@ class BackgroundSaves:
                 self._loss_known.record()
             self._loss_taken.set()
 
-    def _find_parts(self) -> None:
-        """Find what is to be stored, after the first step: all states are made by then, and change in place.
+    def _find_extents(self) -> None:
+        """Find the extents to store, after the first step: all states are made by then, and change in place.
 
         To find it takes longer than many a step. Python's collector may take longer still to look at all objects that
         are loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off.
         They stay loaded anyway, so the collector leaves them out.
         """
         if not self._copies:
-            self._copies = self._snapshot.reserve(parts_to_store(self._model, self._optimizer))
+            self._copies = self._snapshot.reserve(extents_to_store(self._model, self._optimizer))
             gc.freeze()
 
     def wait(self) -> None:
@@ -140,7 +139,7 @@ class BackgroundSaves:
         Raises:
             InputError: on all ranks, if one cannot write; the checkpoints before it stay.
             RefusedError: the same, if one refuses the state.
-            RuntimeError: what CUDA or a collective has reported.
+            RuntimeError: of CUDA or of a collective.
         """
         assert not self.awaits_loss, "take_loss comes first"
         if self._thread is None:
@@ -172,8 +171,8 @@ class BackgroundSaves:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             copied_s = self._snapshot.await_copies()
-            to_host = self._snapshot.to_host
-            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_host, self._refusal)
+            to_cpu = self._snapshot.to_cpu
+            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_cpu, self._refusal)
             gigabytes, written_s = self._snapshot.read_bytes / 1e9, time.perf_counter() - begin
             text = (
                 "checkpoint: %s, %.3g GB a rank copied in %.4f s, issued in %.4f s, written beside training in %.1f s"
@@ -187,11 +186,11 @@ class BackgroundSaves:
         self._loss_taken.wait()
         if self._is_abandoned:
             return Refusal("the run has ended before the loss of the step behind it was known")
-        fault, loss = self._snapshot.fault, 0.0  # `to_host` would take a loss that is not finite for a state
+        fault, loss = self._snapshot.fault, 0.0  # `to_cpu` would take a loss that is not finite for a state
         if self._loss is not None:
             if self._loss_known is not None:
                 self._loss_known.synchronize()
-            loss = self._snapshot.to_host("loss", self._loss.reshape(1)).item()
+            loss = self._snapshot.to_cpu("loss", self._loss.reshape(1)).item()
         try:
             self._check()  # kernels have recorded by now whatever they had against that step and those before
         except Exception as error:

@@ -3,7 +3,7 @@
 A checkpoint is a folder `step_<N>`; it appears under that name once it is whole, so a run that dies while writing
 leaves the one before. Its tensors are stored by their names in the unsharded model, in files that nothing can be
 executed from, so it loads under another plan, number of ranks or backend. All ranks must see the same file system.
-What is on disk is the business of `storage`.
+`storage` has the files.
 """
 
 import logging
@@ -29,15 +29,16 @@ from dlrm_overlap.checkpoint.storage.branches import (
     same_checkpoint,
     surplus,
 )
+from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Cut, Extent, deal, fill, local_extents
 from dlrm_overlap.checkpoint.storage.fits import check_fits
-from dlrm_overlap.checkpoint.storage.load import Checkpoint, agree_on
+from dlrm_overlap.checkpoint.storage.load import agree_on
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
-from dlrm_overlap.checkpoint.storage.parts import Cut, Part, deal, fill, local_parts
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
-from dlrm_overlap.checkpoint.storage.tensor_file import ToHost, copy_to_host
+from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
 from dlrm_overlap.config import Config, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
+from dlrm_overlap.launching.files import make_folder
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -46,7 +47,7 @@ _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sam
 
 
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
-    """Return what two runs must share for one to load the other's checkpoint."""
+    """Return the facts that two runs must share for one to load the other's checkpoint."""
     return {
         "model": _sizes(config.model) | {"dense_features": config.data.dense_features},
         "rows": rows,
@@ -57,15 +58,14 @@ def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's keys but for how ranks share it, which is no part of what is stored."""
+    """Return the model's keys, without those by which ranks share it: they change nothing that is stored."""
     return {key: value for key, value in vars(model).items() if key not in ("top_parallel", "cross_parallel")}
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
-    """Return the keys and values that say which samples a step takes, and from which weights the first one started.
+    """Return the keys and values that decide which samples a step takes, and the weights before the first one.
 
-    Step s takes the samples from s times the global batch on, so the number of ranks is not among them. Nor is what may
-    well change on the way: learning rates, backend, plan, number of steps.
+    The number of ranks is not among them, nor keys that may change in between: learning rates, backend, plan, steps.
     """
     data = config.as_dict()["data"]
     tables = data.pop("tables")
@@ -84,24 +84,10 @@ def step_of(checkpoint: Path) -> int:
     return read_manifest(checkpoint).step
 
 
-def make_folder(folder: Path) -> None:
-    """Make `folder` unless it is there.
-
-    Raises:
-        InputError: if it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
-        ) from None
-
-
-def parts_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Part]:
-    """Return what this rank stores of the state, which it shares memory with."""
-    parts = local_parts(model.state_dict(), optimizer.state_dict(), cuts_of(model))
-    return deal(parts, dist.get_rank(), dist.get_world_size())
+def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Extent]:
+    """Return the extents that this rank stores, which share memory with the state."""
+    extents = local_extents(model.state_dict(), optimizer.state_dict(), cuts_of(model))
+    return deal(extents, dist.get_rank(), dist.get_world_size())
 
 
 class Checkpointer:
@@ -117,28 +103,23 @@ class Checkpointer:
     ) -> None:
         """Keep the newest `keep` checkpoints of this run's branch in `folder`, and the `keep_best` of best AUROC.
 
-        Args:
-            folder: of the checkpoints, each a folder in it.
-            keep: number of checkpoints.
-            shape: what a checkpoint must have in common with this run to be loaded, `checkpoint_shape`.
-            settings: what it should have in common unless a change is allowed, `trained_with`.
-            keep_best: number of checkpoints.
+        `shape` is this run's `checkpoint_shape`, `settings` its `trained_with`: see `check_fits`.
         """
         self.folder = folder
         self.keep, self.keep_best = keep, keep_best
         self.shape = shape
         self.settings = settings or {}
-        self.about: dict[str, Any] = {}  # what manifests tell their readers of this run
+        self.about: dict[str, Any] = {}  # of this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
         """called for every piece that is read, or written while steps wait: other ranks wait until all are"""
         self._branch, self._led = "", ()  # of this run: its name, and the branches that led to it
         self._parent: str | None = None
 
     def find(self, resume: str, changed: bool = False) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` names, which is whole; a collective.
+        """Return the checkpoint that `checkpoint.resume` names, once its files were found whole; a collective.
 
-        For `auto` it is the one written last, or, where that is damaged, the newest before it that is whole. Without
-        any it is None, as for `never`. Rank 0 finds it, and each rank reads a share of its files.
+        For `auto` it is the one written last, or, where that is damaged, the newest before it that is whole; None
+        without any, and for `never`. Rank 0 finds it, and each rank reads a share of its files.
 
         Raises:
             InputError: if the path is not a checkpoint, if it is damaged, if ranks see different ones, or if it does
@@ -202,34 +183,33 @@ class Checkpointer:
     ) -> Path:
         """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
 
-        def to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+        def to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
             self.tick()
-            return copy_to_host(name, elements)
+            return copy_to_cpu(name, elements)
 
-        return self.write(step, parts_to_store(model, optimizer), metrics, to_host=to_host)
+        return self.write(step, extents_to_store(model, optimizer), metrics, to_cpu=to_cpu)
 
     def write(
         self,
         step: int,
-        parts: list[Part],
+        extents: list[Extent],
         metrics: dict[str, float] | None = None,
         group: dist.ProcessGroup | None = None,
-        to_host: ToHost = copy_to_host,
+        to_cpu: ToCpu = copy_to_cpu,
         refusal: Callable[[], Refusal | None] = lambda: None,
     ) -> Path:
-        """Write `step_<step>` from all ranks, remove what is not to be kept, and return the new one; a collective.
+        """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
 
         Args:
             step: number of steps taken.
-            parts: what this rank stores, `parts_to_store` or a copy of it.
+            extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: as `write_checkpoint` takes it.
-            to_host: the same.
+            group: as `write_checkpoint` takes it, like `to_cpu` and `refusal`.
+            to_cpu: the same.
             refusal: the same.
 
         Raises:
-            InputError: on all ranks, if one cannot write; the checkpoints before it stay.
-            RefusedError: the same, if one refuses what was written.
+            InputError: as `write_checkpoint` does.
         """
         final = self.folder / f"step_{step}"
         manifests, broken = read_manifests(self.folder) if dist.get_rank() == 0 else ({}, {})
@@ -248,7 +228,7 @@ class Checkpointer:
                 about=self.about,
             )
 
-        write_checkpoint(final, parts, manifest, group, to_host, refusal)
+        write_checkpoint(final, extents, manifest, group, to_cpu, refusal)
         self._parent = final.name
         if dist.get_rank() == 0:
             broken.pop(final, None)
@@ -259,23 +239,21 @@ class Checkpointer:
         return final
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
-        """Load `path` in place on all ranks and return the step it was written after.
-
-        Saves that follow belong to its branch if it was written last of this folder, otherwise to a new one.
+        """Load `path` on all ranks and return its step. Later saves are of its branch if it is this folder's last.
 
         Raises:
             InputError: if it lacks a tensor of this model or its optimizers.
         """
         manifest = read_manifest(path)
-        for _, part in optimizer.optimizers:
-            if isinstance(part, KeyedOptimizer):
-                part.init_state()  # some optimizers make it at their first step, and loading needs it
+        for _, each in optimizer.optimizers:
+            if isinstance(each, KeyedOptimizer):
+                each.init_state()  # some optimizers make it at their first step, and loading needs it
         state = model.state_dict(), optimizer.state_dict()
         stored = Checkpoint(path, manifest)
-        for part in local_parts(*state, cuts_of(model)):
+        for extent in local_extents(*state, cuts_of(model)):
             self.tick()
             try:
-                fill(part, stored)
+                fill(extent, stored)
             except InputError as error:
                 raise InputError(f"checkpoint.resume: {path}: {error}") from None
         model.load_state_dict(state[0])  # type: ignore[arg-type]
@@ -290,20 +268,12 @@ class Checkpointer:
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """Return shape and offsets of each dense parameter of which this rank holds a part, as `local_parts` takes them."""
+    """Return the shape of each dense parameter that is divided over the ranks, and the offsets of this rank's share."""
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
 def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> None:
-    """Check that a run of `config` can go on from the checkpoint that it will find, by the manifests alone.
-
-    Needs no process group, so that a model that does not fit is refused before ranks meet. Whether the checkpoint is
-    whole is found later, by all ranks together.
-
-    Args:
-        config: of the run.
-        rows: of each table.
-        global_batch: samples of all ranks.
+    """Check before ranks meet, by the manifests, that a run of `config` can go on from the checkpoint it will find.
 
     Raises:
         InputError: with every difference, see `check_fits`.

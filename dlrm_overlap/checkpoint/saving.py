@@ -1,20 +1,21 @@
-"""The saves of a run: when they stop it, what is asked of a state that is saved, and how those beside it end."""
+"""The saves of a run, which stop it or are written beside it, and the checks of a state before it is saved."""
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.checkpoint.background_save import BackgroundSaves
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
-from dlrm_overlap.checkpoint.finite import require_finite, state_is_finite, weights_are_finite
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.checkpoint.storage.save import RefusedError, gather
-from dlrm_overlap.checkpoint.storage.snapshot import place_of_copy
+from dlrm_overlap.checkpoint.storage.snapshot import device_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.process_group import LAST_RESORT
@@ -26,8 +27,57 @@ _NOTABLE_S = 0.1
 _PATIENCE_S = 10.0  # with a save under way, where the run ends by an error that other ranks may not have
 
 
+class NotFiniteError(InputError):
+    """A loss or a weight is NaN or infinite. All ranks raise it at one step."""
+
+
+def require_finite(finite: bool, otherwise: str, step: int, config: Config) -> None:
+    """Raise `NotFiniteError` unless the state after `step` is `finite`, which is the same on all ranks."""
+    if not finite:
+        train, embedding = config.train, config.embedding
+        raise NotFiniteError(
+            f"step {step}: {otherwise} and must be finite, so the run ends here and does not save this state; "
+            f"lower train.lr {train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps "
+            f"{train.warmup_steps}"
+        )
+
+
+def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether all weights of all ranks are finite; a collective. It adds them up, which needs no memory."""
+    return _sum_is_finite(model.state_dict(), device, torch.float32)
+
+
+def state_is_finite(optimizer: CombinedOptimizer, device: torch.device) -> bool:
+    """Return whether the state of `optimizer` is finite on all ranks; a collective.
+
+    Infinity in Adagrad's sum of squares, from one gradient too large to be squared, gives finite weights and a finite
+    loss: such a row is never updated again. The state is added up in float64, which needs no memory.
+    """
+    return _sum_is_finite(optimizer.state_dict()["state"], device, torch.float64)
+
+
+def _sum_is_finite(tree: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the sum in `dtype` of all floating-point tensors in `tree`, of all ranks, is finite."""
+    total = torch.zeros((), dtype=dtype, device=device)
+    for tensor in _tensors(tree):
+        if tensor.is_floating_point():
+            total += tensor.sum(dtype=dtype)
+    dist.all_reduce(total)
+    return bool(total.isfinite())
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, ShardedTensor):
+        yield from (shard.tensor for shard in tree.local_shards())
+    elif isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+
+
 class Saves:
-    """The saves of a run, which stop it or not. All ranks call the same methods behind the same steps."""
+    """The saves of a run. All ranks call the same methods after the same steps."""
 
     def __init__(
         self,
@@ -39,19 +89,9 @@ class Saves:
         check: Callable[[], None],
         held_out_loss: Callable[[], float],
     ) -> None:
-        """Take what is to be saved.
-
-        Args:
-            config: of the run.
-            checkpointer: writes the checkpoints.
-            model: of this rank.
-            optimizer: its optimizers.
-            device: of this rank.
-            check: raises what kernels have recorded.
-            held_out_loss: the loss of a held-out batch, a collective.
-        """
+        """`check` raises recorded faults of kernels; `held_out_loss` is a collective, of one held-out batch."""
         self.step = 0
-        """behind which the state was saved last, or loaded"""
+        """after which the state was saved last, or loaded"""
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
@@ -68,7 +108,7 @@ class Saves:
         return self._beside is not None and self._beside.failed
 
     def prepare(self, local_ranks: int, progress: Progress) -> None:
-        """Make what the saves of this run need, before its first step; a collective.
+        """Make the folder of this run's saves and the memory of copies, before its first step; a collective.
 
         Where a rank has no room for a copy of the state, saves stop the run, with a warning.
 
@@ -84,22 +124,22 @@ class Saves:
             self._checkpointer.make_shared_folder()
         if not (about.every and about.asynchronous):
             return
-        parts = parts_to_store(self._model, self._optimizer)
-        place = place_of_copy(parts, self._device, local_ranks)
-        if crowded := [rank for rank, found in enumerate(gather(place)) if found is None]:
+        extents = extents_to_store(self._model, self._optimizer)
+        kept_on = device_of_copy(extents, self._device, local_ranks)
+        if crowded := [rank for rank, found in enumerate(gather(kept_on)) if found is None]:
             if dist.get_rank() == 0:
                 text = "checkpoint.asynchronous: rank %d has no room for a copy of what it stores: saves stop the run"
                 log.warning(text, crowded[0])
             return
-        assert place is not None
-        kept = "GPU" if place.type == "cuda" else "host"
+        assert kept_on is not None
+        kept = "GPU" if kept_on.type == "cuda" else "host"
         log.info("checkpoint.asynchronous: copies of the state are kept in the memory of the %s", kept)
         self._beside = BackgroundSaves(
             self._checkpointer,
             self._model,
             self._optimizer,
             self._device,
-            place,
+            kept_on,
             LAST_RESORT * self._config.embedding.wait_timeout_s,
             progress,
             self._check,
@@ -118,8 +158,8 @@ class Saves:
         Args:
             step: number of steps taken.
             metrics: of an evaluation after this step.
-            beside: where `checkpoint.asynchronous` is set, only copy the state, and have it written while training goes
-                on. Whether it is whole is found by then, and raised by `finish`.
+            beside: where `checkpoint.asynchronous` is set, only copy the state, and have it checked and written while
+                training goes on; `finish` raises the faults.
 
         Raises:
             InputError: on all ranks, if one cannot write, be it now or in the save before.

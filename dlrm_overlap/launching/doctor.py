@@ -1,4 +1,4 @@
-"""A report on this machine: what it and this Python have for training, what is missing, and how to get that."""
+"""A report on this machine and this Python: which needs of training they meet, and cures for the others."""
 
 import itertools
 import os
@@ -46,8 +46,11 @@ def _findings() -> Iterator[Finding]:
     ):
         yield _package(name, purpose, needed)
     if torch_finding.status == "ok":
+        import torch
+
         yield from _gpus()
-        yield from _compilers()
+        if torch.cuda.is_available():
+            yield _compiler()
         yield _symmetric_memory()
         yield _reach()
     yield _mpi()
@@ -83,15 +86,8 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("ok", "links", f"peer access between all GPUs{links}")
 
 
-def _compilers() -> Iterator[Finding]:
-    import torch
-
-    if torch.cuda.is_available():
-        yield _compiler()
-
-
 def _compiler() -> Finding:
-    """Look for the compiler and the headers by which Triton, at a kernel's first launch, builds what launches it."""
+    """Look for the compiler and the headers by which Triton builds a kernel's launcher, at the first launch."""
     names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     # As Triton looks for it: Debian's own scheme names a folder under /usr/local, where no headers are.
@@ -140,7 +136,7 @@ def _symmetric_memory() -> Finding:
 
 
 def _reach() -> Finding:
-    """Tell which ranks `pgas` and `fused` reach by stores, and how they reach the others."""
+    """Find which ranks `pgas` and `fused` reach by stores, and how they reach the others."""
     import torch
 
     from dlrm_overlap.comm.network import missing_puts

@@ -1,4 +1,4 @@
-"""What a result depends on besides its configuration: versions, GPUs, CPU and commit."""
+"""The surroundings of a result besides its configuration: versions, GPUs, CPU and commit."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from dlrm_overlap.launching import stack
 
 
 def environment() -> dict[str, str]:
-    """Return what a result depends on: versions, GPUs, CPU and the checkout's commit, each where it can be found."""
+    """Return versions, GPUs, CPU and the checkout's commit, each where it can be found."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -33,15 +33,12 @@ def environment() -> dict[str, str]:
 
 
 def one_queue() -> bool:
-    """Return whether CUDA is to have one queue for all streams, so that none of a graph's branches runs beside another.
-
-    Who overlaps NCCL with products often asks for that, by CUDA_DEVICE_MAX_CONNECTIONS=1.
-    """
+    """Return whether CUDA has one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so no branches overlap."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def code_digest() -> str:
-    """Return a digest of this package's source files, by name and content: ranks that agree on it run the same code."""
+    """Return a digest of this package's source files: ranks that agree on it run the same code."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     files = [
         Path(at, name) for at, _, names in os.walk(root, followlinks=True) for name in names if name.endswith(".py")
@@ -70,7 +67,7 @@ def commit() -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """Return what a command prints, or an empty string if there is no such command or it fails."""
+    """Return a command's output, empty if there is no such command or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

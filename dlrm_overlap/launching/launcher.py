@@ -1,7 +1,4 @@
-"""Who started this process, as which rank of how many. This is the only file that knows what launchers leave behind.
-
-It loads no torch and makes no process group: `process_group` does both with the `World` that `detect` returns.
-"""
+"""Who started this process, as which rank of how many, by the variables of launchers. Loads no torch."""
 
 import os
 import re
@@ -27,7 +24,7 @@ _LAUNCH_NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all ranks.
+    """This process's identity among all ranks.
 
     Raises:
         InputError: if a rank is not below its world size, or an address or port is missing that several ranks need.
@@ -71,13 +68,13 @@ class World:
 
     def describe(self) -> str:
         """Return one line for the log."""
-        place = f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
+        rank = f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
         meet = f", rendezvous {self.master_addr}:{self.master_port}" if self.world_size > 1 else ""
-        return f"launch: {self.source}, {place}{meet}"
+        return f"launch: {self.source}, {rank}{meet}"
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """Return this process's place among the ranks, as its launcher's variables in `environ` give it.
+    """Return this process's identity among the ranks, from its launcher's variables in `environ`.
 
     No process group is made. Under MPI, MPI is initialised. Of several launchers, the first of these counts:
 
@@ -90,9 +87,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
     | single | none of these | none |
 
-    What another launcher may have left beside it, and what follows:
+    Variables that another launcher may have left beside it:
 
-    | left behind | verdict |
+    | left over | verdict |
     |---|---|
     | torchrun in an srun or mpirun of as many tasks as agents | harmless: one agent a task, the way across hosts |
     | torchrun in an srun or mpirun of another number of tasks | contradiction: each agent thinks it is all |
@@ -180,10 +177,6 @@ def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
 
     MPI_Finalize is left to `process_group.shutdown`. mpirun takes a rank that ends without it for failed, and ends the
     others; a finalize at every exit would wait for the others for ever.
-
-    Args:
-        environ: the variables, of which MASTER_ADDR and MASTER_PORT count.
-        announced: ranks that mpirun says it has started.
     """
     try:
         import mpi4py

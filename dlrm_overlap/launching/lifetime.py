@@ -1,4 +1,7 @@
-"""How long a process lives: it ends with its parent, and saves first where it is asked to end."""
+"""The end of a process: with its parent, or, where it is asked to end, after a save.
+
+Imports nothing but Python's own modules.
+"""
 
 import contextlib
 import ctypes
@@ -18,19 +21,15 @@ ENDS_SOON = "SIGINT: the run saves and ends behind its next log line; a second o
 ENDED_AT_ONCE = "interrupted: what was trained behind the newest checkpoint is lost"
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_GRACE_S = 5.0  # for other ranks to come to where they meet, once this one was asked to end
+_GRACE_S = 5.0  # for other ranks to meet this one, once it was asked to end
 _SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process as soon as the thread that has started it is gone, however that ended.
+    """Have the kernel kill this process as soon as the thread that has started it is gone, however that ended.
 
-    A pipe whose end of file tells the child would need a thread in it that runs: one that is stopped, or is in a call
-    that never returns, would live on. The kernel's SIGKILL ends these as well.
-
-    Args:
-        parent: process id of the parent. Where that is gone already, the kernel has nothing left to tell; then this
-            process ends here.
+    A thread that watches a pipe would not do: a process that is stopped, or in a call that never returns, would live
+    on. Where the process `parent` is gone already, this one ends here.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,13 +38,13 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End with the launcher behind `--nproc`, if that has started this process."""
+    """End with the launcher of `--nproc`, if that has started this process."""
     if LAUNCHER_PID in environ:
         end_with_parent(int(environ[LAUNCHER_PID]))
 
 
 def hold_asks() -> None:
-    """Let SIGTERM and SIGUSR1 wait, in this process and those that it starts from now on, until each has let them come.
+    """Block SIGTERM and SIGUSR1, here and in processes started from now on, until each calls `let_asks_come`.
 
     So none is lost between the start of a process and the moment from which it can save. Call it from the main thread.
     """
@@ -64,20 +63,31 @@ def heed_asks() -> None:
     let_asks_come()
 
 
-def tell(text: str) -> None:
-    """Write lines to standard error, whose reader may be gone: a terminal that was closed, or a `tee` that has ended.
-
-    It is safe in a signal handler, unlike `print`, which raises where it interrupts another `print`.
-    """
+def say(text: str) -> None:
+    """Write lines to standard error, whose reader may be gone. Unlike `print` it is safe in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
 
 
-def open_streams() -> None:
-    """Open /dev/null in place of each standard stream that is closed, as `2>&-` closes it.
+def report_missing(error: ModuleNotFoundError) -> bool:
+    """Name a module that was not found, and its cure, in one line on standard error.
 
-    Else a file that is opened later would take its descriptor, and get what libraries write to standard error.
+    Returns:
+        Whether it was reported: not for a module of this package.
     """
+    if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
+        return False
+    print(
+        f"dlrm-overlap: {error.name}: no such module for {sys.executable}; activate the environment that `make` sets "
+        f"up (. .venv/bin/activate), or install what pyproject.toml names",
+        file=sys.stderr,
+        flush=True,
+    )
+    return True
+
+
+def open_streams() -> None:
+    """Open /dev/null for each standard stream that is closed; else a file would take its descriptor, and its output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -88,15 +98,15 @@ def open_streams() -> None:
 
 
 def interrupt_imports() -> None:
-    """Let SIGINT end this process in one line while it imports a module; else it raises KeyboardInterrupt, as ever.
+    """Have SIGINT end this process at once while it imports a module: libraries catch KeyboardInterrupt there.
 
-    Libraries catch what is raised while they are imported, and go on, or abort. Where SIGINT is ignored it stays so.
+    Where SIGINT is ignored it stays so.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                tell("dlrm-overlap: interrupted")
+                say("dlrm-overlap: interrupted")
                 os._exit(128 + number)
             frame = frame.f_back
         raise KeyboardInterrupt
@@ -108,8 +118,8 @@ def interrupt_imports() -> None:
 class EndRequest:
     """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGTERM or SIGINT ends it.
 
-    A SIGTERM within two seconds of the first is taken for the same, as where a batch system sends one to all processes
-    and the launcher passes its own on. A SIGINT is a key that was pressed, so a second one is always another.
+    A SIGTERM within two seconds counts as the first: a batch system may send one to all processes, and the launcher
+    pass its own on.
     """
 
     def __init__(self) -> None:
@@ -118,10 +128,7 @@ class EndRequest:
     def listen(self, answers: bool = True) -> None:
         """Take the signals from now on, and those that have waited. Call it from the main thread.
 
-        A SIGINT that is ignored, as in a background job of a script, stays so.
-
-        Args:
-            answers: whether this process, of all ranks that a key may reach, answers it by a line.
+        A SIGINT that is ignored, as in a background job of a script, stays so. One process `answers` it by a line.
         """
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(theirs, False)
@@ -135,16 +142,13 @@ class EndRequest:
 
     @contextmanager
     def while_ranks_meet(self) -> Iterator[None]:
-        """In the block, end the process with `SAVED` some seconds after it was asked to: there is nothing to save yet.
-
-        The other ranks may never come. Of a rank that fails as it starts, torchrun tells the others by SIGTERM alone.
-        """
+        """In the block, end the process with `SAVED` soon after it was asked to: the other ranks may never come."""
         met = threading.Event()
 
         def end_unless_met() -> None:
             while not met.wait(_GRACE_S / 50):
                 if self.asked and not met.wait(_GRACE_S):
-                    tell("dlrm-overlap: asked to end before all ranks had met; the same command begins anew")
+                    say("dlrm-overlap: asked to end before all ranks had met; the same command begins anew")
                     os._exit(SAVED)
 
         threading.Thread(target=end_unless_met, name="end unless met", daemon=True).start()
@@ -166,6 +170,6 @@ class EndRequest:
                 os._exit(128 + number)
             if number == signal.SIGINT:
                 if answers:
-                    tell(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
+                    say(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
                 if again:
                     os._exit(128 + number)

@@ -74,7 +74,7 @@ def check_keys(tree: Any, section: type, prefix: str, path: Path) -> None:
     """Check that `tree`, read from `path`, is a section with keys of the dataclass `section`.
 
     Raises:
-        InputError: naming `path`, the key behind `prefix`, and the nearest known key.
+        InputError: naming `path`, the key after `prefix`, and the nearest known key.
     """
     if tree is None:
         raise InputError(f"{path}: {prefix.rstrip('.')} holds no key; write some below it, or leave it out")
@@ -103,9 +103,9 @@ def suggest(name: str, known: Sequence[str]) -> str:
 
 
 def positionals_first(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with its options, each of which takes a value, behind all else.
+    """Return `argv` with its options, each with its value, at the end.
 
-    argparse takes an optional positional for left out where an option comes before it.
+    argparse drops an optional positional that comes after an option.
     """
     first, options, each = [], [], iter(argv)
     for argument in each:
@@ -119,11 +119,10 @@ def positionals_first(argv: Sequence[str]) -> list[str]:
 
 
 def suggest_option(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X or Y?" with those of the options `known` that `name` may stand for.
+    """Return "did you mean X or Y?" with the options `known` that `name` may stand for.
 
-    Dashes count as underscores. Of three searches, the first that finds an option counts: options with the last part
-    of `name` (for `--lr`: `--embedding.lr` and `--train.lr`), the option nearest to the whole name, options whose last
-    part is nearest to that of `name`.
+    These are options with the last part of `name` (for `--lr`: `--embedding.lr` and `--train.lr`), else the option
+    nearest to the whole name, else options whose last part is nearest to that of `name`.
     """
     name = "--" + name.lstrip("-").replace("-", "_")
     tails = [option.lstrip("-").rpartition(".")[2] for option in known]
@@ -165,7 +164,7 @@ def _in_words(kinds: str) -> str:
 
 
 def _no_option(word: str, options: Sequence[str]) -> str:
-    """Tell that `word`, which stands where one of `options` must, does not begin with dashes."""
+    """Return the message for a `word` without dashes that stands where one of `options` must."""
     if f"--{word.partition('=')[0]}" in options:
         cure = f"did you mean --{word}?"
     elif "--config" in options and word.endswith((".yaml", ".yml")):
@@ -203,7 +202,7 @@ def _check_nulls(values: Any, section: type, prefix: str) -> None:
     """Check that no key of the dataclass `section` is null that cannot be, which jsonargparse lets pass in a file.
 
     Raises:
-        InputError: naming the key behind `prefix`.
+        InputError: naming the key after `prefix`.
     """
     for each in dataclasses.fields(section):
         value, key = values[each.name], prefix + each.name
@@ -219,8 +218,8 @@ class Parser(ArgumentParser):
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, exit_on_error=False)
 
-        self.told: dict[str, tuple[str, str]] = {}
-        """option -> what --help shows instead: (a name for its value, its meaning)"""
+        self.help_texts: dict[str, tuple[str, str]] = {}
+        """option -> in --help, a name for its value, and its meaning"""
         self.shown: Callable[[str], bool] = lambda option: True
         """whether --help shows an option"""
 
@@ -237,19 +236,19 @@ class Parser(ArgumentParser):
             return self.instantiate(values)
         except ArgumentError as error:
             if missing := re.search(r"arguments are required: (.*)", str(error)):
-                names = [self._as_told(name) for name in missing[1].split(", ")]
+                names = [self._shown_name(name) for name in missing[1].split(", ")]
                 raise InputError(f"missing on the command line: {', '.join(names)}; see --help") from None
             raise InputError(_parse_error(str(error), self._options())) from None
 
-    def _as_told(self, name: str) -> str:
-        """Return how --help names the positional argument `name`."""
+    def _shown_name(self, name: str) -> str:
+        """Return the name of the positional argument `name` in --help."""
         action = next((action for action in self._actions if action.dest == name), None)
         if action is None:
             return name
         return str(action.metavar or "|".join(map(str, action.choices or [name])))
 
     def take_defaults(self, values: Mapping[str, Any]) -> None:
-        """Let `values`, nested as in a file, take the place of the defaults.
+        """Replace the defaults by `values`, nested as in a file.
 
         Raises:
             InputError: if one is of a wrong type.
@@ -261,10 +260,10 @@ class Parser(ArgumentParser):
         self.set_defaults(flatten(values))
 
     def print_help(self, file: Any = None) -> None:
-        """Print what --help shows."""
+        """Print the text of --help."""
         for action in self._actions:
-            for option in self.told.keys() & set(action.option_strings):
-                action.metavar, action.help = self.told[option]
+            for option in self.help_texts.keys() & set(action.option_strings):
+                action.metavar, action.help = self.help_texts[option]
             if action.option_strings and not any(map(self.shown, action.option_strings)):
                 action.help = SUPPRESS
         with reader_may_leave():
@@ -278,7 +277,7 @@ class Parser(ArgumentParser):
 
 
 def _choose_help(parser: Parser, config: type, argv: Sequence[str]) -> None:
-    """Have `parser`, which has no keys yet, show those that `--help` or `--help SECTION` in `argv` asks for.
+    """Have `parser`, which has no keys yet, show the keys that `--help` or `--help SECTION` in `argv` asks for.
 
     Raises:
         InputError: if that is no section of the dataclass `config`.
@@ -291,12 +290,12 @@ def _choose_help(parser: Parser, config: type, argv: Sequence[str]) -> None:
     own = {option for action in parser._actions for option in action.option_strings}
     topic = next((word for word in argv[asked + 1 : asked + 2] if not word.startswith("-")), None)
     if topic is None:
-        parser.shown = lambda option: option in (*own, *parser.told, *(f"--{key}" for key in common))
+        parser.shown = lambda option: option in (*own, *parser.help_texts, *(f"--{key}" for key in common))
         names = f"{', '.join(sections[:-1])} or {sections[-1]}"
         text = "show these options, among them the keys that are set most often; --help SECTION shows all keys of"
-        parser.told["--help"] = ("", f"{text} {names}, --help all every key")
+        parser.help_texts["--help"] = ("", f"{text} {names}, --help all every key")
     elif topic in sections:
-        parser.shown = lambda option: option in (*own, *parser.told) or option.startswith(f"--{topic}.")
+        parser.shown = lambda option: option in (*own, *parser.help_texts) or option.startswith(f"--{topic}.")
     elif topic != "all":
         raise InputError(f"--help {topic}: not a section; {suggest(topic, [*sections, 'all'])}")
 
@@ -310,7 +309,7 @@ def parse_config(
 ) -> tuple[Config, Any]:
     """Return the configuration that `argv` describes, and all parsed values, among them those of `add_options`.
 
-    `defaults` take the place of the keys' own; they are nested as in a file, and their keys are known.
+    `defaults` replace the keys' own; they are nested as in a file, and their keys are known.
 
     Raises:
         InputError: if a key, a value or the file is wrong.

@@ -35,7 +35,7 @@ def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: 
 
     Args:
         kind: train.device; auto takes the GPUs if there are any.
-        local_rank: the rank's place among those of this host.
+        local_rank: the rank's number among those of this host.
         source: who started them, `World.source`.
         local_ranks: processes on this host. Every rank checks that all of them have a GPU, so that rank 0, whose
             message is the one shown, finds it too.
@@ -80,7 +80,7 @@ def init_process_group(
     that listens does so there.
 
     Args:
-        world: the rank's place, and where all ranks meet.
+        world: the rank, and where all ranks meet.
         device: of this rank.
         timeout_s: bounds the rendezvous: ranks may start at very different times.
         wait_timeout_s: embedding.wait_timeout_s. It bounds every collective, with a margin in which the `Watch`, which
@@ -97,7 +97,7 @@ def init_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for what gives way
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for kernels that give way
         backend, device_id = "cpu:gloo,cuda:nccl", device
     timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     if world.world_size == 1:
@@ -169,7 +169,7 @@ def _unlike(differs: str) -> InputError:
 
 
 def _choose_interface(world: World) -> None:
-    """Have gloo and NCCL listen where the ranks meet, where they would choose another interface by themselves."""
+    """Have gloo and NCCL listen where the ranks meet, if they would take another interface by themselves."""
     if _is_loopback(world):
         if any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
             for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
@@ -180,20 +180,20 @@ def _choose_interface(world: World) -> None:
 
 @contextlib.contextmanager
 def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
-    """Raise an InputError that names place and cure, where ranks do not meet or cannot connect."""
+    """Raise an InputError that names address and cure, where ranks do not meet or cannot connect."""
     import torch.distributed as dist
 
-    place = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
+    address = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     try:
         yield
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         if "address already in use" in str(error).lower():
             raise InputError(
-                f"{world.source} launch: port {world.master_port} of {place} is in use by another program; set "
+                f"{world.source} launch: port {world.master_port} of {address} is in use by another program; set "
                 f"MASTER_PORT to a free one on all ranks"
             ) from None
         raise InputError(
-            f"{world.source} launch: no rendezvous of {world.world_size} ranks at {place}:{world.master_port} within "
+            f"{world.source} launch: no rendezvous of {world.world_size} ranks at {address}:{world.master_port} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, and set MASTER_ADDR and MASTER_PORT to "
             f"a host and a free port that all reach"
         ) from None
@@ -207,7 +207,7 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
         if "connectFullMesh" not in str(error):
             raise
         raise InputError(
-            f"{world.source} launch: the ranks meet at {place}:{world.master_port}, but gloo cannot connect them "
+            f"{world.source} launch: the ranks meet at {address}:{world.master_port}, but gloo cannot connect them "
             f"({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME is {named}: set it on each host to the interface by "
             f"which the others reach it"
         ) from None
@@ -257,7 +257,7 @@ def _is_agents() -> bool:
 
 
 def _of_this_start(store: "Store") -> "Store":
-    """Return a view of `store` without what ranks before a restart have written to it, if an agent serves it."""
+    """Return a view of `store` without the keys of ranks before a restart, if an agent serves it."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store) if _is_agents() else store
@@ -285,7 +285,7 @@ def _gloo_is_reached() -> bool:
 
 
 def _interface_to(world: World) -> str | None:
-    """Return the interface by which this host reaches rank 0's, or None where that is not to be found out."""
+    """Return the interface by which this host reaches rank 0's, or None where none is found."""
     import psutil
 
     family, _, _, _, address = _addresses(world)[0]
@@ -326,10 +326,8 @@ def shutdown() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A group that something still refers to lives on, and so do gloo's threads. The one that ran the last
-        # collective lets go of its tensors after `wait` has returned, for which it takes the interpreter's lock; as
-        # the interpreter ends, that is the thread's end, and so the process's: "terminate called without an active
-        # exception". Whoever sleeps does not hold the lock.
+        # A group that is still referred to keeps gloo's threads. The one of the last collective takes the interpreter's
+        # lock to let go of its tensors, and would abort the process if the interpreter ended first.
         time.sleep(_LET_GO_S)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and not mpi.Is_finalized():
@@ -337,10 +335,7 @@ def shutdown() -> None:
 
 
 def abandon(code: int) -> None:
-    """Let MPI end the other ranks, where this one ends with exit code `code` and has not been shut down; or do nothing.
-
-    A rank that ends without MPI_Finalize ends the others as well under most mpirun, but not under all.
-    """
+    """Have MPI, if it runs, end the other ranks: not every mpirun does so when a rank ends without MPI_Finalize."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)

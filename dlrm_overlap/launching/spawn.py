@@ -1,4 +1,4 @@
-"""The launcher behind `--nproc`: starts the ranks on this host, says which one failed, and leaves none behind."""
+"""The launcher of `--nproc`: starts the ranks on this host, reports the one that failed, and ends the others."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from typing import IO
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, hold_asks, let_asks_come, tell
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, hold_asks, let_asks_come, say
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -30,21 +30,17 @@ _REASONS = {
 def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
 
-    Rank 0's output passes through untouched, so a terminal stays a terminal. What the other ranks write goes to a file
-    for each, which has no name, so nothing of it outlives this process. When a rank fails, the others are killed: what
-    they know is lost without it. Then standard error says which rank that was, and the last lines that it wrote, and
-    names a temporary folder to which the files are copied.
+    Rank 0's output passes through untouched, so a terminal stays a terminal. The output of each other rank goes to a
+    file without a name. When a rank fails, the others are killed; standard error names that rank, shows its last lines,
+    and names a temporary folder to which the files are copied.
 
-    SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end,
-    and which they wait for while these start; a second one and SIGQUIT end all at once. Then the exit code is theirs if
-    all have saved (`lifetime.SAVED`), else 128 + signal, as a shell has it.
+    SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end;
+    a second one and SIGQUIT end all at once. Then the exit code is theirs if all have saved (`lifetime.SAVED`), else
+    128 + signal.
 
     Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
     alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
     processes. Call it from the main thread.
-
-    Since one rank's failure ends the others at once, an error that all of them find is reported once, provided that
-    ranks above 0 wait a moment before they report it.
 
     Raises:
         InputError: inside another launcher that started several processes; if a rank cannot be started, or nothing can
@@ -63,7 +59,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
         let_asks_come()
         if caught:
             name = signal.Signals(caught[0]).name
-            tell(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew")
+            say(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew")
             return SAVED if caught[0] in _ASKS else 128 + caught[0]
         hold_asks()
         for rank in range(nproc):
@@ -90,7 +86,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
 
 def _make_logs(nproc: int) -> list[IO[bytes]]:
-    """Return new files without a name for what the ranks above 0 write."""
+    """Return new files without a name for the output of the ranks above 0."""
     try:
         return [tempfile.TemporaryFile() for _ in range(1, nproc)]  # which `spawn` closes
     except OSError as error:
@@ -101,12 +97,12 @@ def _make_logs(nproc: int) -> list[IO[bytes]]:
 
 
 def _read(log: IO[bytes]) -> bytes:
-    """Return what a rank has written; the place at which it writes on stays where it is."""
+    """Return a rank's output so far, without moving the offset at which it writes on."""
     return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
 
 
 def _keep(logs: Sequence[IO[bytes]]) -> str:
-    """Copy what the ranks above 0 wrote to a new folder, and return a line that names it."""
+    """Copy the output of the ranks above 0 to a new folder, and return a line that names it."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
         for rank, log in enumerate(logs, 1):
@@ -125,20 +121,20 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         if failed and caught:
             return 128 + caught[0]
         if failed:
-            code, rank = min(failed)  # a signal's is below 0, and a cause rather than what follows from one
+            code, rank = min(failed)  # a signal's is below 0, and the cause of other exits
             _report(rank, workers[rank].pid, code, logs)
             return code if code > 0 else 128 - code
         if None not in codes:
             return SAVED if SAVED in codes else 0
         if len(caught) > 1 or (caught and caught[0] in _ENDS):
             if signal.SIGINT in caught:  # as a process without --nproc says
-                tell(f"dlrm-overlap: {ENDED_AT_ONCE}")
+                say(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]
         if len(caught) > passed_on:
             passed_on = len(caught)
             number = signal.SIGUSR1 if caught[0] == signal.SIGUSR1 else signal.SIGTERM
             name = signal.Signals(caught[0]).name
-            tell(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
+            say(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
             for worker in workers:
                 worker.send_signal(number)  # to the rank alone: it still needs its loader processes
         time.sleep(_POLL_S)
@@ -146,11 +142,12 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
 
 def _report(rank: int, pid: int, code: int, logs: Sequence[IO[bytes]]) -> None:
     """Say on standard error which rank has failed and how, and show the last lines that it wrote."""
-    wrote = _tail(logs[rank - 1]) if rank else []  # rank 0's are there already
+    output = _read(logs[rank - 1])[-_TAIL_BYTES:] if rank else b""  # rank 0's is there already
+    wrote = output.decode(errors="replace").splitlines()[-_TAIL_LINES:]
     if code == _USER_ERROR:
         for line in wrote:
             if line.startswith("dlrm-overlap: "):
-                tell(line)
+                say(line)
         return
     if rank == 0 and code > 0 and not any(b"Traceback" in _read(log) for log in logs):
         return  # rank 0 has said all there is, such as backends that disagree
@@ -162,12 +159,7 @@ def _report(rank: int, pid: int, code: int, logs: Sequence[IO[bytes]]) -> None:
     lines = [f"dlrm-overlap: rank {rank} (pid {pid}) {how}"] if rank or code < 0 else []
     lines += [f"  rank {rank}: {line}" for line in wrote]
     lines.append(_keep(logs))
-    tell("\n".join(lines))
-
-
-def _tail(log: IO[bytes]) -> list[str]:
-    """Return the last lines that a rank has written."""
-    return _read(log)[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    say("\n".join(lines))
 
 
 def _refuse_nesting(environ: Mapping[str, str]) -> None:
@@ -184,10 +176,10 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
 
 
 def import_path() -> dict[str, str]:
-    """Return variables by which a rank finds this very package, and runs no yaml.py or torch.py of the working folder.
+    """Return variables by which a rank finds this very package, and no yaml.py or torch.py of the working folder.
 
-    `python -m` looks for modules in the working folder before all others, unless PYTHONSAFEPATH is set. Where this
-    process has found the package in that way, as in a checkout that is not installed, its folder is named instead.
+    `python -m` looks there first, unless PYTHONSAFEPATH is set. Where this process has found the package there, as in a
+    checkout that is not installed, PYTHONPATH names its folder.
     """
     root = str(Path(__file__).resolve().parents[2])
     if sys.flags.safe_path or os.path.realpath(sys.path[0]) != root:
@@ -196,8 +188,8 @@ def import_path() -> dict[str, str]:
 
 
 def _start(argv: Sequence[str], rank: int, nproc: int, port: int, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
-    environ = os.environ | {name: str(value) for name, value in place.items()}
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
+    environ = os.environ | {name: str(value) for name, value in world.items()}
     environ |= {"MASTER_ADDR": LOOPBACK, NPROC_MARKER: str(nproc), LAUNCHER_PID: str(os.getpid())}
     environ |= import_path()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))

@@ -1,4 +1,4 @@
-"""The packages that training stands on, torch, FBGEMM and TorchRec: whether they are there and match."""
+"""torch, FBGEMM and TorchRec: whether they are installed and match."""
 
 import importlib.metadata
 import importlib.util
@@ -17,10 +17,7 @@ _OPERATOR = "fbgemm::permute_2D_sparse_data"  # TorchRec calls it in every input
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing that training needs or can use.
-
-    `cure` is the command that mends it or, where there is none, what to do.
-    """
+    """The state of one thing that training needs or can use; `cure` mends it."""
 
     status: Literal["ok", "missing", "wrong"]
     name: str
@@ -75,7 +72,7 @@ def check_fbgemm() -> Finding:
 
 
 def check_torchrec() -> Finding:
-    """Return whether TorchRec is there, matches torch, and has what it needs."""
+    """Return whether TorchRec is there, matches torch, and has its dependencies."""
     import torch
 
     wanted, version = _FBGEMM_OF_TORCH.get(_minor(torch.__version__)), version_of("torchrec")
@@ -104,7 +101,7 @@ def version_of(name: str) -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Return the version of NCCL that torch was built with, or None if it has none."""
+    """Return the version of torch's NCCL, or None if it has none."""
     import torch
     import torch.distributed
     from torch.cuda import nccl
@@ -115,7 +112,7 @@ def nccl_version() -> str | None:
 
 
 def fbgemm_versions() -> dict[str, str]:
-    """Return FBGEMM's distributions and their versions; where it is only on PYTHONPATH, the version that it states."""
+    """Return FBGEMM's distributions and their versions, or, where it is only on PYTHONPATH, its own version."""
     versions = {name: version for name in _FBGEMM_NAMES if (version := version_of(name))}
     if not versions and importlib.util.find_spec("fbgemm_gpu") and _load_fbgemm() is None:
         versions["fbgemm_gpu"] = sys.modules["fbgemm_gpu"].__version__
@@ -127,7 +124,7 @@ def _load_fbgemm() -> str | None:
     import torch
 
     level = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # it logs a page for what the exception says in a line
+    logging.disable(logging.ERROR)  # it logs a page, where the exception has a line
     try:
         importlib.import_module("fbgemm_gpu")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, also as Markdown, counted things, and what prints."""
+"""Text for a terminal: tables, also as Markdown, counted things, and escapes."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def format_table(lines: Sequence[Sequence[str]]) -> str:
     """Return a table of `lines`, the first of which is its header, with two blanks between columns.
 
-    A column is flush right if every cell below the header is a number or "-", which stands for none; else flush left.
+    A column is flush right if every cell below the header is a number or "-"; else flush left.
     """
     columns = []
     for cells in zip(*lines, strict=True):
@@ -23,15 +23,12 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def plain(text: str, kept: str = "") -> str:
-    """Return `text` with what does not print, but for the characters of `kept`, as an escape: a terminal obeys some.
-
-    Example: of a character ESC it makes four that print, a backslash and `x1b`.
-    """
+    """Return `text` with escapes for characters that do not print, except those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return how many there are of what `noun` names in the singular: "1 line", "2 lines"."""
+    """Return a number with its noun, given in the singular: "1 line", "2 lines"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

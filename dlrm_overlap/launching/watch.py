@@ -1,9 +1,9 @@
-"""A thread beside each rank that ends a run which stands still, and tells which rank it stands still for.
+"""A thread beside each rank, which ends a run that stands still and names the rank that it waits for.
 
-A collective that waits for a peer knows neither which one is missing nor what the run was at; one within a CUDA graph
-is not even bounded. So every rank writes to the store what it is at, some twenty times in a timeout. A rank that has
-not moved for longer than the timeout reads what the others have written. Whoever has written nothing new is stopped or
-gone; if all write, each line says where that rank is. This is the same for gloo, NCCL and our kernels.
+A collective that waits for a peer knows neither which one is missing nor the step; one within a CUDA graph is not even
+bounded. So every rank writes its step and call to the store, some twenty times in a timeout. A rank that has not moved
+for longer than the timeout reads those of the others. A rank that writes nothing new is stopped or gone; if all write,
+each line shows where that rank is. This is the same for gloo, NCCL and our kernels.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ _SILENT = "it is stopped, or its host is gone or cut off"
 
 
 class Progress:
-    """What a rank is at. The training loop writes it; nothing is ever waited for."""
+    """A rank's step and batch, which the training loop writes."""
 
     def __init__(self) -> None:
         self.step = 0
-        """the training step under way, or behind which the run evaluates or saves"""
+        """the training step under way, or after which the run evaluates or saves"""
         self.batch = 0
         """batches evaluated since, and pieces of a checkpoint read or written"""
         self.is_over = False
         """whether the work is done, so that this rank waits for no other any more"""
 
     def tick(self) -> None:
-        """Say that this rank moves, in what takes as long as there are pieces."""
+        """Count a batch evaluated, or a piece of a checkpoint."""
         self.batch += 1
 
 
@@ -65,8 +65,8 @@ class Watch:
             store: all ranks' store, through a connection that nobody else waits on.
             rank: this rank.
             world_size: number of ranks, W.
-            timeout_s: seconds that a rank may stay at one place of one step.
-            progress: what the training loop writes to; a new one if None.
+            timeout_s: seconds that a rank may stay in one call of one step.
+            progress: of this rank; a new one if None.
             is_asked: whether this rank was asked to end. Then it does not wait for a peer of this host that has ended.
         """
         self.progress = progress or Progress()
@@ -84,14 +84,14 @@ class Watch:
         self._closed.set()
 
     def _run(self) -> None:
-        place, stepped, stepped_at = None, None, 0.0
+        here, stepped, stepped_at = None, None, 0.0
         patience = self._patience()
         while not self._closed.wait(min(self._period_s, _POLL_S)) and not self.progress.is_over:
             frame = sys._current_frames().get(self._watched)
             if frame is None:
                 return  # the watched thread has ended
-            if (now := (self.progress.step, self.progress.batch, _position(frame))) != place:
-                place, patience = now, self._patience()
+            if (now := (self.progress.step, self.progress.batch, _instructions(frame))) != here:
+                here, patience = now, self._patience()
                 self._moved = time.monotonic()
             if time.monotonic() - self._beaten >= self._period_s:
                 self._beat(frame)
@@ -142,7 +142,7 @@ class Watch:
     def _diagnose(self) -> tuple[list[str], list[int], bool]:
         """Return a line for each rank, the silent ones first, the ranks that answer, and whether another one moves.
 
-        It moves if it was elsewhere half a timeout ago: one that stands still for another reason stands longer.
+        A rank moves if it was in another call half a timeout ago.
         """
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
@@ -170,7 +170,7 @@ class Watch:
         return [*lines, *others][:_SHOWN_RANKS], answering, moving
 
     def _read(self) -> list[str] | None:
-        """Return what each rank has written last, "" for nothing yet, or None if the store does not answer."""
+        """Return each rank's last beat, "" for none yet, or None if the store does not answer."""
         found: list[list[str]] = []
 
         def read() -> None:
@@ -190,7 +190,7 @@ def _key(rank: int) -> str:
 
 
 def _host() -> str:
-    """Return a text that is the same where process ids mean the same: in one namespace under one running kernel."""
+    """Return a text that is equal where process ids mean the same: in one namespace under one running kernel."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -202,7 +202,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _position(frame: FrameType | None) -> tuple[int, ...]:
+def _instructions(frame: FrameType | None) -> tuple[int, ...]:
     """Return numbers that stay the same as long as the thread is in the same calls, at the same instructions."""
     numbers = []
     while frame is not None:

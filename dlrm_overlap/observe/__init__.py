@@ -1,1 +1,1 @@
-"""What a run writes and shows: log lines, metrics, TensorBoard's events, traces and their summary."""
+"""The output of a run: log lines, metrics, TensorBoard's events, traces and their summary."""

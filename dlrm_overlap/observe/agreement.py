@@ -1,25 +1,22 @@
 """Whether the losses of a run agree with those of one or more reference runs.
 
-With one reference run, a loss agrees if its relative difference is at most `rtol`. Where the reference is not
-deterministic, as on GPUs, whose atomics add in an order of chance, training amplifies rounding until two runs of the
-reference differ by more. Several reference runs from the same seeds measure by how much, and `loss_bound` widens the
-tolerance accordingly:
+With one reference run, a loss agrees if its relative difference is at most `rtol`. On GPUs atomics add in an order of
+chance, and training amplifies that rounding until two runs of the reference differ by more. Several reference runs from
+the same seeds measure by how much, and `loss_bound` widens the tolerance accordingly:
 
 - The unit is the standard deviation of the reference runs' losses about their mean, times sqrt(1 + 1 / runs), by which
   one more run would deviate from that mean.
-- Two curves that cross by luck do not narrow the bound, since it follows the greatest unit so far. Parting runs grow
-  apart exponentially, and each has a size of its own from the start, as if it were earlier or later than the others.
-  So "so far" looks ahead by a quarter of the steps and one logged loss more.
-- The factor is large for few runs, as Student's t is. A run's deviations are of one size from the start, so that more
-  steps do not tell more about it: only more runs lower the factor. The factors were chosen by training many copies of
-  a small DLRM, of which fewer than 1 in 100 may be refused.
+- The bound follows the greatest unit so far, so that curves which cross by luck do not narrow it. Parting runs grow
+  apart exponentially, each as if it were earlier or later than the others, so "so far" looks ahead by a quarter of the
+  steps and one logged loss more.
+- The factor is large for few runs, as Student's t is; only more runs lower it, more steps do not. The factors were
+  chosen by training many copies of a small DLRM, of which fewer than 1 in 100 may be refused.
 - The bound is never below `rtol`, and noise never widens it beyond a tenth: losses so far apart show nothing.
 
-`judge` asks for two things: that each loss is within its bound, and so are the signed means of a fifth of the logged
-losses, whose bound is narrower where noise cancels. What is wrong from the first steps on shows while the bound is
-still `rtol`; what is small and always of one sign shows in the means. Two things pass or fail wrongly: a fault below
-the noise is not found, and a model in which one activation or row makes a difference parts by jumps, which one run
-alone may take.
+`judge` compares each loss, and the signed means of a fifth of the logged losses, whose bound is narrower where noise
+cancels. A fault of the first steps shows while the bound is still `rtol`; a small one of constant sign shows in the
+means. A fault below the noise is not found. A model in which one activation or row makes a difference parts by jumps,
+which may refuse a good run.
 """
 
 import math
@@ -43,7 +40,7 @@ class Verdict:
     """How a run's losses compare with those of the reference runs."""
 
     fault: str | None
-    """what is wrong at the first step where they part; None if they agree"""
+    """the fault at the first step where they part; None if they agree"""
     max_difference: float | None
     """greatest relative difference of a loss from the reference runs' mean; None if no loss can be compared"""
     max_difference_step: int | None
@@ -93,7 +90,7 @@ def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dic
     deviations = [_differences(run, expected, steps) for run in reference]
     variances = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*deviations, strict=True)]
     if window > 1:
-        # The means of few runs may cancel by luck, hence at least what independent deviations would leave.
+        # The means of few runs may cancel by luck, hence at least those of independent deviations.
         independent = [v / window for v in _trailing_means(variances, window)]
         means = [_trailing_means(each, window) for each in deviations]
         of_means = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*means, strict=True)]
@@ -112,7 +109,7 @@ def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
 
     Args:
         losses: step -> loss of the run in question.
-        reference: the same of each reference run; `loss_bound` says what several are for.
+        reference: the same of each reference run; several widen the tolerance (`loss_bound`).
         rtol: greatest relative difference that agrees where no noise was measured.
     """
     steps = _comparable_steps([losses, *reference])
@@ -151,7 +148,7 @@ def _compare_means(
 def _first_fault(
     losses: Losses, reference: Sequence[Losses], compared: Mapping[int, Comparison], rtol: float
 ) -> str | None:
-    """Say what is wrong at the first step whose loss is missing, not finite or beyond its bound; None if none is."""
+    """Describe the first step whose loss is missing, not finite or beyond its bound; None if none is."""
     for step in sorted(losses.keys() | {step for run in reference for step in run}):
         loss, wanted = losses.get(step), [run[step] for run in reference if step in run]
         rule = f"tolerance {rtol:g}"

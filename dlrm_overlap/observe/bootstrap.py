@@ -1,10 +1,10 @@
-"""How far a ratio of median step times can be trusted: its interval by a bootstrap over segments of the two runs.
+"""The interval of a ratio of median step times, by a bootstrap over segments of the two runs.
 
 Steps near each other in time are slow or fast together, so single steps cannot be drawn as if they were independent.
 Each run is therefore cut into segments of consecutive steps, whole segments are drawn with replacement, and the ratio
-is taken of what was drawn: a block bootstrap (Künsch 1989), with blocks that do not overlap. What is slower than a
-segment, or changes from one run to the next one, as a host's load may, is not in the interval. Of runs that took turns
-the same segments are drawn, so what a host's load did to both at one time cancels in their ratio.
+is taken of the drawn steps: a block bootstrap (Künsch 1989), with blocks that do not overlap. Changes slower than a
+segment, or from one run to the next one, are not in the interval. Of runs that took turns the same segments are drawn,
+so a load that slowed both at one time cancels in their ratio.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SEGMENTS = 20  # fewer tell little of the spread, and shorter ones are less independent
+SEGMENTS = 20  # fewer show little of the spread, and shorter ones are less independent
 _LEAST_STEPS = 2 * SEGMENTS
 _DRAWS = 1000
 _SEED = 0
@@ -35,7 +35,7 @@ def speedup_interval(reference_ms: Sequence[float], own_ms: Sequence[float], in_
         reference_ms: times of the reference's steps in ms, in the order in which they were taken.
         own_ms: the same of the other run.
         in_turns: whether the two took turns, so that their steps of one number are near in time. Then the same segments
-            are drawn of both, and what slowed both alike widens nothing.
+            are drawn of both.
 
     Returns:
         None if a run has fewer than 40 steps, two a segment.

@@ -1,8 +1,7 @@
-"""What a training step on a GPU is made of, from a trace of some steps: numbers that add up to the step, and a picture.
+"""The parts of a training step on a GPU, from a trace of some steps: numbers that add up to the step, and a picture.
 
-Each instant counts once, for the first of `PARTS` that ran then: what the dense part hides is not told, and what the
-numbers behind it tell comes on top. Of an exchange or an all-reduce they tell what is exposed, therefore. A kernel that
-looks up rows and puts them to peers at once counts as a lookup, as in `observe.trace_summary`.
+Each instant counts once, for the first of `PARTS` that ran then. So of an exchange or an all-reduce only the exposed
+time counts. A kernel that looks up rows and stores them at peers at once counts as a lookup, as in `trace_summary`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What several runs of one configuration show side by side: whether their losses agree, and what is faster.
+"""Several runs of one configuration side by side: whether their losses agree, and which is faster.
 
 Correct before fast: a backend whose losses part from the reference's gets no speedup. On GPUs the reference is not
 deterministic: FBGEMM adds up the gradients of hot rows by atomics, in an order of chance, which training amplifies. So
@@ -13,15 +13,36 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.launching.text_table import format_table
+from dlrm_overlap.launching.text_table import format_table, markdown_table
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
-from dlrm_overlap.observe.breakdown import PARTS
-from dlrm_overlap.observe.comparison_board import CPU_NOTE, write_board
+from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown, draw_breakdown
 from dlrm_overlap.observe.result_files import nan_as_none, read_step_ms, read_summary, write_atomically
+from dlrm_overlap.observe.tensorboard import TensorBoard
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
+_DIFFERENCE = "compare/loss_difference"
+_EXPOSED = "exposed communication, ms a traced step"
+_LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
+    "step time, ms: median, and the band p10 to p90 of the logged steps": [
+        "Margin",
+        ["speed/step_ms_p50", "speed/step_ms_p10", "speed/step_ms_p90"],
+    ],
+    _EXPOSED: ["Multiline", ["speed/exposed_ms"]],
+    "training loss": ["Multiline", ["train/loss"]],
+    "training loss, relative difference from the reference": ["Multiline", [_DIFFERENCE]],
+    "samples a second": ["Multiline", ["speed/samples_per_s"]],
+}
+_CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
+_TURNS = (
+    "The backends took turns of {} steps, so what slowed the host for longer than that slowed all of them; the "
+    "interval is a bootstrap over segments of their steps, the same ones of both."
+)
+_ORDER = (
+    "Each run was trained after the one before it, so what changed on the host between two runs is in their ratio; the "
+    "interval is a bootstrap over segments of each run's steps, and holds the noise within the runs alone."
+)
 
 
 def compare_runs(
@@ -79,7 +100,7 @@ def _interval(reference_ms: Sequence[float], folder: Path, in_turns: bool) -> li
 def _noise(
     reference_losses: Sequence[Losses], again: Sequence[str], summaries: Mapping[str, Mapping[str, Any]], rtol: float
 ) -> dict[str, Any]:
-    """Return what the reference gave against itself: for each further run its difference from the first, its time."""
+    """Return of each further run of the reference its difference from the first and its time, and the bounds."""
     runs = {}
     for name, losses in zip(again, reference_losses[1:], strict=True):
         verdict = judge(losses, reference_losses[:1], rtol)
@@ -98,10 +119,7 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return a table with one line for each backend, at most 100 columns wide, and below it what more is known.
-
-    That is the intervals of the speedups, and what a traced step is made of.
-    """
+    """Return a table, a line a backend, and below it the intervals of speedups and the parts of a traced step."""
     header = ["backend", "train loss", "AUROC", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
     rows = [header]
     for backend, result in comparison["backends"].items():
@@ -121,11 +139,15 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
     intervals = ", ".join(f"{name} {each[0]:.3g} to {each[1]:.3g}" for name, each in found if each)
     noise = "within runs" if comparison["interleave"] is None else "of turns side by side"
     text = format_table(rows) + (f"\nspeedup, 95% of the noise {noise}: {intervals}" if intervals else "")
-    parts = {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
+    parts = _breakdowns(comparison)
     if not parts:
         return text
     lines = [[name, *(f"{found[part]:.3g}" for part in PARTS)] for name, found in parts.items()]
     return f"{text}\n{format_table([['ms a traced step', *PARTS], *lines])}"
+
+
+def _breakdowns(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
 
 
 def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_reference: bool) -> str:
@@ -149,8 +171,79 @@ def _short(value: float) -> str:
     return format(value, ".1e").replace("e-0", "e-").replace("e+00", "")
 
 
-def _show(value: float | None, spec: str) -> str:
+def _show(value: float | None, spec: str = ".4g") -> str:
     return "-" if value is None else format(value, spec)
+
+
+def write_board(
+    own: Path, folders: Mapping[str, Path], losses: Mapping[str, Losses], comparison: Mapping[str, Any]
+) -> None:
+    """Write a comparison to TensorBoard, instead of an earlier one.
+
+    Each run's folder gets its differences from the reference's losses; `own`, a folder beside them, the layout of the
+    page Custom Scalars and the tables.
+
+    Args:
+        own: the comparison's own folder, beside those of the runs.
+        folders: run -> its folder, the reference first.
+        losses: run -> its logged training losses.
+        comparison: of `compare_runs`.
+    """
+    reference = losses[comparison["reference"]]
+    for name, folder in folders.items():
+        board = TensorBoard(folder, start_step=None)
+        for step, loss in losses[name].items():
+            if reference.get(step):
+                board.scalars({_DIFFERENCE: loss / reference[step] - 1}, step)
+        board.close()
+    board = TensorBoard(own, start_step=0)
+    parts = _breakdowns(comparison)
+    board.layout({title: chart for title, chart in _LAYOUT.items() if parts or title != _EXPOSED})
+    order = _TURNS.format(turn) if (turn := comparison["interleave"]) else _ORDER
+    notes = [order, _CPU_NOTE] if comparison["device"] == "cpu" else [order]
+    board.text("comparison", "\n\n".join([*_answers(comparison), comparison_markdown(comparison), *notes]))
+    if parts:
+        board.text("breakdown", breakdown_markdown(parts))
+        board.image("breakdown", draw_breakdown(parts))
+    board.close()
+
+
+def _answers(comparison: Mapping[str, Any]) -> list[str]:
+    """Return a line of Markdown for each backend: how many times as fast as the reference's its step is."""
+    reference = comparison["reference"]
+    reference_ms = comparison["backends"][reference]["step_ms_p50"]
+    return [
+        f"**{name}: a step is {result['speedup']:.2f} times as fast as with {reference}**, "
+        f"{_show(result['step_ms_p50'])} ms instead of {_show(reference_ms)} in the median."
+        for name, result in comparison["backends"].items()
+        if name != reference and result["speedup"] is not None
+    ]
+
+
+def comparison_markdown(comparison: Mapping[str, Any]) -> str:
+    """Return the backends as a Markdown table: step times, speedup with its 95% interval, whether losses agree.
+
+    Further runs of the reference come last: their ratios show how far two runs of the same thing are apart.
+    """
+    head = ["backend", "step p50, ms", "p95, ms", "speedup", "95% interval", "samples/s", "losses"]
+    lines = [head]
+    for name, result in comparison["backends"].items():
+        interval = result["speedup_interval"]
+        lines.append(
+            [
+                name,
+                *(_show(result[key]) for key in ("step_ms_p50", "step_ms_p95")),
+                _show(result["speedup"], ".2f"),
+                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-",
+                _show(result["samples_per_s"], ",.0f"),
+                ("reference" if name == comparison["reference"] else "agree") if result["agree"] else "DISAGREE",
+            ]
+        )
+    reference_ms = comparison["backends"][comparison["reference"]]["step_ms_p50"]
+    for name, run in comparison["noise"]["runs"].items() if comparison["noise"] else ():
+        ratio = reference_ms / run["step_ms_p50"] if reference_ms and run["step_ms_p50"] else None
+        lines.append([name, _show(run["step_ms_p50"]), "-", _show(ratio, ".2f"), "-", "-", "the reference again"])
+    return markdown_table(lines)
 
 
 def report(
@@ -162,18 +255,14 @@ def report(
     turn: int | None = None,
     show: Callable[[str], None] = print,
 ) -> list[str]:
-    """Write the comparison to `output`, show its table, and return a line for each backend that disagrees.
+    """Write the comparison to the JSON file `output`, show its table, and return a line for each that disagrees.
 
-    Args:
-        folders: see `compare_runs`, as for `rtol`, `noise_runs` and `turn`.
-        output: JSON file; TensorBoard's part comes into the folder `comparison` beside it, and into the runs' folders.
-        tensorboard: whether that is written.
-        show: prints text.
+    Arguments are those of `compare_runs`. With `tensorboard`, `write_board` writes to `comparison` beside `output`.
     """
     comparison = compare_runs(folders, rtol, noise_runs, turn)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     if tensorboard:
         losses = {name: _read_losses(folder) for name, folder in folders.items()}
         write_board(output.parent / "comparison", folders, losses, comparison)
-    show(format_comparison(comparison) + f"\n{CPU_NOTE}" * (comparison["device"] == "cpu"))
+    show(format_comparison(comparison) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]

@@ -1,4 +1,4 @@
-"""What a run measures: AUROC, normalised entropy, step times, memory."""
+"""The measurements of a run: AUROC, normalised entropy, step times, memory."""
 
 import itertools
 import math

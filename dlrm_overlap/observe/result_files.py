@@ -1,7 +1,6 @@
 """The files of a run's results: whole lines of `metrics.jsonl`, files that are written whole or not at all.
 
-Those of a finished run are read again: its summary, and the times of its steps. What is damaged counts as not there,
-with a warning.
+A damaged file of a finished run counts as none, with a warning.
 """
 
 import json
@@ -88,7 +87,7 @@ def _step_of(line: str) -> int | None:
 
 
 def nan_as_none(value: Any) -> Any:
-    """Return `value` with every NaN and infinity in it replaced by None, which, unlike these, JSON can hold."""
+    """Return `value` with None for every NaN and infinity in it, which JSON cannot hold."""
     if isinstance(value, dict):
         return {k: nan_as_none(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -116,9 +115,9 @@ def has_results(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move all that lies in `folder`, whose lock this process holds, to a new folder in it; None where nothing does.
+    """Move the content of `folder`, whose lock this process holds, to a new folder in it; None if it is empty.
 
-    What was moved before, to `earlier_1` and so on, stays.
+    Folders of earlier moves, `earlier_1` and so on, stay.
 
     Raises:
         InputError: if it cannot be moved.
@@ -137,10 +136,9 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None where there is none.
+    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None without one.
 
-    The file holds null where a number was NaN or infinite; here it is NaN. One that is damaged counts as none, with a
-    warning: a run that goes on writes it again.
+    The file holds null for a number that was NaN or infinite; here it is NaN.
     """
     path = folder / "summary.json"
     if not path.exists():
@@ -157,10 +155,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def read_step_ms(folder: Path) -> list[float]:
-    """Return the times of the steady steps of the finished run in `folder`, in ms; none where there is no such run.
-
-    A file that is damaged counts as none, with a warning.
-    """
+    """Return the times of the steady steps of the finished run in `folder`, in ms; none without such a run."""
     path = folder / STEP_TIMES
     if not path.exists():
         return []
@@ -168,7 +163,7 @@ def read_step_ms(folder: Path) -> list[float]:
         times = np.load(BytesIO(read_file(path)))
         if not (isinstance(times, np.ndarray) and times.ndim == 1 and times.dtype == np.float32):
             raise ValueError
-    except Exception:  # NumPy tells damage by many types, SyntaxError, TokenError and BadZipFile among them
+    except Exception:  # NumPy raises many types, SyntaxError, TokenError and BadZipFile among them
         log.warning("%s is not what was written, and left out", path)
         return []
     return times.tolist()

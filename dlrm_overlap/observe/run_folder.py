@@ -1,7 +1,7 @@
-"""The folder of a run, as all ranks agree on it: rank 0 holds its lock, and says what there is to go on from.
+"""The folder of a run, whose lock rank 0 holds.
 
-Ranks may see other folders of the same name, as where `log.dir` is on each host's own disk. What decides the run's
-course is therefore read by rank 0 alone, and broadcast.
+Ranks may see other folders of the same name, as where `log.dir` is on each host's own disk. So rank 0 alone reads the
+files that decide the course of the run, and broadcasts.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,30 +11,29 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.checkpoint import make_folder
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import hold_folder
+from dlrm_overlap.launching.files import hold_folder, make_folder
 
 T = TypeVar("T")
 
 
 def from_rank_0(find: Callable[[], T]) -> T:
-    """Return what `find` returns on rank 0, on all ranks; a collective.
+    """Call `find` on rank 0, and return its result on all ranks; a collective.
 
     Raises:
         InputError: on all ranks, if `find` raises one on rank 0. Any other error is raised on rank 0 as it is, and as a
             RuntimeError with its text on the others.
     """
-    told: list[Any] = [None, None, False]
+    answer: list[Any] = [None, None, False]
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told[0] = find()
+            answer[0] = find()
         except Exception as raised:
             error = raised
-            told[1:] = str(raised), isinstance(raised, InputError)
-    dist.broadcast_object_list(told, 0)
-    found, text, is_users = told
+            answer[1:] = str(raised), isinstance(raised, InputError)
+    dist.broadcast_object_list(answer, 0)
+    found, text, is_users = answer
     if error is not None:
         raise error
     if text is not None:

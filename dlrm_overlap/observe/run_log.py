@@ -1,4 +1,4 @@
-"""What a run writes. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
+"""The log of a run. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
 configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
 """
 
@@ -21,12 +21,11 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.checkpoint.checkpoint import make_folder
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.launching.files import LOCK_NAME
+from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
@@ -48,7 +47,7 @@ _FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "
 
 
 class _PlainFormatter(logging.Formatter):
-    """Formats messages without what a terminal obeys: they name files, and what was read from some."""
+    """Formats messages without escapes that a terminal obeys: some quote files."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, as logging names it
         """Return the line, or lines, of a record."""
@@ -76,7 +75,7 @@ def start_logging(rank: int, console: Console) -> None:
 def check_folder(config: Config) -> None:
     """Check that a run of `config` finds no finished run in its folder, or a checkpoint that it goes on from.
 
-    What a run has logged that ended before its first checkpoint is no result: `set_aside` makes way.
+    The log of a run that ended before its first checkpoint is no result: `set_aside` moves it.
 
     Raises:
         InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
@@ -130,7 +129,7 @@ class RunLog:
             (folder / STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         shown = config.as_dict()
-        shown["log"]["replace"] = False  # whoever starts from this file goes on with this run
+        shown["log"]["replace"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
@@ -140,8 +139,8 @@ class RunLog:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
             self._board.text("plan", describe_plan(plan))
-            told = self.versions | {"launch": world.describe()}
-            self._board.text("environment", markdown_table([("key", "value"), *told.items()]))
+            about = self.versions | {"launch": world.describe()}
+            self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -165,7 +164,7 @@ class RunLog:
             self._board.close()
 
     def pause(self) -> None:
-        """Take the progress bar away, while another run has its turn."""
+        """Remove the progress bar, while another run has its turn."""
         if self._progress:
             with contextlib.suppress(OSError):  # its terminal was closed, which is no reason to end by a traceback
                 self._progress.stop()
@@ -193,7 +192,7 @@ class RunLog:
     ) -> None:
         """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
 
-        A run whose folder is gone ends: its log is lost, and a save would appear in the folder of whoever comes next.
+        A run whose folder is gone ends: its log is lost, and a save would appear in another run's folder.
 
         Args:
             step: the last of these steps.
@@ -201,9 +200,8 @@ class RunLog:
             step_ms: the times of these steps on this rank, in ms.
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
-            bad_rows: those that this rank has left out, or found another sample for, since the start; those of all
-                ranks are added up.
-            asked_to_end: whether this rank was asked to end; `self.asked_to_end` then tells whether any was.
+            bad_rows: of this rank since the start; those of all ranks are added up.
+            asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
 
         Raises:
             InputError: on all ranks, if the folder that rank 0 holds was removed or replaced.
@@ -304,7 +302,7 @@ class RunLog:
 
 
 def _inode(path: Path) -> int | None:
-    """Return the inode of what lies at `path`, None where nothing does, and -1 where that cannot be found out."""
+    """Return the inode at `path`, None if there is none, and -1 if it cannot be found."""
     try:
         return path.stat().st_ino
     except OSError as error:  # ESTALE: on NFS, of a folder that was removed
@@ -312,12 +310,9 @@ def _inode(path: Path) -> int | None:
 
 
 def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:
-    """Return what the steps in `trace` are made of, in ms, and write it to `board`, drawn too; None without a GPU.
+    """Return the parts of the steps in `trace`, in ms, None without a GPU; write and draw them in `board`.
 
-    Args:
-        trace: a file of this rank's.
-        step: the last step in it.
-        board: may be None.
+    `step` is the last one in the file.
     """
     try:
         work, steps = read_steps(trace)

@@ -20,17 +20,17 @@ _SHOWN_KEYS = ("embedding.backend", "model.arch", "train.compile_dense", "train.
 class TensorBoard:
     """Writes the events of one run. All runs use the same tags, so the curves of runs side by side overlay.
 
-    Where they cannot be written, as on a full disk, a warning says so, and the run goes on without them. Scalars and
-    texts are in the file when their call returns: its thread opens the file by name for each event, and later it could
-    be another run's folder that has this name.
+    If they cannot be written, as on a full disk, the run warns and goes on without them. Scalars and texts are in the
+    file when their call returns: the writer's thread opens it by name for each event, and by then another run's folder
+    may have this name.
     """
 
     def __init__(self, folder: Path, start_step: int | None) -> None:
-        """Begin behind `start_step`, with 0 in place of what lies in `folder`; with None, add to the run there."""
+        """Begin after `start_step`, with 0 instead of the events in `folder`; with None, add to the run there."""
         if start_step == 0:
             for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
                 old.unlink()
-        # Where a run goes on, TensorBoard hides what it wrote past this step before it stopped.
+        # Where a run goes on, TensorBoard hides later events of before it stopped.
         first = start_step + 1 if start_step else None
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first)
 

@@ -12,7 +12,7 @@ from matplotlib.path import Path
 
 from dlrm_overlap.observe.trace_summary import KINDS, Span, Work, exposed_spans, length, merge
 
-# Kind -> colour and hatch. Neighbours in time differ in how light they are, and what communicates is hatched, so that
+# Kind -> colour and hatch. Neighbours in time differ in how light they are, and communication is hatched, so that
 # the picture can be read in grey.
 _LOOKS = {
     "products": ("#c6dbef", ""),
@@ -43,7 +43,7 @@ def draw_lanes(axes: Any, work: Sequence[Work], begin_us: float, axis_ms: float)
 
     Args:
         axes: matplotlib's, with time in ms to the right.
-        work: what ran.
+        work: kernels and copies.
         begin_us: is 0 on the axis.
         axis_ms: how long the axis is.
     """

@@ -1,4 +1,4 @@
-"""Traces of training steps, which show what the host issues and what the GPU runs, kernel by kernel."""
+"""Traces of training steps: the calls of the CPU and the kernels of the GPU."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ class StepTracer:
     """
 
     def __init__(self, config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> None:
-        """Take the run's folder, and the last step before it begins: behind the first step to trace, it traces none."""
+        """`start` is the last step before the run begins; from the first step to trace on, nothing is traced."""
         self._traced, self._start = config.traced, start
         self._profiler: profile | None = None
         self.path: Path | None = None
-        """the file, which is there from the step behind the last traced one on; None if nothing is traced"""
+        """the file, written in the step after the last traced one; None if nothing is traced"""
         if start >= self._traced.start or not self._traced:
             return
         self.path = folder / "traces" / f"steps_{self._traced[0]}_{self._traced[-1]}_rank_{rank}.json.gz"

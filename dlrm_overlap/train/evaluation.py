@@ -38,7 +38,7 @@ def run(argv: list[str], description: str) -> int:
 
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
-        parser.told[_OPTION] = ("PATH", text)
+        parser.help_texts[_OPTION] = ("PATH", text)
         text = "evaluate, in one process, what checkpoint export --format inference makes of it with this --quantize"
         parser.add_argument("--exported_as", choices=["none", "int8"], help=text)
         parser.add_argument("--output", help="file to write the results to, as JSON")

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, cuts_of, step_of, trained_with
-from dlrm_overlap.checkpoint.finite import require_finite
-from dlrm_overlap.checkpoint.saving import Saves
+from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint
 from dlrm_overlap.checkpoint.storage.load import load_weights
 from dlrm_overlap.config import Config

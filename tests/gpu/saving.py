@@ -23,7 +23,7 @@ import torch
 
 from dlrm_overlap.checkpoint import saving
 from dlrm_overlap.checkpoint.background_save import BackgroundSaves
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, parts_to_store
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.checkpoint.storage.save import gather
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
@@ -57,8 +57,8 @@ class Moments:
 
         def noting_begin(saves: Any, step: int, metrics: Any = None) -> None:
             if verify:
-                parts = parts_to_store(saves._model, saves._optimizer)
-                self.expected = {part.key: part.tensor.detach().clone() for part in parts}
+                extents = extents_to_store(saves._model, saves._optimizer)
+                self.expected = {extent.key: extent.tensor.detach().clone() for extent in extents}
             at = time.perf_counter()
             begin(saves, step, metrics)
             self.found |= {"behind_step": step, "issued_ms": (time.perf_counter() - at) * 1e3}
@@ -66,8 +66,8 @@ class Moments:
         def noting_write(*args: Any, **named: Any) -> Path:
             at = time.perf_counter()
             self.found |= {"copied_in_step": ranks.progress.step}
-            self.bytes = sum(part.tensor.nbytes for part in args[2])
-            self.saved = {part.key: part.tensor for part in args[2]}
+            self.bytes = sum(extent.tensor.nbytes for extent in args[2])
+            self.saved = {extent.key: extent.tensor for extent in args[2]}
             path = write(*args, **named)
             self.found |= {"done_in_step": ranks.progress.step, "written_s": time.perf_counter() - at}
             return path
@@ -118,7 +118,7 @@ def _describe(times: list[float]) -> dict[str, float]:
 def work(ranks: Ranks) -> int:
     """Train, and print what the save has cost."""
     if ranks.values.copies == "host":
-        saving.place_of_copy = lambda *_: torch.device("cpu")
+        saving.device_of_copy = lambda *_: torch.device("cpu")
     moments = Moments()
     moments.note(ranks, ranks.values.verify)
     trainer = ranks.trainer()

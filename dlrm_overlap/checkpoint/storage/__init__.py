@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: files of tensors, the manifest that describes them, and which of a folder counts."""
+"""Checkpoints on disk: files of tensors, the manifest that describes them, and the branches of a folder."""

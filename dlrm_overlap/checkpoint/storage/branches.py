@@ -1,8 +1,8 @@
 """Which checkpoints of a folder a run goes on from, and which of them it keeps. Loads no torch.
 
-A run that goes on from another checkpoint than the one written last leaves those behind it: they are of another branch.
+A run that goes on from an earlier checkpoint than the last one begins a new branch, and abandons the later ones.
 Each manifest has the number of its save, its branch, and its lineage: how far each branch that led to it counts. The
-checkpoint with the greatest number is the tip; the line is the tip and what led to it. The rest is abandoned.
+checkpoint with the greatest number is the tip; the line is the tip and the checkpoints that led to it.
 
 Example, saves in this order: 10, 20, 30 of branch a; then, gone on from 20, step 25 of branch b with the lineage
 [(a, 20), (b, 25)]. The line is 25, 20, 10; step 30 is abandoned.
@@ -26,7 +26,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `path` leads to, by whatever name or link; None if it is none of these."""
+    """Return the checkpoint in `folder` that `path` leads to, also by another name or a link; None without any."""
     return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
 
 
@@ -63,8 +63,8 @@ def lineage(manifest: Manifest) -> tuple[tuple[str, int], ...]:
 def surplus(manifests: Mapping[Path, Manifest], damaged: list[Path], keep: int, keep_best: int) -> list[Path]:
     """Return the checkpoints to remove after a save.
 
-    Of the line the newest `keep` stay, and the `keep_best` of the greatest AUROC. What is abandoned, or has a damaged
-    manifest, stays until the branch of the newest has `keep` checkpoints of its own.
+    Of the line the newest `keep` stay, and the `keep_best` of the greatest AUROC. Abandoned and damaged ones stay until
+    the branch of the newest has `keep` checkpoints of its own.
     """
     order = line(manifests)
     rated = [path for path in order if "auroc" in manifests[path].metrics]
@@ -85,12 +85,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def locate_checkpoint(path: Path, key: str) -> Path:
     """Return the checkpoint that `path` names: itself, or, of a run's folder, the one that was written last.
 
-    Args:
-        path: a folder `step_<N>`, or that of a run.
-        key: the option that names it, for the error.
-
     Raises:
-        InputError: if it is neither, or the manifest of the last one is damaged.
+        InputError: naming the option `key`, if it is neither, or the manifest of the last one is damaged.
     """
     if is_checkpoint(path):
         return path

@@ -1,4 +1,4 @@
-"""Whether a run can go on from a checkpoint, by what its manifest says: it names all that differs."""
+"""Whether a run can go on from a checkpoint, by its manifest; errors name all that differs."""
 
 import logging
 from pathlib import Path
@@ -11,8 +11,8 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
-    """Return each field of `shape` that a checkpoint has otherwise; nothing if none is."""
-    had, has = (_flat({"data_parallel": []} | manifest.shape), _flat(shape))  # old ones had no such tables
+    """Return each field of `shape` that differs in a checkpoint, in words; empty if none does."""
+    had, has = _flat(manifest.shape), _flat(shape)
     return "; ".join(
         f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
     )
@@ -21,25 +21,18 @@ def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
 def check_fits(
     path: Path, manifest: Manifest, shape: dict[str, Any], settings: dict[str, Any], changed: bool = False
 ) -> None:
-    """Check that a run can go on from the checkpoint `path`, by what its manifest says.
-
-    Args:
-        path: for the message.
-        manifest: of the checkpoint.
-        shape: of the run, `checkpoint.checkpoint_shape`.
-        settings: of the run, `checkpoint.trained_with`.
-        changed: whether the checkpoint may have been trained with other settings.
+    """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can go on from `path`.
 
     Raises:
-        InputError: with every difference, if it is one of another model, or, unless `changed` is set, if it was trained
-            with other settings.
+        InputError: with every difference, if the checkpoint is of another model, or, unless `changed` is set, was
+            trained with other settings.
     """
     if parted := differences(manifest, shape):
         raise InputError(
             f"checkpoint.resume: {path} has {parted}; use the same, or start anew with --checkpoint.resume never "
             f"and another --log.name"
         )
-    before = manifest.settings  # which older checkpoints lack
+    before = manifest.settings
     changes = ", ".join(
         f"{key} {_short(before[key])}, now {_short(value)}"
         for key, value in settings.items()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Cut, fill, local_extents
 from dlrm_overlap.checkpoint.storage.manifest import (
     MANIFEST,
     DamagedError,
@@ -17,49 +18,24 @@ from dlrm_overlap.checkpoint.storage.manifest import (
     check_file,
     read_manifest,
 )
-from dlrm_overlap.checkpoint.storage.parts import Cut, fill, local_parts
 from dlrm_overlap.checkpoint.storage.save import gather
-from dlrm_overlap.checkpoint.storage.tensor_file import dtype_code, read_tensors
+from dlrm_overlap.checkpoint.storage.tensor_file import dtype_code
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import read_file
 
 
-class Checkpoint:
-    """The tensors of the checkpoint `path`."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.tensors = path, manifest.tensors
-        self._files: dict[str, dict[str, torch.Tensor]] = {}
-
-    def read(self, piece: Piece) -> torch.Tensor:
-        """Return the elements of `piece`, a view of the mapped file.
-
-        Raises:
-            DamagedError: if the file has no such tensor.
-        """
-        if piece.file not in self._files:
-            self._files[piece.file] = read_tensors(self.path / piece.file)
-        tensor = self._files[piece.file].get(piece.name)
-        if tensor is None or tuple(tensor.shape) not in (piece.sizes, piece.sizes[:1]):
-            raise DamagedError(f"{self.path / piece.file} holds no {piece.name} of sizes {list(piece.sizes)}")
-        return tensor
-
-
 def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = None) -> None:
-    """Load the weights of the checkpoint `path` into what this rank holds of `model`, and no optimizer's state.
+    """Load the weights of the checkpoint `path`, and no optimizer's state, into `model`, sharded or not.
 
-    Args:
-        path: of the checkpoint.
-        model: sharded or not.
-        cuts: dense parameters of which each rank holds another part, see `local_parts`.
+    `cuts` are those of `local_extents`.
 
     Raises:
         InputError: if it lacks a tensor of this model.
     """
     state, stored = model.state_dict(), Checkpoint(path, read_manifest(path))
-    for part in local_parts(state, {"state": {}}, cuts):
+    for extent in local_extents(state, {"state": {}}, cuts):
         try:
-            fill(part, stored)
+            fill(extent, stored)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
     model.load_state_dict(state)
@@ -68,10 +44,9 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = 
 def find_faults(
     path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, tick: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Return what is wrong with the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
+    """Return the faults of the checkpoint's files; `rank` looks at every file `rank` modulo `world_size`.
 
-    The files may be what was written, and yet no state to go on from: each piece must be there in the type and sizes
-    that the manifest gives, and finite, as all are that a run saves.
+    Each piece must be there in the type and sizes that the manifest gives, and finite, as all are that a run saves.
     """
     faults, whole = [], set()
     for file in sorted(manifest.files)[rank::world_size]:
@@ -111,7 +86,7 @@ def _check_values(file: Path, name: str, tensor: StoredTensor, piece: Piece, val
 def agree_on(path: Path, tick: Callable[[], None] = lambda: None) -> tuple[Manifest | None, list[str]]:
     """Return the manifest of the checkpoint `path`, None if that is damaged, and all faults; a collective.
 
-    Every rank looks at its share of the files, so that a large checkpoint is read once. It calls `tick` for each piece.
+    Every rank reads its share of the files, and calls `tick` for each piece.
 
     Raises:
         InputError: if ranks see different checkpoints there, naming one that sees another than rank 0.

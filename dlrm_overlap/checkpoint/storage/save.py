@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.manifest import (
     MANIFEST,
     Manifest,
@@ -20,22 +21,21 @@ from dlrm_overlap.checkpoint.storage.manifest import (
     dump_manifest,
     write_synced,
 )
-from dlrm_overlap.checkpoint.storage.parts import Part
-from dlrm_overlap.checkpoint.storage.tensor_file import ToHost, copy_to_host, dtype_code, write_tensors
+from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu, dtype_code, write_tensors
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import sync_folder
 
-_SPARE_BYTES = 1 << 20  # about what the manifest and the files' headers take
+_SPARE_BYTES = 1 << 20  # for the manifest and the files' headers
 _PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
 _T = TypeVar("_T")
 
 
 class Refusal(NamedTuple):
-    """Why a checkpoint that was written is not to be kept."""
+    """Why a checkpoint that was written is not kept."""
 
     text: str
     not_finite: bool = False
-    """whether that is NaN or infinity"""
+    """whether the reason is NaN or infinity"""
 
 
 class RefusedError(InputError):
@@ -48,34 +48,34 @@ class RefusedError(InputError):
 
 def write_checkpoint(
     final: Path,
-    mine: list[Part],
+    mine: list[Extent],
     manifest: Callable[[], Manifest],
     group: dist.ProcessGroup | None = None,
-    to_host: ToHost = copy_to_host,
+    to_cpu: ToCpu = copy_to_cpu,
     refusal: Callable[[], Refusal | None] = lambda: None,
 ) -> None:
-    """Write the parts of all ranks and a manifest to `final`, all of it or nothing; a collective.
+    """Write the extents of all ranks and a manifest to `final`, all of it or nothing; a collective.
 
     Args:
         final: the folder to make. One that is there is replaced.
-        mine: what this rank stores, of `deal`.
-        manifest: called on rank 0; gives all that the files do not tell.
+        mine: the extents that this rank stores, of `deal`.
+        manifest: called on rank 0; without tensors and files.
         group: of all ranks, which nothing else uses meanwhile; None is the default group.
-        to_host: copies to the host what is to be written.
-        refusal: called on every rank once its file is written; says why the checkpoint is not to be kept, or None.
+        to_cpu: copies elements to the CPU.
+        refusal: called on every rank once its file is written; returns why the checkpoint is refused, or None.
 
     Raises:
         InputError: on all ranks, if one of them cannot write. No checkpoint appears, those that are there stay.
         RefusedError: the same, if one of them refuses it.
     """
     rank, temporary = dist.get_rank(), final.with_name(f"{_PARTIAL}{final.name}")
-    needed = sum(gather(sum(part.tensor.nbytes for part in mine), group)) + _SPARE_BYTES
+    needed = sum(gather(sum(extent.tensor.nbytes for extent in mine), group)) + _SPARE_BYTES
     try:
         _agree(final, "" if rank else _fault_of(lambda: _make(temporary, needed)), group)
         written: list[StoredFile] = []
-        tensors = {part.key: part.tensor for part in mine}
+        tensors = {extent.key: extent.tensor for extent in mine}
         path = temporary / _file(rank)
-        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_host))), group)
+        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_cpu))), group)
         gathered = gather((written[0], _describe(mine, _file(rank)), refusal()), group)
         if refusals := [each for _, _, each in gathered if each]:
             raise RefusedError(refusals[0])
@@ -96,7 +96,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder with what is in it, or a file. What a link leads to is somebody else's, and stays."""
+    """Remove a folder with its contents, or a file, or a link alone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -104,12 +104,7 @@ def _discard(path: Path) -> None:
 
 
 def gather(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return the `value` of every rank, by rank; a collective. Where there is no process group, of this process.
-
-    Args:
-        value: of this rank.
-        group: of all ranks; None is the default group.
-    """
+    """Return the `value` of every rank of `group`, by rank; a collective. Without a process group, this one's."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
@@ -122,7 +117,7 @@ def _file(rank: int) -> str:
 
 
 def _fault_of(act: Callable[[], object]) -> str:
-    """Do `act` and return what the operating system had against it, empty if nothing."""
+    """Do `act`, and return the operating system's error, empty if there is none."""
     try:
         act()
     except OSError as error:
@@ -151,25 +146,27 @@ def _make(temporary: Path, needed_bytes: int) -> None:
     temporary.mkdir()
 
 
-def _describe(parts: list[Part], file: str) -> dict[str, StoredTensor]:
+def _describe(extents: list[Extent], file: str) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
-    for part in parts:
-        before = tensors[part.name].pieces if part.name in tensors else ()
-        piece = Piece(file, part.key, part.offsets, part.sizes)
-        tensors[part.name] = StoredTensor(dtype_code(part.tensor.dtype), part.shape, (*before, piece), part.per_row)
+    for extent in extents:
+        before = tensors[extent.name].pieces if extent.name in tensors else ()
+        piece = Piece(file, extent.key, extent.offsets, extent.sizes)
+        tensors[extent.name] = StoredTensor(
+            dtype_code(extent.tensor.dtype), extent.shape, (*before, piece), extent.per_row
+        )
     return tensors
 
 
 def _commit(
     temporary: Path, final: Path, manifest: Manifest, gathered: list[tuple[StoredFile, dict[str, StoredTensor]]]
 ) -> None:
-    """Write the manifest of what the ranks have written and give the folder its name."""
+    """Write the manifest of all ranks' files and give the folder its name."""
     tensors: dict[str, StoredTensor] = {}
     for _, described in gathered:
         for name, tensor in described.items():
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = replace(tensor, pieces=(*before, *tensor.pieces))
-    check_coverage(tensors)  # on whatever plan: what a rank has kept back would be lost
+    check_coverage(tensors)  # else elements that no rank has written would be lost
     files = {_file(rank): written for rank, (written, _) in enumerate(gathered)}
     text = dump_manifest(replace(manifest, tensors=dict(sorted(tensors.items())), files=files))
     write_synced(temporary / MANIFEST, text)

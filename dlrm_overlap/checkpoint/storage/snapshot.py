@@ -6,19 +6,19 @@ from dataclasses import replace
 import psutil
 import torch
 
-from dlrm_overlap.checkpoint.storage.parts import Part
+from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.tensor_file import CHUNK_BYTES
 
 _SHARE = 0.5  # of the memory that is free before the first step: activations and graphs come later
 
 
-def place_of_copy(parts: list[Part], device: torch.device, local_ranks: int) -> torch.device | None:
-    """Return where a copy of `parts` is to be kept, or None where there is no room for it.
+def device_of_copy(extents: list[Extent], device: torch.device, local_ranks: int) -> torch.device | None:
+    """Return where a copy of `extents` is to be kept, or None where there is no room for it.
 
     That is `device` if the copy takes at most half of its free memory; else the host, if the copies of its
-    `local_ranks` ranks take at most half of what is available there.
+    `local_ranks` ranks take at most half of the available memory there.
     """
-    sizes = [part.tensor.nbytes for part in parts]
+    sizes = [extent.tensor.nbytes for extent in extents]
     if device.type == "cuda":
         if sum(sizes) <= _SHARE * torch.cuda.mem_get_info(device)[0]:
             return device
@@ -28,43 +28,43 @@ def place_of_copy(parts: list[Part], device: torch.device, local_ranks: int) -> 
 
 
 class Snapshot:
-    """A copy of what this rank stores. Its memory is made once and serves one save after the other."""
+    """A copy of the extents that this rank stores. Its memory is made once and serves one save after the other."""
 
-    def __init__(self, device: torch.device, place: torch.device) -> None:
-        """Prepare copies of what is on `device`, to be kept at `place`."""
-        self._on_gpu, self._place = device.type == "cuda", place
+    def __init__(self, device: torch.device, kept_on: torch.device) -> None:
+        """Prepare copies of state on `device`, to be kept on `kept_on`."""
+        self._on_gpu, self._kept_on = device.type == "cuda", kept_on
         self._held: dict[str, torch.Tensor] = {}
         self._pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._taken_s = 0.0
         self.fault = ""
         """what is not finite in what was read so far, or nothing"""
         self.read_bytes = 0
-        """bytes that `to_host` has returned since the copy was taken"""
+        """bytes that `to_cpu` has returned since the copy was taken"""
         if self._on_gpu:
             self._stream = torch.cuda.Stream(device)
             self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def reserve(self, parts: list[Part]) -> list[Part]:
-        """Make room for copies of `parts`, which takes longer than to copy them, and return what `take` will fill."""
+    def reserve(self, extents: list[Extent]) -> list[Extent]:
+        """Make room for copies of `extents`, which takes longer than to copy them, and return what `take` will fill."""
         self._pairs = {}
-        for part in parts:
-            source, held = part.tensor, self._held.get(part.key)
+        for extent in extents:
+            source, held = extent.tensor, self._held.get(extent.key)
             if held is None or (held.shape, held.dtype) != (source.shape, source.dtype):
-                place = self._place if source.is_cuda else source.device
-                pinned = source.is_cuda and place.type == "cpu"
-                held = torch.empty(source.shape, dtype=source.dtype, device=place, pin_memory=pinned)
-                self._held[part.key] = held
+                target = self._kept_on if source.is_cuda else source.device
+                pinned = source.is_cuda and target.type == "cpu"
+                held = torch.empty(source.shape, dtype=source.dtype, device=target, pin_memory=pinned)
+                self._held[extent.key] = held
             targets, sources = self._pairs.setdefault(source.dtype, ([], []))
             targets.append(held)
             sources.append(source)
-        return [replace(part, tensor=self._held[part.key]) for part in parts]
+        return [replace(extent, tensor=self._held[extent.key]) for extent in extents]
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what `reserve` was given on the current stream, behind all that was issued there.
+        """Copy the extents of `reserve` on the current stream, after all work issued there.
 
-        On a GPU the copies are only issued; `to_host` waits for them. Those that stay there are a kernel for dozens of
+        On a GPU the copies are only issued; `to_cpu` waits for them. Those that stay there are a kernel for dozens of
         tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
         """
         begin = time.perf_counter()
@@ -84,8 +84,8 @@ class Snapshot:
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) / 1e3
 
-    def to_host(self, name: str, elements: torch.Tensor) -> torch.Tensor:
-        """Return some elements of a copy on the host, as `ToHost` asks for; takes down in `fault` what is not finite.
+    def to_cpu(self, name: str, elements: torch.Tensor) -> torch.Tensor:
+        """Return some elements of a copy on the host, as `ToCpu` asks for; records in `fault` what is not finite.
 
         All copies are made when this is called.
         """

@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format: a header in JSON, then the bytes. Nothing in one can be executed.
 
-The format (https://github.com/huggingface/safetensors) is small enough to be written here: eight bytes with the length
-of the header, little-endian; the header, `{name: {"dtype", "shape", "data_offsets"}}`; the tensors' bytes in C order.
-A name may be that of a part of a tensor; what it is a part of is the manifest's business.
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, little-endian; the
+header, `{name: {"dtype", "shape", "data_offsets"}}`; the tensors' bytes in C order. The library would need all tensors
+on the CPU at once, and another pass for the checksum.
 """
 
 import hashlib
@@ -32,9 +32,8 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 CHUNK_BYTES = 1 << 26  # copied from the device, hashed and written at a time
-_MOST_HEADER_BYTES = 100_000_000  # as other readers of the format have it
 
-ToHost = Callable[[str, torch.Tensor], torch.Tensor]
+ToCpu = Callable[[str, torch.Tensor], torch.Tensor]
 """takes a tensor's name and some of its elements, [n], at most CHUNK_BYTES, and returns them on the CPU, where they
 last until the next call"""
 
@@ -44,18 +43,13 @@ def dtype_code(dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
-def copy_to_host(name: str, elements: torch.Tensor) -> torch.Tensor:
+def copy_to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
     """Return `elements` on the CPU."""
     return elements.cpu()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHost = copy_to_host) -> StoredFile:
-    """Write `tensors`, on whatever device they are, to `path`, sync it, and return its size and checksum.
-
-    Args:
-        path: of the file.
-        tensors: by name.
-        to_host: copies to the host what is to be written.
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu = copy_to_cpu) -> StoredFile:
+    """Write `tensors`, on any device, to the new file `path`, sync it, and return its size and checksum.
 
     Raises:
         OSError: if the file cannot be written, as where the disk is full, or is there.
@@ -77,14 +71,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_host: ToHo
         put(memoryview(len(text).to_bytes(8, "little") + text))
         for name, tensor in tensors.items():
             flat = tensor.detach().reshape(-1)
-            for part in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
-                put(to_host(name, part).contiguous().view(torch.uint8).numpy().data)
+            for elements in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
+                put(to_cpu(name, elements).contiguous().view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
     return StoredFile(len(text) + 8 + end, checksum.hexdigest())
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of `path` by name. They are views of the mapped file: what is not used is not read.
+    """Return the tensors of `path` by name, views of the mapped file: it is read where they are used.
 
     Raises:
         DamagedError: if it is not such a file.
@@ -96,7 +90,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise DamagedError(f"{path} cannot be read ({error})") from None
     try:
         length = int.from_bytes(data[:8], "little")
-        if length > min(len(data) - 8, _MOST_HEADER_BYTES):
+        if length > len(data) - 8:
             raise ValueError("its header is longer than the file")
         header = json.loads(data[8 : 8 + length])
         return {

@@ -1,7 +1,4 @@
-"""What can be done with a checkpoint beside training: tell what is in it, whether it is whole, and export it.
-
-No process group and no GPU is needed.
-"""
+"""The command `checkpoint`: show, verify and export. It needs no process group and no GPU."""
 
 import os
 from pathlib import Path
@@ -10,9 +7,9 @@ from typing import Any
 import torch
 
 from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
-from dlrm_overlap.checkpoint.storage.load import Checkpoint, find_faults
+from dlrm_overlap.checkpoint.storage.extents import Checkpoint, whole
+from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
-from dlrm_overlap.checkpoint.storage.parts import whole
 from dlrm_overlap.checkpoint.storage.tensor_file import write_tensors
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import temporary_of
@@ -22,10 +19,10 @@ _MODEL = "model."
 
 
 def show(path: Path) -> str:
-    """Return what is in the checkpoint `path`, in lines.
+    """Return the contents of the checkpoint `path`, in lines.
 
     Raises:
-        InputError: if it is no checkpoint, or what describes it is damaged.
+        InputError: if it is no checkpoint, or its manifest is damaged.
     """
     manifest = _manifest(path)
     tensors = Checkpoint(path, manifest).tensors
@@ -58,7 +55,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def verify(path: Path) -> list[str]:
-    """Return what is wrong with the checkpoint `path`: nothing, if it is whole.
+    """Return the faults of the checkpoint `path`, none if it is whole.
 
     Raises:
         InputError: if it is no checkpoint, or was removed meanwhile.

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from dlrm_overlap.checkpoint.storage.load import Checkpoint
+from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill
 from dlrm_overlap.checkpoint.storage.manifest import Manifest
-from dlrm_overlap.checkpoint.storage.parts import Part, Stored, fill
 from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
 from dlrm_overlap.train.model import DLRM
@@ -126,13 +125,13 @@ def build_for_inference(
     return InferenceModel(tables, dlrm).eval(), squares
 
 
-def _read(name: str, into: torch.Tensor, stored: Stored, shape: Sequence[int] = (), first_row: int = 0) -> None:
+def _read(name: str, into: torch.Tensor, stored: Checkpoint, shape: Sequence[int] = (), first_row: int = 0) -> None:
     """Copy the tensor `name`, or, of one of `shape`, the rows from `first_row` on, into `into`."""
     offsets = (first_row, *(0 for _ in into.shape[1:]))
-    fill(Part(name, tuple(shape or into.shape), offsets, tuple(into.shape), into), stored)
+    fill(Extent(name, tuple(shape or into.shape), offsets, tuple(into.shape), into), stored)
 
 
-def stored_table(name: str, shape: tuple[int, int], stored: Stored, scratch: Scratch) -> torch.Tensor:
+def stored_table(name: str, shape: tuple[int, int], stored: Checkpoint, scratch: Scratch) -> torch.Tensor:
     """Return a table [rows, D]: a view of the checkpoint's file where it lies there in one piece."""
     source = stored.tensors.get(name)
     pieces = source.pieces if source and source.shape == shape else ()
@@ -145,7 +144,7 @@ def stored_table(name: str, shape: tuple[int, int], stored: Stored, scratch: Scr
 
 
 def quantised_table(
-    name: str, shape: tuple[int, int], step: int, stored: Stored, scratch: Scratch, squares: Squares
+    name: str, shape: tuple[int, int], step: int, stored: Checkpoint, scratch: Scratch, squares: Squares
 ) -> Int8Table:
     """Return the table `name` in 8 bits, `step` rows of which are read at a time."""
     rows, dim = shape

@@ -23,7 +23,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
 from dlrm_overlap.data.criteo_text import TextRows, read_rows
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
-from dlrm_overlap.data.vocabulary import ValueCounter
+from dlrm_overlap.data.prepared import ValueCounter
 from tests.conftest import ROOT, run_cli
 
 BLOCK = 2000
@@ -67,7 +67,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def redone(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> set[str]:
-    return {name for name in after if after[name] != before.get(name)} - {"meta.json"}
+    return {name for name in after if after[name] != before.get(name)} - {"meta.json", ".lock"}
 
 
 def parts(*days: int) -> set[str]:
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes: int) -> None:
     meta = prepare_criteo(source, target, rows=13, block_bytes=block_bytes)
     assert [(day.name, day.samples) for day in meta.days] == [("day_0", 40), ("day_1.gz", 25), ("day_10", 30)]
-    assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json"}
+    assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json", ".lock"}
     arrays, samples = CriteoNpy(target, TablesConfig()), CriteoText(source, TablesConfig(rows=13))
     assert arrays.rows == samples.rows == meta.rows == [13] * 26
     assert arrays.num_samples == samples.num_samples == 95
@@ -93,7 +93,7 @@ def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes:
 
 def test_a_single_file_is_day_0(source: Path, target: Path) -> None:
     prepare_criteo(source / "day_10", target, rows=5)
-    assert {file.name for file in target.iterdir()} == parts(0) | {"meta.json"}
+    assert {file.name for file in target.iterdir()} == parts(0) | {"meta.json", ".lock"}
     assert_equal(
         CriteoNpy(target, TablesConfig()).read(0, 30), CriteoText(source / "day_10", TablesConfig(rows=5)).read(0, 30)
     )
@@ -150,7 +150,7 @@ def test_a_crash_costs_only_the_day_it_hits(
     with pytest.raises(KeyboardInterrupt):
         prepare_criteo(source, target, **mode, block_bytes=BLOCK)
     before = snapshot(target)
-    assert set(before) - {"vocabulary.npz"} == parts(0) | {"meta.json"}
+    assert set(before) - {"vocabulary.npz"} == parts(0) | {"meta.json", ".lock"}
     with pytest.raises(InputError, match=r"prepare. did not finish day_1.gz; run it again"):
         CriteoNpy(target, TablesConfig())
     # What a kill leaves, which runs no `finally`.
@@ -291,17 +291,17 @@ def test_two_at_once_do_not_write_into_one_folder(
     prepare_criteo(source, target, rows=13)
     assert refused
     assert contents(target) == contents(tmp_path / "alone")
-    assert not list(target.glob(".*")), "the lock, or temporary files"
+    assert not list(target.glob(".*.tmp"))
 
 
-def test_the_lock_and_the_files_of_a_killed_owner_do_not_stay(source: Path, target: Path, tmp_path: Path) -> None:
+def test_the_files_of_a_killed_owner_do_not_stay(source: Path, target: Path, tmp_path: Path) -> None:
     prepare_criteo(source, tmp_path / "alone", rows=13)
     target.mkdir(parents=True)
     (target / ".lock").write_text(json.dumps({"host": "gone", "pid": 1, "since": "then"}))
     (target / ".day_0_dense.npy.gone.1.tmp").write_bytes(b"half")
     prepare_criteo(source, target, rows=13)
     assert contents(target) == contents(tmp_path / "alone")
-    assert not list(target.glob(".*"))
+    assert not list(target.glob(".*.tmp"))
 
 
 @pytest.mark.slow
@@ -328,7 +328,7 @@ def test_killed_at_random_and_beside_another_it_ends_with_the_same_bytes(
     assert refusals, "never two at once"
     assert run_cli("prepare", "criteo", str(source), str(target), *mode).returncode == 0
     assert contents(target) == contents(tmp_path / "alone")
-    assert not list(target.glob(".*"))
+    assert not list(target.glob(".*.tmp"))
 
 
 # The command, with a pause in every block of text, so that a kill finds it at work.
@@ -355,7 +355,7 @@ def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) 
     (source / "day_10").write_bytes(text(30, 2) + b"\n0\t1")
     with pytest.raises(InputError, match="day_10, line 31: 2 fields"):
         prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
-    assert {file.name for file in target.iterdir()} == parts(0, 1) | {"meta.json"}
+    assert {file.name for file in target.iterdir()} == parts(0, 1) | {"meta.json", ".lock"}
 
 
 @pytest.mark.parametrize(

@@ -258,10 +258,3 @@ def test_a_manifest_that_is_no_file_is_a_damaged_one(
 def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:
     with pytest.raises(InputError, match=r"has data_parallel \[\], this run has \[0\]; use the same, or start anew"):
         _find(checkpoint, "--embedding.data_parallel_rows", "10")
-
-
-def test_checkpoints_from_before_data_parallel_tables_have_none(checkpoint: Path) -> None:
-    manifest = read_manifest(checkpoint)
-    del manifest.shape["data_parallel"]
-    _describe(checkpoint, manifest)
-    assert _find(checkpoint) == checkpoint

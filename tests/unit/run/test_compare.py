@@ -10,11 +10,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.breakdown import PARTS
-from dlrm_overlap.observe.comparison import compare_runs, format_comparison, report
-from dlrm_overlap.observe.comparison_board import comparison_markdown
+from dlrm_overlap.observe.comparison import compare_runs, comparison_markdown, format_comparison, report
 from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_runs
 from dlrm_overlap.train.preflight import check_start
 from tests.conftest import configuration

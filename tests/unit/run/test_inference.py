@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint.storage.load import Checkpoint
+from dlrm_overlap.checkpoint.storage.extents import Checkpoint
 from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError

@@ -12,11 +12,11 @@ import torch
 
 from dlrm_overlap.checkpoint.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
-from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.saving import NotFiniteError
+from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import read_manifest
-from dlrm_overlap.checkpoint.storage.parts import Part
-from dlrm_overlap.checkpoint.storage.snapshot import Snapshot, place_of_copy
+from dlrm_overlap.checkpoint.storage.snapshot import Snapshot, device_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.train import compare
@@ -32,9 +32,9 @@ def _fit(folder: Path, *options: str) -> dict[str, Any]:
     return make_trainer(quickstart(folder, "run", *SMALL, *options)).fit()
 
 
-def _part(name: str, tensor: torch.Tensor) -> Part:
+def _extent(name: str, tensor: torch.Tensor) -> Extent:
     shape = tuple(tensor.shape)
-    return Part(name, shape, (0,) * len(shape), shape, tensor)
+    return Extent(name, shape, (0,) * len(shape), shape, tensor)
 
 
 def test_a_save_holds_the_state_behind_its_step_though_steps_follow_before_it_is_written(
@@ -157,11 +157,11 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
     source = torch.full((3, 2), 1.5)
     source[1, 1] = value
     snapshot = Snapshot(torch.device("cpu"), torch.device("cpu"))
-    (copy,) = snapshot.reserve([_part(name, source)])
+    (copy,) = snapshot.reserve([_extent(name, source)])
     snapshot.take()
     before = source.clone()
     source.zero_()
-    torch.testing.assert_close(snapshot.to_host(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
+    torch.testing.assert_close(snapshot.to_cpu(name, copy.tensor.view(-1)), before.view(-1), equal_nan=True)
     assert (snapshot.fault, snapshot.read_bytes) == (fault, 24)
     snapshot.take()
     assert (snapshot.fault, snapshot.read_bytes) == ("", 0)
@@ -169,5 +169,5 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
 
 def test_a_copy_that_half_of_the_free_memory_does_not_hold_is_not_made() -> None:
     huge = torch.empty(1).expand(1 << 40)
-    assert place_of_copy([_part("model.t", huge)], torch.device("cpu"), 1) is None
-    assert place_of_copy([_part("model.t", torch.empty(5))], torch.device("cpu"), 8) == torch.device("cpu")
+    assert device_of_copy([_extent("model.t", huge)], torch.device("cpu"), 1) is None
+    assert device_of_copy([_extent("model.t", torch.empty(5))], torch.device("cpu"), 8) == torch.device("cpu")

@@ -13,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from dlrm_overlap.checkpoint.finite import NotFiniteError
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.optimizer import FlatOptimizer

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dlrm_overlap.checkpoint.storage import tools
+from dlrm_overlap.checkpoint.storage.extents import local_extents
 from dlrm_overlap.checkpoint.storage.manifest import Manifest
-from dlrm_overlap.checkpoint.storage.parts import local_parts
 from dlrm_overlap.checkpoint.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import read_tensors
 from dlrm_overlap.cli import main
@@ -29,7 +29,7 @@ def test_shows_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_a_checkpoint_says_is_for_no_terminal_to_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"data.path": "a\x1b[2J\nb"}
-    write_checkpoint(tmp_path / "step_3", local_parts(*make_table([0, 4])), lambda: Manifest(3, {}, settings))
+    write_checkpoint(tmp_path / "step_3", local_extents(*make_table([0, 4])), lambda: Manifest(3, {}, settings))
     assert main(["checkpoint", "show", str(tmp_path / "step_3")]) == 0
     assert r"data.path: a\x1b[2J\nb" in capsys.readouterr().out.splitlines()
 
