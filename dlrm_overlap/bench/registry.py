@@ -1,39 +1,27 @@
-"""The registry of the figures. `dlrm-overlap bench` reads from it which figures there are and what options they take.
+"""The registry of the figures: which there are, and what each is asked.
 
 To add a figure, write its file in `figures/`, with a function `run(request, ranks)` that all ranks call and that
-returns the exit code, and add one line to FIGURES. A figure with options of its own also has a class in `request` or
-beside it. This module loads neither torch nor a figure before one is asked for.
+returns the exit code, add the class of its options to `request`, and a line to FIGURES. This module loads neither torch
+nor a figure before one is asked for.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from dlrm_overlap.bench import request
 from dlrm_overlap.bench.gemm_request import GemmRequest
-from dlrm_overlap.bench.request import CollectivesRequest, ConcurrentRequest, InputRequest, Request
-from dlrm_overlap.bench.stage_request import (
-    BackwardRequest,
-    EveryoneRequest,
-    ForwardRequest,
-    OccupancyRequest,
-    ProgramsRequest,
-    StrongRequest,
-    VolumeRequest,
-    WeakRequest,
-)
-from dlrm_overlap.bench.step_request import AblationRequest, StepRequest, TimelineRequest
-from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
 
 
 class Figure(NamedTuple):
-    """What the command line needs to know of a figure before any of its code is loaded."""
+    """A figure as the command line needs it, before any of its code is loaded."""
 
-    summary: str
-    """what is measured, in a line"""
-    request: type[Request]
-    """the options that the figure takes"""
     file: str
     """the module in `figures/` whose `run` measures it"""
+    request: type[request.Request]
+    """its options"""
+    summary: str
+    """what is measured, in a line"""
 
     def load(self) -> Callable[[Any, Any], int]:
         """Import the figure's file and return its `run`, which takes the request and this rank's `Ranks`."""
@@ -41,48 +29,68 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "input": Figure("the step fed by the loader, against the step on one cached batch", InputRequest, "input"),
-    "step": Figure("the whole training step under TorchRec and under our backends", StepRequest, "step"),
-    "ablation": Figure("the whole step with one thing more or less", AblationRequest, "ablation"),
+    "input": Figure("input", request.InputRequest, "the step fed by the loader, against the step on one cached batch"),
+    "step": Figure("step", request.StepRequest, "the whole training step under TorchRec and under our backends"),
+    "ablation": Figure("ablation", request.AblationRequest, "the whole step with one thing more or less"),
     "timeline": Figure(
-        "what of a traced step is exposed communication, with a picture (GPU)", TimelineRequest, "timeline"
+        "timeline",
+        request.TimelineRequest,
+        "what of a traced step is exposed communication, with a picture (GPU)",
     ),
-    "stage": Figure("the embedding stage's forward on one shape, all contenders", EveryoneRequest, "stage"),
+    "stage": Figure("stage", request.EveryoneRequest, "the embedding stage's forward on one shape, all contenders"),
     "weak": Figure(
-        "the embedding stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay", WeakRequest, "scaling"
+        "scaling",
+        request.WeakRequest,
+        "the embedding stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay",
     ),
     "strong": Figure(
-        "the embedding stage on 1, 2, 4, .. ranks; tables in all and global batch stay", StrongRequest, "scaling"
+        "scaling",
+        request.StrongRequest,
+        "the embedding stage on 1, 2, 4, .. ranks; tables in all and global batch stay",
     ),
-    "sweep": Figure("where the embedding stage gains: a map over pooling factor, dim and batch", SweepRequest, "sweep"),
-    "grid": Figure("where the embedding stage gains: a map over batch and tables of a rank", GridRequest, "sweep"),
-    "slice": Figure("the embedding stage of fused by slice size, beside pgas", ForwardRequest, "slice"),
+    "sweep": Figure(
+        "sweep",
+        request.SweepRequest,
+        "where the embedding stage gains: a map over pooling factor, dim and batch",
+    ),
+    "grid": Figure(
+        "sweep", request.GridRequest, "where the embedding stage gains: a map over batch and tables of a rank"
+    ),
+    "slice": Figure("slice", request.ForwardRequest, "the embedding stage of fused by slice size, beside pgas"),
     "occupancy": Figure(
-        "the embedding stage of fused by programs a multiprocessor (GPU)", OccupancyRequest, "occupancy"
+        "occupancy",
+        request.OccupancyRequest,
+        "the embedding stage of fused by programs a multiprocessor (GPU)",
     ),
     "programs": Figure(
-        "when the persistent kernel's programs pool, put and wait, task by task (GPU)", ProgramsRequest, "programs"
+        "programs",
+        request.ProgramsRequest,
+        "when the persistent kernel's programs pool, put and wait, task by task (GPU)",
     ),
-    "volume": Figure("bytes on the links over time, of fused and of the baselines (GPU)", VolumeRequest, "volume"),
+    "volume": Figure(
+        "volume", request.VolumeRequest, "bytes on the links over time, of fused and of the baselines (GPU)"
+    ),
     "schedule": Figure(
-        "the embedding stage of pgas and fused by order of the tasks, with the skew between ranks",
-        ForwardRequest,
         "schedule",
+        request.ForwardRequest,
+        "the embedding stage of pgas and fused by order of the tasks, with the skew between ranks",
     ),
     "backward": Figure(
-        "the embedding stage's backward: push and atomic against the collective with FBGEMM's update",
-        BackwardRequest,
         "backward",
+        request.BackwardRequest,
+        "the embedding stage's backward: push and atomic against the collective with FBGEMM's update",
     ),
     "collectives": Figure(
-        "all-to-all and all-gather by copy engines and by stores, against NCCL's", CollectivesRequest, "collectives"
+        "collectives",
+        request.CollectivesRequest,
+        "all-to-all and all-gather by copy engines and by stores, against NCCL's",
     ),
     "concurrent": Figure(
-        "a computation beside a communication that does not depend on it, by each way to issue the two",
-        ConcurrentRequest,
         "concurrent",
+        request.ConcurrentRequest,
+        "a computation beside a communication that does not depend on it, by each way to issue the two",
     ),
     "gemm": Figure(
-        "products with their all-gather or reduce-scatter inside, by each way to do it", GemmRequest, "gemm"
+        "gemm", GemmRequest, "products with their all-gather or reduce-scatter inside, by each way to do it"
     ),
 }

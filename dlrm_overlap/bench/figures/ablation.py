@@ -17,14 +17,13 @@ from typing import Any
 import torch._dynamo
 
 from dlrm_overlap.bench.figures.step import CHECKED_STEPS, build, contender_configs, describe_run, judge, train_apart
-from dlrm_overlap.bench.harness.losses import LossAgreement
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.rounds import Timing, take_turns
+from dlrm_overlap.bench.harness.agreement import LossAgreement
+from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION
-from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.plan import fullest_rank
 from dlrm_overlap.train.ranks import Ranks

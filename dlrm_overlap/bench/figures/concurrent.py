@@ -24,13 +24,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
-from dlrm_overlap.bench.harness.captured import capture
+from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
-from dlrm_overlap.bench.harness.implementations import Implementations, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.issuer import Issuer
-from dlrm_overlap.bench.harness.payload import KINDS, Payload
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import fraction_of_ideal
+from dlrm_overlap.bench.harness.timing import capture, counted, fraction_of_ideal
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.request import ConcurrentRequest

@@ -16,11 +16,11 @@ Extra columns:
 from collections.abc import Sequence
 from functools import partial
 
-from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.figures.stage import every_backend
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender
-from dlrm_overlap.bench.harness.rounds import time_parts
-from dlrm_overlap.bench.stage_request import ForwardRequest
+from dlrm_overlap.bench.harness.forward import Row, measure_forward
+from dlrm_overlap.bench.harness.timing import time_parts
+from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.train.ranks import Ranks
 
 

@@ -10,10 +10,10 @@ asks for, and in place there are no slices.
 from dataclasses import replace
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
+from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.bench.stage_request import ForwardRequest
+from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.train.ranks import Ranks
 

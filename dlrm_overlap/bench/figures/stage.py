@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import partial
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.chunked import make_chunked, make_registered
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
+from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.bench.stage_request import EveryoneRequest
+from dlrm_overlap.bench.request import EveryoneRequest
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS

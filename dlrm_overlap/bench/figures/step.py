@@ -19,18 +19,16 @@ from typing import Any, TypeVar
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 
+from dlrm_overlap.bench.harness.agreement import LossAgreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
-from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.losses import LossAgreement, check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.rounds import Timing, take_turns
+from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
 from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floors
+from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.report.columns import describe_tables
 from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
-from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.plan import describe_plan

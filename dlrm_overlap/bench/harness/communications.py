@@ -1,18 +1,81 @@
 """The implementations of a communication between all ranks, a class each: collectives, stores, copy engines."""
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.bench.harness.payload import Payload
+from dlrm_overlap.bench.harness.timing import capture
 from dlrm_overlap.comm.calls import Way
 from dlrm_overlap.comm.collectives import PeerCollectives, Work
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.ways import all_gather
 from dlrm_overlap.dense.gradients import open_reduction
 from dlrm_overlap.dense.stores import StoreOptions
+
+log = logging.getLogger("dlrm_overlap")
+
+KINDS = ("all_to_all", "all_gather", "all_reduce")
+_STEP = 1024  # a rank's part of a buffer is a multiple of so many elements
+_PERIOD = 61  # of the contents: sums over few ranks are exact
+
+
+class Payload:
+    """What a communication of one kind and size moves, on one rank, in float32.
+
+    `bytes` are those of the whole buffer, [W, n]: what `all_to_all` sends and receives, each with the rank's own row,
+    what `all_gather` receives, and what `all_reduce` averages.
+    """
+
+    def __init__(self, kind: str, megabytes: float, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.kind, self.megabytes, self.group, self.device = kind, megabytes, group, device
+        self.rank, self.world_size = group.rank(), group.size()
+        self.part = max(_STEP, round(megabytes * 1e6 / 4 / self.world_size) // _STEP * _STEP)
+        """n, elements of a row"""
+        self.input = torch.empty(self._input_shape, device=device)
+        rows = self.input.view(-1, self.part)
+        for number, row in enumerate(rows):
+            row.copy_(self._content(self.rank, number))
+
+    @property
+    def _input_shape(self) -> tuple[int, ...]:
+        return (self.part,) if self.kind == "all_gather" else self.shape
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the result."""
+        return self.world_size, self.part
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that leave a rank for its peers, by an implementation that sends each only once."""
+        sent = (self.world_size - 1) * self.part * 4
+        return 2 * sent if self.kind == "all_reduce" else sent
+
+    def _content(self, sender: int, row: int) -> torch.Tensor:
+        """Return row `row` [n] of what `sender` brings."""
+        numbers = torch.arange(self.part, dtype=torch.int32, device=self.device)
+        return ((numbers + 3 * sender + 5 * row) % _PERIOD).float()
+
+    def is_right(self, result: torch.Tensor) -> bool:
+        """Return whether `result` [W, n] is what the communication must give this rank."""
+        for number, row in enumerate(result.view(self.shape)):
+            if self.kind == "all_to_all":
+                expected = self._content(number, self.rank)
+            elif self.kind == "all_gather":
+                expected = self._content(number, 0)
+            else:
+                parts = [self._content(sender, number) for sender in range(self.world_size)]
+                expected = cast(torch.Tensor, sum(parts)) / self.world_size
+            if not torch.allclose(row, expected, rtol=1e-6, atol=0.0):
+                return False
+        return True
+
 
 _ROOM_BYTES = 4096  # for alignment
 _TIMEOUT_S = 60.0  # of a wait for a peer
@@ -243,3 +306,89 @@ class GatheredReduction(PeerCommunication):
         """Await the peers' buffers, and average them."""
         super().finish()
         torch.mean(self._gathered, 0, out=self._output.view(-1))
+
+
+def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: int) -> PeerMemory | None:
+    """Return the memory that peers write, or None where they cannot, which is logged; a collective."""
+    try:
+        return PeerMemory(group, device, elements)
+    except InputError as error:
+        log.warning("bench concurrent: without stores and copy engines: %s", error)
+        return None
+
+
+class Groups(NamedTuple):
+    """The process groups of the collectives: the ranks' own, and on GPUs others of few NCCL thread blocks."""
+
+    whole: dist.ProcessGroup
+    limited: dict[int, dist.ProcessGroup]
+    """most thread blocks (CTAs) of a collective -> group"""
+
+
+def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence[int]) -> Groups:
+    """Make a group for each of `limits`, on GPUs; a collective."""
+    limited: dict[int, dist.ProcessGroup] = {}
+    if device.type == "cuda":
+        for limit in limits:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = limit
+            options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
+            made = dist.new_group(backend="nccl", pg_options=options)
+            assert isinstance(made, dist.ProcessGroup)
+            limited[limit] = made
+    return Groups(group, limited)
+
+
+class Implementations:
+    """All implementations of one payload's communication that the machine has."""
+
+    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None, captured: bool = False) -> None:
+        """Make them; a collective.
+
+        Args:
+            payload: what they move.
+            groups: of the collectives.
+            memory: that peers write; without, there are those alone that need no access to peers.
+            captured: whether calls are to be captured in CUDA graphs, too.
+        """
+        self.payload, self._captured = payload, captured
+        output = payload.input.new_empty(payload.shape)
+        made: list[Communication] = [Collective("collective", payload, output, groups.whole)]
+        made += [Collective(f"collective_{limit}", payload, output, group) for limit, group in groups.limited.items()]
+        if memory is None:
+            pass
+        elif payload.kind == "all_reduce":
+            made += [StoredReduction(payload, captured), CopiedReduction(payload, memory)]
+            made.append(AveragedReduction(payload, memory))
+            if memory.holds_gathered(payload):
+                made.append(GatheredReduction(payload, memory))
+        else:
+            made += [PeerRows(payload, "stores", memory), PeerRows(payload, "dma", memory)]
+        self.by_name = {each.name: each for each in made}
+
+    def leave_out(self, names: Container[str]) -> None:
+        """Close the implementations of these names, and forget them; a collective."""
+        for name in [each for each in self.by_name if each in names]:
+            self.by_name.pop(name).close()
+
+    def wrong(self) -> list[str]:
+        """Run each implementation and return the names of those whose result is wrong on this rank; a collective."""
+        found = []
+        for name, communication in self.by_name.items():
+            if not (self._is_right(communication, communication.run) and self._is_right_captured(communication)):
+                found.append(name)
+        return found
+
+    def _is_right(self, communication: Communication, run: Callable[[], object]) -> bool:
+        communication.reset()
+        dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
+        run()
+        return self.payload.is_right(communication.result())
+
+    def _is_right_captured(self, communication: Communication) -> bool:
+        return not self._captured or self._is_right(communication, capture(communication.run, self.payload.device))
+
+    def close(self) -> None:
+        """Free them. Every rank must be through."""
+        for communication in self.by_name.values():
+            communication.close()

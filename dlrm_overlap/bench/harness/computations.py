@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
-from dlrm_overlap.bench.harness.captured import capture
+from dlrm_overlap.bench.harness.timing import capture
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from dlrm_overlap.bench.harness.step_trace import mark_time
+from dlrm_overlap.bench.harness.traces import mark_time
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.observe.metrics import StepTimer

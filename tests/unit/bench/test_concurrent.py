@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
 from dlrm_overlap.bench.figures import concurrent
-from dlrm_overlap.bench.harness.communications import Collective
-from dlrm_overlap.bench.harness.implementations import Implementations, make_groups
-from dlrm_overlap.bench.harness.payload import Payload
+from dlrm_overlap.bench.harness.communications import Collective, Implementations, Payload, make_groups
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Turns, round_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.bench.harness.programs import describe_tasks
+from dlrm_overlap.bench.figures.programs import describe_tasks
 from dlrm_overlap.bench.report.measured import Measured, number
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.cli import main

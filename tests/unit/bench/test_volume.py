@@ -2,9 +2,15 @@
 
 import pytest
 
-from dlrm_overlap.bench.figures.volume import describe_bins
-from dlrm_overlap.bench.harness.recorded import last_step
-from dlrm_overlap.bench.harness.volume import Sending, Sent, bin_bytes, sending_of_kernels, sending_of_tasks
+from dlrm_overlap.bench.figures.volume import (
+    Sending,
+    Sent,
+    bin_bytes,
+    describe_bins,
+    sending_of_kernels,
+    sending_of_tasks,
+)
+from dlrm_overlap.bench.harness.traces import last_step
 from dlrm_overlap.bench.report.measured import Measured
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import as_text
