@@ -1,4 +1,4 @@
-"""The registry of the figures: which there are, and what each is asked.
+"""The registry of the figures: which there are, and their options.
 
 To add a figure, write its file in `figures/`, with a function `run(request, ranks)` that all ranks call and that
 returns the exit code, add the class of its options to `request`, and a line to FIGURES. This module loads neither torch
@@ -21,7 +21,7 @@ class Figure(NamedTuple):
     request: type[request.Request]
     """its options"""
     summary: str
-    """what is measured, in a line"""
+    """the measurement in a line"""
 
     def load(self) -> Callable[[Any, Any], int]:
         """Import the figure's file and return its `run`, which takes the request and this rank's `Ranks`."""

@@ -1,6 +1,6 @@
 """The options of each figure, beside the configuration. Loads no torch, so that mistakes are reported at once.
 
-A class is what a figure is asked; a field made by `option` is an option on the command line. The classes come in the
+A class is the options of a figure; a field made by `option` is an option on the command line. The classes come in the
 order of `registry.FIGURES`, after those that several figures share.
 """
 
@@ -44,7 +44,7 @@ def _flag(help: str) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """What every figure is asked."""
+    """The options of every figure."""
 
     kind: str
     """the figure's name in the registry"""
@@ -288,7 +288,7 @@ class StrongRequest(_ScalingRequest):
 
 @dataclass(frozen=True)
 class MapRequest(StageRequest):
-    """`bench sweep` and `bench grid`, which measure many shapes. The configuration gives what these have in common.
+    """`bench sweep` and `bench grid`, which measure many shapes. The configuration gives the keys that these share.
 
     An axis that is not given has the values of `grid`, or on CPUs those of `toys`, which take two ranks a minute.
     """

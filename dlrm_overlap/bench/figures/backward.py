@@ -96,7 +96,7 @@ _PACKINGS = {"by_owner": pack_by_owner, "at_once": pack_at_once}
 class CollectiveBaseline(Contender):
     """Packing, `all_to_all_single`, then FBGEMM's backward operator, its sort of the ids included.
 
-    This is what a training step does, at its cheapest. The owners hold the tables in the model's order, so packing
+    A training step does this, at its cheapest. The owners hold the tables in the model's order, so packing
     copies ranges of columns; it also divides the gradients by the number of ranks. The constructor measures the ways of
     packing, and `step` takes the one that is fastest here. A rank alone only updates.
     """
@@ -148,7 +148,7 @@ class Push(Contender):
     """One of the exchange's own backwards, from the moment the gradient is there until the rows are updated.
 
     The part that needs only the ids (`prepare`) runs beside the dense layers in training. So it is done here once for
-    each batch, before any clock starts. With `exposed` every step does it: what it costs where nothing hides it.
+    each batch, before any clock starts. With `exposed` every step does it, which shows its cost where nothing hides it.
     """
 
     def __init__(
@@ -218,7 +218,9 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     for optimizer in request.optimizers:
-        workload = make_workload(config, sparse, group, device, world.local_world_size, optimizer=optimizer)
+        workload = make_workload(
+            config, sparse, group, device, world.local_world_size, optimizer=optimizer, precision="fp32"
+        )
         gradients = gradients or _make_gradients(workload)
         found, faults = _measure(request, config, workload, optimizer, make_batches(workload, gradients), ceilings)
         rows += found
@@ -273,7 +275,7 @@ def _measure(
     agreements = check_rows(contenders, workload, batches, optimizer)
     faults = [
         f"{contender.name}, {optimizer}: rows or state differ from the baseline's by "
-        f"{agreement.max_relative_difference:.1e}, relatively, tolerance {agreement.tolerance:.1e}; no time is told"
+        f"{agreement.max_relative_difference:.1e}, relatively, tolerance {agreement.tolerance:.1e}; no time is reported"
         for contender, agreement in zip(contenders, agreements, strict=True)
         if not agreement.agrees
     ]

@@ -1,12 +1,12 @@
 """`bench collectives`: how fast are rows carried between all ranks, alone and beside a product that fills the GPU?
 
 Contenders: NCCL as it comes, in registered memory, and by its copy engines; our copies, our stores, and what `auto`
-takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is held against
-what the ranks have sent, element by element, before anything is timed.
+takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is compared with
+the inputs of the ranks, element by element, before anything is timed.
 
 A call is timed on the GPU, from its begin to the end of the wait. Before it, the GPU is kept busy for 1 ms, so that
-the host has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
-`host_ms` is what the host needs to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
+the CPU has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
+`host_ms` is the CPU's time to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
 `of_best` the shortest median of all contenders at the size, over the contender's. Beside a product the time is that of
 both, and `product_ms` that of the product alone.
 """
@@ -28,32 +28,35 @@ from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.train.ranks import Ranks
 
+_MB = 1 << 20
+_ROUNDS = 4  # contenders take turns
+_WARM_UP = 2
+_BUSY_CYCLES = 2_000_000  # 1 ms
+_PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
+_SHOWN = (
+    "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
+    "gb_per_s", "of_best", "product_ms",
+)  # fmt: skip
+
 
 class CollectiveContender(ABC):
     """One way to carry rows between all ranks, with an input and an output of its own choice."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, capacity_bytes: int) -> None:
-        """Make its memory; all ranks call this.
-
-        Args:
-            name: of the contender.
-            group: the ranks.
-            device: of this rank.
-            capacity_bytes: of the greatest output, and of the greatest input.
-        """
+        """Make the memory, `capacity_bytes` of the greatest output and of the greatest input; all ranks call this."""
         self.name, self.group, self.device = name, group, device
         self.input, self.output = self._memory(capacity_bytes)
 
     @abstractmethod
     def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [capacity_bytes] uint8 each: where inputs and outputs lie."""
+        """Return [capacity_bytes] uint8 each: the memory of inputs and of outputs."""
 
     @abstractmethod
     def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
-        """Begin a collective on the current stream, and return what makes the stream wait for it."""
+        """Begin a collective on the current stream, and return the function that makes the stream wait for it."""
 
     def way(self, row_bytes: int, beside: str, captured: bool) -> str | None:
-        """Return which way is taken, where there is a choice."""
+        """Return the way of the bytes, where there is a choice."""
         return None
 
     def close(self) -> None:
@@ -65,8 +68,8 @@ class GroupCollectives(CollectiveContender):
     """The process group's own: NCCL between GPUs, gloo between CPUs."""
 
     def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        make = lambda: torch.empty(capacity_bytes, dtype=torch.uint8, device=self.device)  # noqa: E731
-        return make(), make()
+        both = torch.empty(2, capacity_bytes, dtype=torch.uint8, device=self.device)
+        return both[0], both[1]
 
     def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
         """Begin NCCL's collective."""
@@ -94,7 +97,6 @@ class OwnCollectives(CollectiveContender):
 
     def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._collectives = PeerCollectives(self.group, self.device, capacity_bytes, wait_timeout_s=60.0)
-        self._way: Any = self.name
         output = self._collectives.empty((capacity_bytes,), torch.uint8)
         return torch.empty(capacity_bytes, dtype=torch.uint8, device=self.device), output
 
@@ -105,12 +107,11 @@ class OwnCollectives(CollectiveContender):
 
     def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
         """Begin our own collective."""
-        call: Any = getattr(self._collectives, operation)
-        return call(output, input, self._way, beside).wait
+        return getattr(self._collectives, operation)(output, input, self.name, beside).wait
 
     def way(self, row_bytes: int, beside: str, captured: bool) -> str | None:
-        """Return the way, that which auto chooses included."""
-        return choose(row_bytes, beside, captured) if self._way == "auto" else self._way
+        """Return the way, also that which auto chooses."""
+        return choose(row_bytes, beside, captured) if self.name == "auto" else self.name
 
     def close(self) -> None:
         """Give the memory back."""
@@ -125,25 +126,12 @@ def make_contenders(
     made: list[CollectiveContender] = []
     for name in names:
         if not name.startswith("nccl"):
-            own = OwnCollectives(name, group, device, capacity_bytes)
+            made.append(own := OwnCollectives(name, group, device, capacity_bytes))
             own.set_programs(programs)
-            made.append(own)
-        elif name == "nccl":
-            made.append(GroupCollectives(name, group, device, capacity_bytes))
-        elif device.type == "cuda":
-            made.append(RegisteredCollectives(name, group, device, capacity_bytes))
+        elif name == "nccl" or device.type == "cuda":
+            kind = GroupCollectives if name == "nccl" else RegisteredCollectives
+            made.append(kind(name, group, device, capacity_bytes))
     return made
-
-
-_MB = 1 << 20
-_ROUNDS = 4  # contenders take turns
-_WARM_UP = 2
-_BUSY_CYCLES = 2_000_000  # 1 ms
-_PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
-_SHOWN = (
-    "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
-    "gb_per_s", "of_best", "product_ms",
-)  # fmt: skip
 
 
 class _Case:
@@ -161,13 +149,13 @@ class _Case:
         self._numbers = torch.arange(elements, dtype=torch.int32, device=contender.device)
 
     def fill(self) -> None:
-        """Fill the input with numbers that tell who sends them to whom, and poison the output."""
+        """Fill the input with numbers of their sender and receiver, and poison the output."""
         for row, values in enumerate(self.input):
             torch.add(self._numbers, self._rank * len(self.output) + row, out=values)
         self.output.fill_(-1)
 
     def wrong(self) -> int:
-        """Return how many elements of the output are not what the ranks have sent here."""
+        """Return how many elements of the output differ from the inputs that the ranks have sent here."""
         all_to_all, ranks = self._operation == "all_to_all", len(self.output)
         return sum(
             int((values != self._numbers + (rank * ranks + (self._rank if all_to_all else 0))).sum())
@@ -216,7 +204,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
 
     Returns:
-        The exit code: 1 if an output was wrong; no time of that contender is told.
+        The exit code: 1 if an output was wrong; it has no row then.
     """
     group, device = ranks.connect(), ranks.device
     sizes_mb = request.sizes_on(device.type)

@@ -125,7 +125,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
 
 
 def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[str]) -> None:
-    """Print what was found, and write the table if that is asked for."""
+    """Print the faults and a line a strategy."""
     print_faults(faults)
     if not rows:
         return
@@ -136,7 +136,7 @@ def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[s
 
 
 class _Measured:
-    """What is made once for all cases, and the measurement of the cases of one communication."""
+    """The contenders of all pairs, made once, and the measurement of the pairs of one communication."""
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._request, self._group, self._device = request, group, device
@@ -180,7 +180,7 @@ class _Measured:
         wrong, names = implementations.wrong(), list(implementations.by_name)
         anywhere = greatest([float(name in wrong) for name in names], self._device, self._group)
         faults = [
-            f"{payload.kind} of {payload.megabytes:g} MB by {name}: a rank's result is wrong; no time is told"
+            f"{payload.kind} of {payload.megabytes:g} MB by {name}: a rank's result is wrong; no time is reported"
             for name, bad in zip(names, anywhere, strict=True)
             if bad
         ]
@@ -260,7 +260,7 @@ class _Measured:
         }
 
     def close(self) -> None:
-        """Free what peers see. Every rank must be through."""
+        """Free the memory that peers see. Every rank must be through."""
         if self._memory is not None:
             dist.barrier(self._group)
             self._memory.close()

@@ -3,7 +3,7 @@
 The figure of arXiv 2305.06942 that shows 32 persistent workgroups. `fused`, with the configuration's put and schedule,
 runs a few steps and then one whose kernel writes when each task began and ended. A row is a task of one of the programs
 that are shown, on rank 0. `bench report` draws them. Outputs are compared with the baseline's first, and if they differ
-nothing is told. A CPU's kernels have no clock, so the figure needs GPUs.
+no row is reported. A CPU's kernels have no clock, so the figure needs GPUs.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.contenders import Baseline, Overlap, close_all
 from dlrm_overlap.bench.harness.limits import describe
 from dlrm_overlap.bench.harness.timing import counted
@@ -23,11 +23,40 @@ from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import ProgramsRequest
 from dlrm_overlap.comm.gate import begin_together
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.kernels.schedule import TaskGrid
 from dlrm_overlap.train.ranks import Ranks
+
+_BACKEND = "fused"
+_PROGRAMS = 32  # that are shown
+_SHOWN = ("program", "sm", "destination", "local", "begin_us", "end_us", "put_us", "wait_us")
+
+
+def run(request: ProgramsRequest, ranks: Ranks) -> int:
+    """Measure the figure; on rank 0 print its table and append its rows. All ranks call this.
+
+    Returns:
+        The exit code: 1 if outputs differ from the baseline's, and there is no row.
+    """
+    group = ranks.connect()
+    config = request.shape(ranks.config, ranks.world.world_size)
+    sparse = read_ids(config, group, ranks.device)
+    workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size)
+    options = replace(workload.exchange_options(config.embedding, _BACKEND), backward="collective")
+    contenders = [Baseline(workload), Overlap(workload, options)]
+    faults = disagreements(contenders, check_outputs(contenders, workload))
+    close_all(contenders, workload)
+    schedule = options.resolved_schedule
+    rows: list[dict[str, Any]] = []
+    if not faults:
+        trace = trace_programs(workload, options, request.iterations)
+        head = {"kind": request.kind, "contender": _BACKEND, "put": options.resolved_put, "schedule": schedule}
+        tasks = describe_tasks(trace, schedule, workload.rank, group.size(), _PROGRAMS)
+        rows = [head | {"rank": 0} | task | describe(config, workload) for task in tasks]
+    if ranks.world.rank == 0:
+        report(rows, faults, request.output, f"{len(rows)} tasks of {_PROGRAMS} programs on rank 0, {schedule}", _SHOWN)
+    return 1 if faults else 0
 
 
 @torch.no_grad()
@@ -44,27 +73,23 @@ def trace_programs(workload: Workload, options: ExchangeOptions, steps: int) -> 
     Raises:
         InputError: if one kernel does not pool all tables.
     """
+    from dlrm_overlap.embedding.backends.sliced import SlicedForward
+
     halves = workload.open_halves(replace(options, trace=True))
+    forward = halves.forward
+    assert isinstance(forward, SlicedForward)
     for ids in counted("steps", list(itertools.islice(itertools.cycle(workload.batches), steps + 1))):
         step = Step(list(ids.inputs), BatchSizes.of(workload.batch_sizes))
         begin_together(workload.group, workload.device, LEAD_MS)
-        halves.forward.start(step)
-        halves.forward.finish(step)
+        forward.start(step)
+        forward.finish(step)
     torch.cuda.synchronize(workload.device)
-    trace = _trace_of(halves.forward)
+    traces = [trace.cpu() for trace in forward.traces.values()]
     dist.barrier(workload.group)
     halves.close()
-    return trace
-
-
-def _trace_of(forward: Forward) -> torch.Tensor:
-    from dlrm_overlap.embedding.backends.sliced import SlicedForward
-
-    assert isinstance(forward, SlicedForward)
-    traces = list(forward.traces.values())
     if len(traces) != 1:
         raise InputError(f"{len(traces)} kernels pool these tables; give all tables one dim and type")
-    return traces[0].cpu()
+    return traces[0]
 
 
 def describe_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: int, shown: int) -> list[dict[str, Any]]:
@@ -77,23 +102,23 @@ def describe_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: in
         schedule: linear | remote_first | balanced.
         rank: whose tasks they are.
         world_size: number of ranks.
-        shown: greatest number of programs to tell of.
+        shown: greatest number of programs.
 
     Returns:
         Rows with `program` (0, 1, .. in the order of their begin), `sm`, `destination`, whether that is `local`, and in
         us `begin_us` and `end_us` since the first task of all began, `put_us` of these at the end in which the program
-        counts the task, puts the slice and raises its flag, and `wait_us`, which a program waits for peers behind its
-        last task.
+        counts the task, puts the slice and raises its flag, and `wait_us`, the program's wait for peers after its last
+        task.
     """
     tasks: list[list[int]] = trace.tolist()
     origin = min(start for _, _, start, *_ in tasks)
     began: dict[int, int] = {}  # program -> begin of its first task
     for program, _, start, *_ in tasks:
         began[program] = min(start, began.get(program, start))
-    order = sorted(began, key=lambda program: began[program])
-    count = min(shown, len(order))
-    chosen = {order[round(i * (len(order) - 1) / max(1, count - 1))]: i for i in range(count)}
-    # Who a task is for depends on how many tasks a destination has, not on how features and blocks share them.
+    by_begin = sorted(began, key=lambda program: began[program])
+    count = min(shown, len(by_begin))
+    chosen = {by_begin[round(i * (len(by_begin) - 1) / max(1, count - 1))]: i for i in range(count)}
+    # A task's destination depends on how many tasks a destination has, not on how features and blocks share them.
     grid = TaskGrid(rank, world_size, 1, len(tasks) // world_size, 1, 1)
     rows = []
     for position, (program, sm, start, end, put, wait) in enumerate(tasks):
@@ -105,39 +130,3 @@ def describe_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: in
                 | {name: ns / 1e3 for name, ns in times.items()}
             )
     return sorted(rows, key=lambda row: (row["program"], row["begin_us"]))
-
-
-_BACKEND = "fused"
-_PROGRAMS = 32  # that are shown
-_SHOWN = ("program", "sm", "destination", "local", "begin_us", "end_us", "put_us", "wait_us")
-
-
-def run(request: ProgramsRequest, ranks: Ranks) -> int:
-    """Measure the figure; on rank 0 print its table and append its rows. All ranks call this.
-
-    Returns:
-        The exit code: 1 if outputs differ from the baseline's, and no row is told.
-    """
-    group = ranks.connect()
-    config = request.shape(ranks.config, ranks.world.world_size)
-    sparse = read_ids(config, group, ranks.device)
-    workload = make_workload(
-        config, sparse, group, ranks.device, ranks.world.local_world_size, precision=config.train.precision
-    )
-    options = replace(workload.exchange_options(config.embedding, _BACKEND), backward="collective")
-    contenders = [Baseline(workload), Overlap(workload, options)]
-    agreement = check_outputs(contenders, workload)[1]
-    close_all(contenders, workload)
-    schedule = options.resolved_schedule
-    rows: list[dict[str, Any]] = []
-    faults = [] if agreement.agrees else [f"{_BACKEND}: outputs differ from the baseline's; nothing is told"]
-    if agreement.agrees:
-        trace = trace_programs(workload, options, request.iterations)
-        traced = describe_tasks(trace, schedule, workload.rank, group.size(), _PROGRAMS)
-        shape = describe(config, workload)
-        head = {"kind": request.kind, "contender": _BACKEND, "put": options.resolved_put, "schedule": schedule}
-        rows = [head | {"rank": 0} | task | shape for task in traced]
-    if ranks.world.rank == 0:
-        headline = f"{len(rows)} tasks of {_PROGRAMS} programs on rank 0, {schedule}"
-        report(rows, faults, request.output, headline, _SHOWN)
-    return 1 if faults else 0

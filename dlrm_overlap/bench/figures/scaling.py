@@ -8,9 +8,9 @@ Contenders: the baseline, TorchRec's own path, and every backend whose exchange 
 Extra columns:
     scaling_factor  a contender's time on one rank over its time on this many; under weak scaling 1 is ideal, under
                     strong scaling the number of ranks
-    sync_ms         of the baseline: what its All-to-All takes that carries one number to each rank; `all_to_all_ms`
-                    less this is the communication, and this and `unpack_ms` are what Chen et al. 2024 call
-                    synchronisation and unpacking
+    sync_ms         of the baseline: the time of an All-to-All that carries one number to each rank; `all_to_all_ms`
+                    less this is the communication; Chen et al. 2024 call this synchronisation, and `unpack_ms`
+                    unpacking
 """
 
 from collections.abc import Sequence

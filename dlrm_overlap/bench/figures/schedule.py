@@ -1,8 +1,9 @@
-"""`bench schedule`: in what order should a rank walk the destinations of its tasks?
+"""`bench schedule`: in which order should a rank walk the destinations of its tasks?
 
 Contenders: the baseline, and every backend that stores into its peers' memory, under each schedule and with the
 configuration's put.
-Extra columns: those of `harness.skew.Skew`, which say how evenly the ranks' own work is spread; the baseline has none.
+Extra columns: those of `Skew`, which say how evenly the ranks' own work is spread (arXiv 2305.06942); the baseline has
+none. A rank's own work is the time of its step less the time in which it waits for other ranks.
 """
 
 import itertools
@@ -28,7 +29,7 @@ from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.train.ranks import Ranks
 
 _WARMUP_STEPS = 3
-_LEAD_MS = 1.0  # in which the host issues a step, or the events would time the host
+_LEAD_MS = 1.0  # in which the CPU issues a step, or the events would time the CPU
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,34 @@ class Skew:
     """likewise the time that a program waits for peers at the end"""
 
 
+def run(request: ForwardRequest, ranks: Ranks) -> int:
+    """Measure the figure on all ranks, which all call this, and return the exit code of `measure_forward`."""
+    return measure_forward(request, ranks, _make_contenders, _skew_columns, shown=["skew_fraction"])
+
+
+def _make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
+    storing = [workload.exchange_options(config, name) for name, backend in BACKENDS.items() if backend.stores_to_peers]
+    variants = [replace(options, schedule=schedule) for options in storing for schedule in SCHEDULES]
+    return [Baseline(workload), *(Overlap(workload, variant) for variant in variants)]
+
+
+def _skew_columns(contender: Contender, request: ForwardRequest) -> Row:
+    if not isinstance(contender, Overlap):
+        return dict.fromkeys(column.name for column in fields(Skew))
+    return asdict(measure_skew(contender.workload, contender.options, request.iterations))
+
+
 @torch.no_grad()
 def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Skew:
     """Run `steps` steps, each begun by all ranks together, and return how their own work differs. All ranks call this.
 
-    Own work is what `start` does: on GPUs a backend's kernel, on a CPU what a rank does before it waits. The kernel of
-    a backend with slices waits at its end; its own work is the time from the start of the first task to the end of the
+    Own work is that of `start`: on GPUs a backend's kernel, on a CPU a rank's work before it waits. The kernel of a
+    backend with slices waits at its end; its own work is the time from the start of the first task to the end of the
     last, which the kernel writes into a trace.
     """
     device, group = workload.device, workload.group
     traced = BACKENDS[options.backend].has_slices and device.type == "cuda"
-    options = replace(options, trace=traced, backward="collective")
-    halves = workload.open_halves(options)
-    forward = halves.forward
+    halves = workload.open_halves(replace(options, trace=traced, backward="collective"))
     own_ms: list[float] = []
     programs_us: list[tuple[float, float]] = []
     for ids in itertools.islice(itertools.cycle(workload.batches), _WARMUP_STEPS + steps):
@@ -68,18 +84,18 @@ def measure_skew(workload: Workload, options: ExchangeOptions, steps: int) -> Sk
         timer = StepTimer(device)
         begin_together(group, device, _LEAD_MS)
         timer.mark()
-        forward.start(step)
+        halves.forward.start(step)
         timer.mark()
-        forward.finish(step)
+        halves.forward.finish(step)
         own_ms += timer.take_ms()
         if traced:
-            own_ms[-1], put_us, wait_us = _read_trace(forward)
-            programs_us.append((put_us, wait_us))
+            own_ms[-1], *of_programs = _read_trace(halves.forward)
+            programs_us.append((of_programs[0], of_programs[1]))
     dist.barrier(group)
     halves.close()
-    by_rank = gather(own_ms[_WARMUP_STEPS:], device, group)
-    longest = [max(times) for times in zip(*by_rank, strict=True)]
-    skews = [most - min(times) for most, times in zip(longest, zip(*by_rank, strict=True), strict=True)]
+    by_step = list(zip(*gather(own_ms[_WARMUP_STEPS:], device, group), strict=True))
+    longest = [max(times) for times in by_step]
+    skews = [max(times) - min(times) for times in by_step]
     means = [quantile(list(column), 0.5) for column in zip(*programs_us[_WARMUP_STEPS:], strict=True)]
     return Skew(
         quantile(longest, 0.5),
@@ -99,22 +115,5 @@ def _read_trace(forward: Forward) -> tuple[float, float, float]:
     column = {name: trace[:, i] for i, name in enumerate(TRACE_COLUMNS)}
     programs = column["program"].unique().numel()
     own_ns = column["end_ns"].max() - column["start_ns"].min()
-    sums = (column["put_ns"].sum(), column["wait_ns"].sum())
-    return own_ns.item() / 1e6, sums[0].item() / 1e3 / programs, sums[1].item() / 1e3 / programs
-
-
-def run(request: ForwardRequest, ranks: Ranks) -> int:
-    """Measure the figure on all ranks, which all call this, and return the exit code of `measure_forward`."""
-    return measure_forward(request, ranks, _make_contenders, _skew_columns, shown=["skew_fraction"])
-
-
-def _make_contenders(config: EmbeddingConfig, workload: Workload) -> list[Contender]:
-    storing = [workload.exchange_options(config, name) for name, backend in BACKENDS.items() if backend.stores_to_peers]
-    variants = [replace(options, schedule=schedule) for options in storing for schedule in SCHEDULES]
-    return [Baseline(workload), *(Overlap(workload, variant) for variant in variants)]
-
-
-def _skew_columns(contender: Contender, request: ForwardRequest) -> Row:
-    if not isinstance(contender, Overlap):
-        return dict.fromkeys(column.name for column in fields(Skew))
-    return asdict(measure_skew(contender.workload, contender.options, request.iterations))
+    put_ns, wait_ns = column["put_ns"].sum(), column["wait_ns"].sum()
+    return own_ns.item() / 1e6, put_ns.item() / 1e3 / programs, wait_ns.item() / 1e3 / programs

@@ -3,8 +3,7 @@
 Contenders: the baseline; `pgas`, which has no slices, to compare with; and every backend that has slices, with each of
 the sizes 4, 8, .., 128 bags. No extra column: `slice_bags` is a column of every figure of the forward.
 
-Slices are staged and copied (`stores`) unless `embedding.put` names another put: what one put sends is what the figure
-asks for, and in place there are no slices.
+Slices are staged and copied (`stores`) unless `embedding.put` names another put, since in place there are no slices.
 """
 
 from dataclasses import replace

@@ -1,13 +1,13 @@
-"""`bench sweep` and `bench grid`: on which shapes does it pay that the lookup sends what it pools?
+"""`bench sweep` and `bench grid`: on which shapes does it pay that the lookup sends the rows that it pools?
 
 `sweep` goes over pooling factor, dim and batch; `grid` over batch and tables of a rank, the figure of arXiv 2305.06942.
 Contenders: the baseline; the baseline in 2, 4 and 8 chunks, so that NCCL sends one while FBGEMM looks up the next; and
-every backend that stores into its peers' memory. The strongest baseline of a shape is what a backend is held against.
+every backend that stores into its peers' memory. A backend is compared with the strongest baseline of a shape.
 
 A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the host issues them, so on
-small shapes it is the host's. `gpu_ms` is of a step whose kernels the host has issued before it begins: what is left in
-a step that is captured, or whose host is ahead. Outputs of each shape are compared before it is timed; a shape on which
-they differ gets no row. Rows are appended shape by shape, so what was measured before an end by force is there. On CPUs
+small shapes it is the CPU's. `gpu_ms` is of a step whose kernels the CPU has issued before it begins, as those of a
+captured step. Outputs of each shape are compared before it is timed; a shape on which
+they differ gets no row. Rows are appended shape by shape, so those from before an end by force are there. On CPUs
 all of it is a rehearsal, and the axes that are not given are those of toys.
 """
 
@@ -56,9 +56,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         if workload is None or tables != made_with:
             workload = None  # gives its tables back before the next ones are made
             collect_garbage(ranks.device)
-            workload = make_workload(
-                point, ids, group, ranks.device, ranks.world.local_world_size, precision=point.train.precision
-            )
+            workload = make_workload(point, ids, group, ranks.device, ranks.world.local_world_size)
             made_with = tables
         else:
             workload = workload.with_ids(point, ids)
@@ -101,7 +99,7 @@ def _measure(
     rows: list[dict[str, Any]] = []
     if not faults:
         limit = forward_limit(workload, ceilings)
-        timings = time_contenders(contenders, workload.batches, workload, request.iterations, tell=False)
+        timings = time_contenders(contenders, workload.batches, workload, request.iterations, shown=False)
         pieces = [_cycle(contender, workload) for contender in contenders]
         alone = Turns(workload.group, workload.device).time(pieces, _GPU_REPETITIONS)
         baselines = [i for i, contender in enumerate(contenders) if not isinstance(contender, Overlap)]
@@ -128,6 +126,6 @@ def _axes(config: Config, workload: Workload) -> dict[str, Any]:
 
 
 def _cycle(contender: Contender, workload: Workload) -> Callable[[], object]:
-    """Return what takes the contender's next step, on one batch after the other."""
+    """Return a function that takes the contender's next step, on one batch after the other."""
     following = itertools.cycle(workload.batches)
     return lambda: contender.step(next(following))

@@ -1,11 +1,11 @@
-"""`bench timeline`: what runs beside what in a training step, and how much of it is exposed communication?
+"""`bench timeline`: which kernels run side by side in a training step, and how much of it is exposed communication?
 
 Every contender is a trainer as in `bench step`, one after the other. It trains a few steps under torch.profiler, which
 writes a trace a rank. The step is cut at kernels that mark its end on the main stream, where `bench step` takes its
 times. Losses are not compared: `bench step` does so.
 
 A row is a contender on one rank, the mean of its traced steps. `compute`, `exposed`, `copying` and `idle` are exclusive
-and add up to the step; `observe.trace_summary` says what is exposed. `untraced_ms` is the median of steps before the
+and add up to the step; `observe.trace_summary` defines exposed. `untraced_ms` is the median of steps before the
 profiler was there, which shows by how much it slows steps down. The picture has a step of each contender on rank 0.
 """
 
@@ -39,7 +39,7 @@ def draw(traced: Mapping[str, TracedSteps], title: str, command: str, path: path
 
     Args:
         traced: by contender.
-        title: what was measured, on what hardware.
+        title: the shape and the hardware.
         command: that has measured it.
         path: the file's folder must exist.
     """
@@ -65,7 +65,7 @@ def _ms(steps: TracedSteps) -> float:
 
 
 def _draw_step(axes: Any, name: str, steps: TracedSteps, work: list[Work], longest_ms: float) -> None:
-    """Draw one contender's step, where it ends, and what a mean step is made of."""
+    """Draw one contender's step, its end, and the shares of a mean step."""
     shares, end_ms = steps.shares, _ms(steps)
     draw_lanes(axes, work, steps.typical.begin, longest_ms)
     axes.axvline(end_ms, color="black", lw=1, ls="--")

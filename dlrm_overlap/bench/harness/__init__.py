@@ -1,1 +1,1 @@
-"""What figures share: workload, contenders of the forward, agreement, clocks, limits."""
+"""Shared by the figures: workload, contenders of the forward, agreement, clocks, limits."""

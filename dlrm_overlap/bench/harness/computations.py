@@ -37,7 +37,7 @@ _PARAMETERS = {"cuda": 16 << 20, "cpu": 64 << 10}
 
 @dataclass(frozen=True)
 class Computation:
-    """Kernels of one call, and what they do at least."""
+    """Kernels of one call, and their least work."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ def make_computations(device: torch.device) -> dict[str, Computation]:
 def keep_capturable(
     computations: Mapping[str, Computation], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, Computation]:
-    """Return those of `computations` that every rank of `group` can capture in a CUDA graph, and log what others lack.
+    """Return those of `computations` that every rank of `group` can capture in a CUDA graph, and log the others.
 
     All ranks call this, and each on a stream that is not the default one.
     """

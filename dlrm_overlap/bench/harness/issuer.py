@@ -77,7 +77,7 @@ class Issuer:
     def __init__(
         self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device, captured: bool = False
     ) -> None:
-        """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this.
+        """Make the streams and partitions, and log which the machine lacks. All ranks of `group` call this.
 
         Args:
             strategies: those that are asked for; `strategies` then has those of them that are possible here.
@@ -109,7 +109,7 @@ class Issuer:
     def stream(self) -> AbstractContextManager[object]:
         """Return a context in which the current stream is one of the least priority.
 
-        What is timed belongs on it: a computation then stays on the stream that it has alone, but for partitions.
+        Timed work belongs on it: a computation then stays on the stream that it has alone, but for partitions.
         """
         return torch.cuda.stream(self._computing) if self._cuda else nullcontext()
 
@@ -117,7 +117,7 @@ class Issuer:
     def possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> list[Strategy]:
         """Return the strategies whose implementation is in `by_name`, and that raise no error here.
 
-        Each is tried once; what the machine refuses is logged, and left out from then on. A collective.
+        Each is tried once; one that the machine refuses is logged, and left out from then on. A collective.
         """
         kept = []
         for strategy in list(self.strategies):

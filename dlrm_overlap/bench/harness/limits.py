@@ -1,4 +1,4 @@
-"""What limits the embedding stage: the bytes that memory and links must carry, and how fast they carry any.
+"""The limits of the embedding stage: the bytes that memory and links must carry, and how fast they carry any.
 
 The bytes are counted from the ids; the rates are measured on the devices at hand.
 """
@@ -104,7 +104,7 @@ def forward_limit(workload: Workload, ceilings: tuple[float, float]) -> Limit:
 
 
 class UpdateCounts(NamedTuple):
-    """The bytes that one rank's memory and links must carry in a backward, and what they are counted from."""
+    """The bytes that one rank's memory and links must carry in a backward, and the counts that they come from."""
 
     hbm_bytes: int
     """into and out of this GPU's memory"""

@@ -28,7 +28,7 @@ from dlrm_overlap.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class StepFloor:
-    """What a step takes on the rank whose memory or links need longest, and the rates at which it can be had."""
+    """The work of a step on the rank whose memory or links need longest, and the rates at which it can be done."""
 
     dense_flop: int
     """of the matrix products of a rank"""
@@ -126,7 +126,7 @@ def _count_dense_bytes(
 
     From memory come the weights that it has, read once, and the layers' outputs, written once. Over the links go the
     gradients of parameters that every rank has, summed by a ring in which each rank sends 2 (W - 1) / W of them, and
-    what layers ask for that are divided over the ranks.
+    the activations of layers that are divided over the ranks.
 
     Args:
         dense: from `count_dense`, for the rank's samples.

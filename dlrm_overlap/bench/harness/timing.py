@@ -1,4 +1,4 @@
-"""Step times as every figure reports them: mean and quantiles, each of the slowest rank."""
+"""Step times, each of the slowest rank. Contenders take turns, so that a drift of the machine slows them all alike."""
 
 import itertools
 import logging
@@ -22,6 +22,12 @@ from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
 log = logging.getLogger("dlrm_overlap")
+
+T = TypeVar("T")
+
+_LINE_EVERY_S = 10.0
+_ROUNDS = 4  # contenders take turns
+_WARMUP_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -61,44 +67,35 @@ def fraction_of_ideal(computation_ms: float, communication_ms: float, together_m
     return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}
 
 
-T = TypeVar("T")
+def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield `items`; on rank 0 show how many are done and how much time is left.
 
-_LINE_EVERY_S = 10.0
-
-
-def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield `items`, and tell on rank 0 how many are done and how much time is left.
-
-    On a terminal that is a progress bar. It is drawn anew only when an item is done, by this thread, so that nothing of
-    it runs beside a measurement. Elsewhere it is a line in the log, not more often than every 10 seconds.
+    A terminal shows a progress bar. This thread draws it anew after each item, so nothing of it runs beside a
+    measurement. Elsewhere it is a line in the log, not more often than every 10 seconds.
 
     Args:
-        what: the items are, in the plural, such as "shapes".
-        items: what is measured one after the other, each taking about as long.
+        noun: names the items in the plural, such as "shapes".
+        items: measured one after the other, each taking about as long.
     """
     if dist.is_initialized() and dist.get_rank():
         yield from items
     elif (console := _terminal()) is not None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-            task = bar.add_task(what, total=len(items))
+            task = bar.add_task(noun, total=len(items))
             bar.refresh()
             for item in items:
                 yield item
                 bar.update(task, advance=1, refresh=True)
     else:
-        yield from _told_by_lines(what, items)
-
-
-def _told_by_lines(what: str, items: Sequence[T]) -> Iterator[T]:
-    began = told = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        now = time.monotonic()
-        if now - told >= _LINE_EVERY_S and done < len(items):
-            told = now
-            left_s = (now - began) / done * (len(items) - done)
-            log.info("%d of %d %s, about %.0f s left", done, len(items), what, left_s)
+        began = logged = time.monotonic()
+        for done, item in enumerate(items, 1):
+            yield item
+            now = time.monotonic()
+            if now - logged >= _LINE_EVERY_S and done < len(items):
+                logged = now
+                left_s = (now - began) / done * (len(items) - done)
+                log.info("%d of %d %s, about %.0f s left", done, len(items), noun, left_s)
 
 
 def _terminal() -> Console | None:
@@ -107,11 +104,11 @@ def _terminal() -> Console | None:
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `piece` once, capture it, and return what launches the graph; on a CPU return `piece`.
+    """Run `piece` once, capture it, and return the function that launches the graph; on a CPU return `piece`.
 
-    All that the piece issues begins and ends on the current stream, which may not be the default one. It is run before
-    it is captured, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all
-    ranks call this alike.
+    All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
+    capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
+    call this alike.
 
     Raises:
         RuntimeError: if the piece cannot be captured.
@@ -133,10 +130,6 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
-_ROUNDS = 4  # contenders take turns
-_WARMUP_STEPS = 5
-
-
 @dataclass(frozen=True)
 class Timing:
     """The time of a contender's steps, taken back to back; all numbers are the maximum over the ranks."""
@@ -144,13 +137,13 @@ class Timing:
     times: StepTimes
     p95_ms: float
     host_ms: float
-    """median time for the host to issue a step"""
+    """median time for the CPU to issue a step"""
     steps: int
     """how many were timed"""
 
 
 Turn = Callable[[int], tuple[list[float], list[float]]]
-"""takes a number of steps; returns this rank's time of each, and the host's time of issuing each, in ms"""
+"""takes a number of steps; returns this rank's time of each, and the CPU's time of issuing each, in ms"""
 
 
 def take_turns(
@@ -158,7 +151,7 @@ def take_turns(
     steps: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    tell: bool = True,
+    shown: bool = True,
 ) -> list[Timing]:
     """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
 
@@ -167,13 +160,13 @@ def take_turns(
         steps: the fewest of each.
         device: of this rank.
         group: the ranks; None for all.
-        tell: whether to tell on rank 0 how many turns are left.
+        shown: whether rank 0 shows how many turns are left.
     """
     per_round = math.ceil(steps / _ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
-    order = list(enumerate(turns)) * _ROUNDS
-    for i, turn in counted("turns of contenders", order) if tell else order:
+    rounds = list(enumerate(turns)) * _ROUNDS
+    for i, turn in counted("turns of contenders", rounds) if shown else rounds:
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host
@@ -189,17 +182,9 @@ def take_turns(
 
 @torch.no_grad()
 def time_contenders(
-    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int, tell: bool = True
+    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int, shown: bool = True
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, see `take_turns`. All ranks call this.
-
-    Args:
-        contenders: who takes turns.
-        batches: what a contender's `step` takes, one after the other and again from the first.
-        workload: gives the group and the device.
-        steps: the fewest steps to time of each contender.
-        tell: whether to tell on rank 0 how many turns are left.
-    """
+    """Time at least `steps` steps of each contender on `batches` in turn, see `take_turns`. All ranks call this."""
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
         host_ms = []
@@ -212,21 +197,16 @@ def time_contenders(
         return timer.take_ms(), host_ms
 
     turns = [partial(turn, contender) for contender in contenders]
-    return take_turns(turns, steps, workload.device, workload.group, tell)
+    return take_turns(turns, steps, workload.device, workload.group, shown)
 
 
 @torch.no_grad()
 def time_parts(
     step: Callable[..., object], parts: int, batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[float]:
-    """Return the median of each part of a step in ms, on the rank where it is the longest. All ranks call this.
+    """Return the median of each of `parts` parts of a step in ms, on the rank where it is the longest.
 
-    Args:
-        step: runs a step; it takes a batch, and a function to call between two parts.
-        parts: how many parts a step has.
-        batches: what `step` takes, one after the other and again from the first.
-        workload: gives the group and the device.
-        steps: how many to time.
+    All ranks call this. `step` takes a batch, and a function to call between two parts.
     """
     following, timer = _warm_up(step, batches, workload)
     for _ in range(steps):

@@ -16,7 +16,7 @@ _NUMBERS = f"speedup over the strongest baseline; hatched: below {PAYS}; in brac
 
 
 class Axis(NamedTuple):
-    """What a direction of the map stands for."""
+    """A direction of the map."""
 
     column: str
     label: str

@@ -21,7 +21,7 @@ _VERSIONS = ("torch", "nccl", "fbgemm", "torchrec", "triton")
 
 
 class Measured(NamedTuple):
-    """What one CSV file holds."""
+    """The rows of one CSV file."""
 
     name: str
     """the file's name without .csv"""

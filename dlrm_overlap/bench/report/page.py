@@ -87,7 +87,7 @@ class Section(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What the commands are."""
+        """A name for the commands."""
         return "the figure's command" if self.commands == [self.plot.command] else "measured by"
 
     @property

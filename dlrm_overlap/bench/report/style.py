@@ -24,7 +24,7 @@ class Look(NamedTuple):
     line: str
 
 
-# In grey, any two of a figure differ in lightness or in hatch. A hatch is black, so what has one is light.
+# In grey, any two of a figure differ in lightness or in hatch. A hatch is black, so a bar that has one is light.
 _LOOKS = {
     "baseline": Look("#d4d9df", "", "o", "--"),
     "torchrec": Look("#9aa5b1", "////", "s", "--"),
@@ -102,7 +102,7 @@ class Picture:
             each.yaxis.label.set_size(8)
 
     def caption(self, *texts: str) -> None:
-        """Write below the plot what it was measured on and by which command."""
+        """Write below the plot its hardware and its command."""
         text = "\n".join(line for each in texts for line in textwrap.wrap(each, _CAPTION))
         self.figure.supxlabel(text, fontsize=6.5, family="monospace")
 
@@ -197,7 +197,7 @@ def bars(
 
 
 def _label(axes: Any, drawn: Any, name: str) -> None:
-    """Name what is drawn in the legend, once."""
+    """Name the drawn thing in the legend, once."""
     if name not in axes.get_legend_handles_labels()[1]:
         drawn.set_label(name)
 

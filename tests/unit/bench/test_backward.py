@@ -177,6 +177,6 @@ def test_a_disagreement_tells_no_time(
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith("dlrm-overlap: off, rowwise_adagrad: rows or state differ from the baseline's by ")
-    assert line.endswith("no time is told")
+    assert line.endswith("no time is reported")
     assert out == ""
     assert not request.output.exists()
