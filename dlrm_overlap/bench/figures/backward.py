@@ -51,12 +51,17 @@ from dlrm_overlap.embedding.protocol.step import BatchSizes, Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.train.ranks import Ranks
 
+_SHOWN = (
+    "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
+    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "deterministic", "max_relative_difference",
+)  # fmt: skip
+
 
 class GradientBatch(NamedTuple):
     """A batch: its ids on the ranks that own their rows, and the gradient of its pooled embeddings."""
 
     number: int
-    """the batch's place among the workload's batches"""
+    """of the batch among the workload's"""
     ids: Ids
     gradient: torch.Tensor
     """[b, D_total] float32, of this rank's samples, in the layout that autograd leaves"""
@@ -74,10 +79,7 @@ def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wir
         gradient: [b, D_total] float32.
         dims: the columns of each owner, in the order of the owners; they add up to D_total.
         scale: the factor.
-        wire_dtype: of the result.
-
-    Returns:
-        A flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
+        wire_dtype: of the result, a flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
     """
     return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
 
@@ -196,12 +198,6 @@ class Push(Contender):
     def close(self) -> None:
         """Free the windows. Every rank must have finished its steps."""
         self._halves.close()
-
-
-_SHOWN = (
-    "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
-    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "deterministic", "max_relative_difference",
-)  # fmt: skip
 
 
 def run(request: BackwardRequest, ranks: Ranks) -> int:

@@ -134,7 +134,7 @@ def make_contenders(
     return made
 
 
-class _Case:
+class _Call:
     """One contender's call at one size, eager or captured, perhaps beside a product."""
 
     def __init__(
@@ -179,7 +179,7 @@ class _Clock:
         self._device = device
 
     def time(self, call: Callable[[], object], calls: int) -> tuple[list[float], list[float]]:
-        """Return the times of so many calls in ms: of the device, and of the host to issue them."""
+        """Return the times of so many calls in ms: of the device, and of the CPU to issue them."""
         timer, host_ms = StepTimer(self._device), list[float]()
         ranks = self._gate.group.size()
         for number in range(_WARM_UP + calls):
@@ -217,7 +217,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
             for beside in ("nothing", "compute"):
                 product = multiply if beside == "compute" else None
                 for size in counted(f"sizes of {operation}", sizes_mb):
-                    cases = [_Case(each, operation, size * _MB, product) for each in contenders]
+                    cases = [_Call(each, operation, size * _MB, product) for each in contenders]
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
                     columns["store_programs"] = request.store_programs
                     measured, wrong = _measure(cases, clock, size * _MB, request.iterations, product, columns)
@@ -238,7 +238,7 @@ def _make_product(device: torch.device) -> Callable[[], object]:
 
 
 def _measure(
-    cases: list[_Case],
+    cases: list[_Call],
     clock: _Clock,
     row_bytes: int,
     iterations: int,
@@ -248,9 +248,9 @@ def _measure(
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
     device, group = cases[0].contender.device, cases[0].contender.group
     ways = (False, True) if device.type == "cuda" else (False,)
-    faults, found = list[str](), dict[tuple[bool, _Case], Callable[[], object]]()
+    faults, found = list[str](), dict[tuple[bool, _Call], Callable[[], object]]()
     for case in cases:
-        runs = dict[tuple[bool, _Case], Callable[[], object]]()
+        runs = dict[tuple[bool, _Call], Callable[[], object]]()
         for captured in ways:
             runs[captured, case] = capture(case.call, device) if captured else case.call
             case.fill()

@@ -4,7 +4,7 @@
 Contenders: the baseline; the baseline in 2, 4 and 8 chunks, so that NCCL sends one while FBGEMM looks up the next; and
 every backend that stores into its peers' memory. A backend is compared with the strongest baseline of a shape.
 
-A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the host issues them, so on
+A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the CPU issues them, so on
 small shapes it is the CPU's. `gpu_ms` is of a step whose kernels the CPU has issued before it begins, as those of a
 captured step. Outputs of each shape are compared before it is timed; a shape on which
 they differ gets no row. Rows are appended shape by shape, so those from before an end by force are there. On CPUs

@@ -43,7 +43,7 @@ class TrainingRun:
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int) -> tuple[list[float], list[float]]:
-        """Return this rank's times of `steps` steps, and the host's times of issuing them, in ms.
+        """Return this rank's times of `steps` steps, and the CPU's times of issuing them, in ms.
 
         All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end.
         """

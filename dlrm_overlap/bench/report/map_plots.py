@@ -9,7 +9,7 @@ from dlrm_overlap.bench.report.style import Picture
 
 PAYS = 1.05
 """the speedup over the strongest baseline from which the words say that it pays"""
-_HOST = 0.9  # of a step's time: from there on a step takes as long as its host takes to issue it
+_HOST = 0.9  # of a step's time: from there on a step takes as long as its CPU takes to issue it
 _EVERYWHERE = "every one measured"
 _DARKEST = 3.0  # speedups beyond are as dark
 _NUMBERS = f"speedup over the strongest baseline; hatched: below {PAYS}; in brackets: the host's time decides"
@@ -61,7 +61,7 @@ class Map:
         return {place: _cell(by_name.values(), time) for place, by_name in sorted(found.items())}
 
     def draw(self, measured: Measured) -> Picture:
-        """Draw the heat maps, numbers in the cells; a number in brackets is bound by the host."""
+        """Draw the heat maps, numbers in the cells; a number in brackets is bound by the CPU."""
         panels = sorted({panel for panel, _, _ in self.cells(measured.rows, "median_ms")})
         picture = Picture(2.7 * len(_TIMES) + 1.0, len(panels), len(_TIMES))
         picture.figure.suptitle(_NUMBERS, fontsize=8.5)
@@ -144,7 +144,7 @@ def _cell(rows: Iterable[Row], time: str) -> Cell:
 
 
 def _in_all(found: Mapping[Any, Cell]) -> str:
-    """Return a sentence on all cells: how many pay, from which to which speedup, and where the host decides."""
+    """Return a sentence on all cells: how many pay, from which to which speedup, and where the CPU decides."""
     speedups = [cell.speedup for cell in found.values()]
     pays = sum(speedup >= PAYS for speedup in speedups)
     text = (
