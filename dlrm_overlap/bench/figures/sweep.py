@@ -13,7 +13,6 @@ all of it is a rehearsal, and the axes that are not given are those of toys.
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +21,13 @@ from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, close_all
 from dlrm_overlap.bench.harness.limits import describe, describe_tables, forward_limit, measure_ceilings, times
-from dlrm_overlap.bench.harness.timing import counted, time_contenders
+from dlrm_overlap.bench.harness.timing import in_time, time_contenders
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
 from dlrm_overlap.bench.request import MapRequest
-from dlrm_overlap.comm.turns import Turns, greatest
+from dlrm_overlap.comm.turns import Turns
 from dlrm_overlap.config import Config, parse_multi_hot
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.train.ranks import Ranks
@@ -49,8 +48,8 @@ def run(request: MapRequest, ranks: Ranks) -> int:
     points = request.points(ranks.config, ranks.world.world_size, ranks.device.type)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
-    workload, made_with, began = None, None, time.monotonic()
-    for number, point in enumerate(counted("shapes", points), 1):
+    workload, made_with = None, None
+    for number, point in enumerate(in_time(request.most_seconds, "shapes", points, ranks.device, group), 1):
         tables = point.model.dim, point.data.tables.count
         ids = read_ids(point, group, ranks.device)
         if workload is None or tables != made_with:
@@ -65,11 +64,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         faults += wrong
         if ranks.world.rank == 0 and found:
             append_rows(request.output, found)
-        (passed_s,) = greatest([time.monotonic() - began], ranks.device, group)
         log.info("%s: shape %d of %d, %s", request.kind, number, len(points), _name(point))
-        if request.most_seconds and passed_s >= request.most_seconds and number < len(points):
-            log.warning("%s: ends here, %d shapes are left out (--most_seconds)", request.kind, len(points) - number)
-            break
     if ranks.world.rank == 0:
         print_faults(faults)
         if rows:

@@ -98,6 +98,22 @@ def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
                 log.info("%d of %d %s, about %.0f s left", done, len(items), noun, left_s)
 
 
+def in_time(
+    most_seconds: int | None, noun: str, items: Sequence[T], device: torch.device, group: dist.ProcessGroup
+) -> Iterator[T]:
+    """Yield `items` as `counted` does, and end after the one at which `most_seconds` have passed on a rank.
+
+    All ranks call this, and measure each item before they ask for the next.
+    """
+    began = time.monotonic()
+    for number, item in enumerate(counted(noun, items), 1):
+        yield item
+        (passed_s,) = greatest([time.monotonic() - began], device, group)
+        if most_seconds and passed_s >= most_seconds and number < len(items):
+            log.warning("bench: ends here, %d %s are left out (--most_seconds)", len(items) - number, noun)
+            return
+
+
 def _terminal() -> Console | None:
     """Return the terminal that the log is written to, which keeps its lines and the bar apart, or None."""
     return next((each.console for each in log.handlers if isinstance(each, RichHandler)), None)
