@@ -20,8 +20,12 @@ class Figure(NamedTuple):
     """the module in `figures/` whose `run` measures it"""
     request: type[request.Request]
     """its options"""
-    summary: str
-    """the measurement in a line"""
+
+    @property
+    def summary(self) -> str:
+        """What is measured, in a line."""
+        first = (self.request.__doc__ or "").partition("\n")[0]
+        return first[:1].lower() + first[1:].rstrip(".")
 
     def load(self) -> Callable[[Any, Any], int]:
         """Import the figure's file and return its `run`, which takes the request and this rank's `Ranks`."""
@@ -29,68 +33,22 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "input": Figure("input", request.InputRequest, "the step fed by the loader, against the step on one cached batch"),
-    "step": Figure("step", request.StepRequest, "the whole training step under TorchRec and under our backends"),
-    "ablation": Figure("ablation", request.AblationRequest, "the whole step with one thing more or less"),
-    "timeline": Figure(
-        "timeline",
-        request.TimelineRequest,
-        "what of a traced step is exposed communication, with a picture (GPU)",
-    ),
-    "stage": Figure("stage", request.EveryoneRequest, "the embedding stage's forward on one shape, all contenders"),
-    "weak": Figure(
-        "scaling",
-        request.WeakRequest,
-        "the embedding stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay",
-    ),
-    "strong": Figure(
-        "scaling",
-        request.StrongRequest,
-        "the embedding stage on 1, 2, 4, .. ranks; tables in all and global batch stay",
-    ),
-    "sweep": Figure(
-        "sweep",
-        request.SweepRequest,
-        "where the embedding stage gains: a map over pooling factor, dim and batch",
-    ),
-    "grid": Figure(
-        "sweep", request.GridRequest, "where the embedding stage gains: a map over batch and tables of a rank"
-    ),
-    "slice": Figure("slice", request.ForwardRequest, "the embedding stage of fused by slice size, beside pgas"),
-    "occupancy": Figure(
-        "occupancy",
-        request.OccupancyRequest,
-        "the embedding stage of fused by programs a multiprocessor (GPU)",
-    ),
-    "programs": Figure(
-        "programs",
-        request.ProgramsRequest,
-        "when the persistent kernel's programs pool, put and wait, task by task (GPU)",
-    ),
-    "volume": Figure(
-        "volume", request.VolumeRequest, "bytes on the links over time, of fused and of the baselines (GPU)"
-    ),
-    "schedule": Figure(
-        "schedule",
-        request.ForwardRequest,
-        "the embedding stage of pgas and fused by order of the tasks, with the skew between ranks",
-    ),
-    "backward": Figure(
-        "backward",
-        request.BackwardRequest,
-        "the embedding stage's backward: push and atomic against the collective with FBGEMM's update",
-    ),
-    "collectives": Figure(
-        "collectives",
-        request.CollectivesRequest,
-        "all-to-all and all-gather by copy engines and by stores, against NCCL's",
-    ),
-    "concurrent": Figure(
-        "concurrent",
-        request.ConcurrentRequest,
-        "a computation beside a communication that does not depend on it, by each way to issue the two",
-    ),
-    "gemm": Figure(
-        "gemm", GemmRequest, "products with their all-gather or reduce-scatter inside, by each way to do it"
-    ),
+    "input": Figure("input", request.InputRequest),
+    "step": Figure("step", request.StepRequest),
+    "ablation": Figure("ablation", request.AblationRequest),
+    "timeline": Figure("timeline", request.TimelineRequest),
+    "stage": Figure("stage", request.EveryoneRequest),
+    "weak": Figure("scaling", request.WeakRequest),
+    "strong": Figure("scaling", request.StrongRequest),
+    "sweep": Figure("sweep", request.SweepRequest),
+    "grid": Figure("sweep", request.GridRequest),
+    "slice": Figure("slice", request.SliceRequest),
+    "occupancy": Figure("occupancy", request.OccupancyRequest),
+    "programs": Figure("programs", request.ProgramsRequest),
+    "volume": Figure("volume", request.VolumeRequest),
+    "schedule": Figure("schedule", request.ScheduleRequest),
+    "backward": Figure("backward", request.BackwardRequest),
+    "collectives": Figure("collectives", request.CollectivesRequest),
+    "concurrent": Figure("concurrent", request.ConcurrentRequest),
+    "gemm": Figure("gemm", GemmRequest),
 }

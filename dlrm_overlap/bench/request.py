@@ -1,7 +1,8 @@
 """The options of each figure, beside the configuration. Loads no torch, so that mistakes are reported at once.
 
-A class is the options of a figure; a field made by `option` is an option on the command line. The classes come in the
-order of `registry.FIGURES`, after those that several figures share.
+A class is the options of a figure; a field made by `option` is an option on the command line, and the first line of the
+class's docstring is the figure's summary there. The classes come in the order of `registry.FIGURES`, after those that
+several figures share.
 """
 
 import itertools
@@ -104,7 +105,7 @@ class Request:
 
 @dataclass(frozen=True)
 class InputRequest(Request):
-    """`bench input`."""
+    """The step fed by the loader, against the step on one cached batch."""
 
     steps: int = _count(200, "timed steps of each kind")
 
@@ -137,7 +138,7 @@ _BATCHES = "different batches, read once and trained on in turn"
 
 @dataclass(frozen=True)
 class StepRequest(TrainingRequest):
-    """`bench step`."""
+    """The whole training step under TorchRec and under our backends."""
 
     contenders: tuple[str, ...] = _names(USUAL, "who takes part; losses are compared with the first one's")
     steps: int = _count(200, "timed steps of each contender")
@@ -162,7 +163,7 @@ _ABLATED = tuple(name for others in ABLATION.values() for name in others)
 
 @dataclass(frozen=True)
 class AblationRequest(TrainingRequest):
-    """`bench ablation`."""
+    """The whole step with one thing more or less."""
 
     contenders: tuple[str, ...] = _names(_ABLATED, "who takes part beside the references torchrec and pgas_graph")
     steps: int = _count(100, "timed steps of each contender")
@@ -174,7 +175,7 @@ class AblationRequest(TrainingRequest):
 
 @dataclass(frozen=True)
 class TimelineRequest(TrainingRequest):
-    """`bench timeline`."""
+    """What of a traced step is exposed communication, with a picture (GPU)."""
 
     contenders: tuple[str, ...] = _names(("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced")
     steps: int = _count(5, "traced steps of each contender")
@@ -234,7 +235,7 @@ def with_tables(config: Config, **keys: Any) -> Config:
 
 @dataclass(frozen=True)
 class ForwardRequest(StageRequest):
-    """Every figure of the stage's forward on one shape: `bench slice` and `bench schedule`, and those below."""
+    """Every figure of the stage's forward on one shape."""
 
     check_ids: bool = option(True, "bounds checks, for all alike", type=bool)
     """whether the baseline and the exchanges check the ids' bounds; training does"""
@@ -242,8 +243,18 @@ class ForwardRequest(StageRequest):
 
 
 @dataclass(frozen=True)
+class SliceRequest(ForwardRequest):
+    """The embedding stage of fused by slice size, beside pgas."""
+
+
+@dataclass(frozen=True)
+class ScheduleRequest(ForwardRequest):
+    """The embedding stage of pgas and fused by order of the tasks, with the skew between ranks."""
+
+
+@dataclass(frozen=True)
 class EveryoneRequest(ForwardRequest):
-    """`bench stage`."""
+    """The embedding stage's forward on one shape, all contenders."""
 
     chunks: tuple[int, ...] = _counts(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
     copy_engines: bool = _flag("NCCL in registered memory too, and its copy engines; tables as on every rank (GPU)")
@@ -268,7 +279,7 @@ class _ScalingRequest(ForwardRequest):
 
 @dataclass(frozen=True)
 class WeakRequest(_ScalingRequest):
-    """`bench weak`, which keeps the tables of a rank."""
+    """The embedding stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay."""
 
     def __post_init__(self) -> None:
         if self.tables_per_rank is None:
@@ -277,7 +288,7 @@ class WeakRequest(_ScalingRequest):
 
 @dataclass(frozen=True)
 class StrongRequest(_ScalingRequest):
-    """`bench strong`, which keeps the tables of all ranks together."""
+    """The embedding stage on 1, 2, 4, .. ranks; tables in all and global batch stay."""
 
     def __post_init__(self) -> None:
         if (given := self.tables_per_rank) is not None:
@@ -336,7 +347,10 @@ def _resized(config: Config, global_batch: int) -> Config:
 
 @dataclass(frozen=True)
 class SweepRequest(MapRequest):
-    """`bench sweep`. Bags of a pooling factor L hold 0 to 2 L ids, any number as often."""
+    """Where the embedding stage gains: a map over pooling factor, dim and batch.
+
+    Bags of a pooling factor L hold 0 to 2 L ids, any number as often.
+    """
 
     pooling_factors: tuple[int, ...] = _counts((), "mean ids a bag, L; none takes 1 8 32 128, or 1 8 on CPUs")
     dims: tuple[int, ...] = _counts((), "of the tables; none takes 128 32 512 256, or 16 32 on CPUs")
@@ -355,7 +369,7 @@ class SweepRequest(MapRequest):
 
 @dataclass(frozen=True)
 class GridRequest(MapRequest):
-    """`bench grid`."""
+    """Where the embedding stage gains: a map over batch and tables of a rank."""
 
     tables: tuple[int, ...] = _counts((), "tables of a rank; none takes 8 16 32 64, or 2 4 on CPUs")
     global_batches: tuple[int, ...] = _counts(
@@ -378,14 +392,14 @@ class GridRequest(MapRequest):
 
 @dataclass(frozen=True)
 class OccupancyRequest(ForwardRequest):
-    """`bench occupancy`."""
+    """The embedding stage of fused by programs a multiprocessor (GPU)."""
 
     lacks_on_cpu: ClassVar[str | None] = "a CPU has no multiprocessors"
 
 
 @dataclass(frozen=True)
 class ProgramsRequest(StageRequest):
-    """`bench programs`."""
+    """When the persistent kernel's programs pool, put and wait, task by task (GPU)."""
 
     iterations: int = _count(10, "steps before the one that is traced")
 
@@ -394,7 +408,7 @@ class ProgramsRequest(StageRequest):
 
 @dataclass(frozen=True)
 class VolumeRequest(StageRequest):
-    """`bench volume`."""
+    """Bytes on the links over time, of fused and of the baselines (GPU)."""
 
     iterations: int = _count(10, "steps before the one that is recorded")
     bins: int = _count(100, "stretches of time that the longest stage is cut into")
@@ -405,7 +419,10 @@ class VolumeRequest(StageRequest):
 
 @dataclass(frozen=True)
 class BackwardRequest(StageRequest):
-    """`bench backward`. The forward has checked its ids."""
+    """The embedding stage's backward: push and atomic against the collective with FBGEMM's update.
+
+    The forward has checked its ids.
+    """
 
     optimizers: tuple[str, ...] = _names(
         ("sgd", "rowwise_adagrad"), "of the rows, one after the other: sgd, rowwise_adagrad, adagrad"
@@ -422,7 +439,7 @@ _COLLECTIVES = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores",
 
 @dataclass(frozen=True)
 class CollectivesRequest(Request):
-    """`bench collectives`."""
+    """All-to-all and all-gather by copy engines and by stores, against NCCL's."""
 
     contenders: tuple[str, ...] = _names(_COLLECTIVES, "who takes part; on CPUs those that can")
     operations: tuple[str, ...] = _names(("all_to_all",), "all_to_all, all_gather, or both")
@@ -443,7 +460,10 @@ class CollectivesRequest(Request):
 
 @dataclass(frozen=True)
 class ConcurrentRequest(Request):
-    """`bench concurrent`. The configuration plays no part."""
+    """A computation beside a communication that does not depend on it, by each way to issue the two.
+
+    The configuration plays no part.
+    """
 
     repetitions: int = _count(15, "timed runs of each strategy in each pair")
     without: tuple[str, ...] = _names((), "strategies that are left out", nargs="*")
