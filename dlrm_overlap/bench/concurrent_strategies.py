@@ -15,7 +15,7 @@ SHARES = (12, 20, 28)
 
 
 COPY_SHARES = (4, 12)
-"""the same, where copy engines carry the bytes, and what is left to do is to meet the peers, to wait and to add up"""
+"""the same, where copy engines carry the bytes, and only meeting the peers, waiting and adding up are left"""
 
 
 @dataclass(frozen=True)

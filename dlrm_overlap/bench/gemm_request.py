@@ -26,7 +26,7 @@ GEMM_CONTENDERS = ("serial", "torch", "chunks", "copies", "pushes", "tiles", "tr
 
 @dataclass(frozen=True)
 class GemmRequest(Request):
-    """What is asked of the figure of products with communication inside. The configuration plays no part."""
+    """Products with their all-gather or reduce-scatter inside, by each way to do it."""
 
     shapes: tuple[str, ...] = option(
         (), "M x K x N of two layers, such as 4096x12288x49152; none takes those of wide layers, or toys", nargs="+"

@@ -1,19 +1,25 @@
-"""What a user can ask of each figure, beside the configuration. Loads no torch: mistakes are reported at once.
+"""The options of each figure, beside the configuration. Loads no torch, so that mistakes are reported at once.
 
-A class is what a figure takes; a field made by `option` is an option on the command line. Here are what all have in
-common and the figures that no family below has: `stage_request`, `sweep_request`, `step_request`, `gemm_request`.
+A class is the options of a figure; a field made by `option` is an option on the command line, and the first line of the
+class's docstring is the figure's summary there. The classes come in the order of `registry.FIGURES`, after those that
+several figures share.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from dlrm_overlap.bench.concurrent_strategies import check_left_out
 from dlrm_overlap.bench.names import check_names
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, USUAL, contender_config
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+
+CHUNKS = (2, 4, 8)
+"""of tables, in which a baseline looks up and sends"""
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -21,9 +27,25 @@ def option(default: Any, help: str, **settings: Any) -> Any:
     return field(default=default, metadata={"help": help, **settings})
 
 
+def _count(default: int | None, help: str) -> Any:
+    return option(default, help, type=PositiveInt)
+
+
+def _counts(default: tuple[int, ...], help: str, nargs: str = "+") -> Any:
+    return option(default, help, nargs=nargs, type=PositiveInt)
+
+
+def _names(default: Collection[str], help: str, nargs: str = "+") -> Any:
+    return option(tuple(default), help, nargs=nargs)
+
+
+def _flag(help: str) -> Any:
+    return option(False, help, action="store_true")
+
+
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a figure. The options that a figure takes are a class below this one."""
+    """The options of every figure."""
 
     kind: str
     """the figure's name in the registry"""
@@ -32,13 +54,13 @@ class Request:
 
     output_help: ClassVar[str] = "CSV file to append the rows to"
     lacks_on_cpu: ClassVar[str | None] = None
-    """what a CPU lacks that the figure needs, as in "a CPU has no clock"; None where it can be rehearsed on one"""
+    """why a CPU cannot measure the figure, as in "a CPU has no clock"; None where it can rehearse it"""
     needs_peers: ClassVar[bool] = False
     """whether one rank alone has nothing to measure"""
 
     @classmethod
     def options(cls, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield every option of the figure `kind`: its name without dashes, and what `add_argument` takes."""
+        """Yield every option of the figure `kind`: its name without dashes, and the arguments of `add_argument`."""
         for each in fields(cls):
             if each.metadata:
                 default = list(each.default) if isinstance(each.default, tuple) else each.default
@@ -57,11 +79,10 @@ class Request:
         return cls(kind, Path(values.output), **own)
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check what depends on the number of ranks and on their device; needs no process group.
+        """Check the request against the number of ranks and their device; needs no process group.
 
         Raises:
-            InputError: naming the key, or because the ranks are on a CPU and the figure needs GPUs, or there is one
-                rank and the figure needs peers.
+            InputError: naming the key, or because the figure needs GPUs, or more than one rank.
         """
         if device_type == "cpu" and self.lacks_on_cpu:
             raise InputError(f"bench {self.kind}: {self.lacks_on_cpu}; run it on GPUs")
@@ -69,7 +90,7 @@ class Request:
             raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
 
     def check_hosts(self, config: Config) -> None:
-        """Check that rows will say so where hosts are emulated: only those of `bench stage` do.
+        """Check that rows will say that hosts are emulated: only those of `bench stage` do.
 
         Raises:
             InputError: if this figure's would not.
@@ -84,59 +105,371 @@ class Request:
 
 @dataclass(frozen=True)
 class InputRequest(Request):
-    """What is asked of the figure of the input."""
+    """The step fed by the loader, against the step on one cached batch."""
 
-    steps: int = option(200, "timed steps of each kind", type=PositiveInt)
+    steps: int = _count(200, "timed steps of each kind")
 
     output_help: ClassVar[str] = "CSV file to append the row to"
 
 
-COLLECTIVE_SIZES_MB = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512)
-"""to each peer, as the figure's default; on CPUs COLLECTIVE_TOYS_MB, since each contender keeps room for the largest"""
+@dataclass(frozen=True)
+class TrainingRequest(Request):
+    """Every figure whose contenders are training runs."""
 
-COLLECTIVE_TOYS_MB = (1, 4)
+    contenders: tuple[str, ...]
 
-COLLECTIVE_CONTENDERS = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto")
+    known: ClassVar[Collection[str]] = STEP_CONTENDERS
+    """names that `contenders` may have"""
+    references: ClassVar[Collection[str]] = ()
+    """who takes part beside these"""
+
+    def __post_init__(self) -> None:
+        check_names("--contenders", self.contenders, self.known, "a contender")
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that every contender and reference has a configuration."""
+        for name in (*self.references, *self.contenders):
+            contender_config(config, STEP_CONTENDERS[name], device_type)
+        super().check_ranks(config, world_size, device_type)
+
+
+_BATCHES = "different batches, read once and trained on in turn"
+
+
+@dataclass(frozen=True)
+class StepRequest(TrainingRequest):
+    """The whole training step under TorchRec and under our backends."""
+
+    contenders: tuple[str, ...] = _names(USUAL, "who takes part; losses are compared with the first one's")
+    steps: int = _count(200, "timed steps of each contender")
+    batches: int = _count(16, _BATCHES)
+    pinned_host: bool = _flag("time all once more with each rank held to one core, which a busy process shares")
+    dense_tflop_per_s: float = option(
+        790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
+    )
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that the step's bytes can be counted."""
+        if config.embedding.plan == "row_wise":
+            raise InputError(
+                "embedding.plan: row_wise, but this figure counts the bytes of table-wise and column-wise shards; set "
+                "embedding.plan auto"
+            )
+        super().check_ranks(config, world_size, device_type)
+
+
+_ABLATED = tuple(name for others in ABLATION.values() for name in others)
+
+
+@dataclass(frozen=True)
+class AblationRequest(TrainingRequest):
+    """The whole step with one thing more or less."""
+
+    contenders: tuple[str, ...] = _names(_ABLATED, "who takes part beside the references torchrec and pgas_graph")
+    steps: int = _count(100, "timed steps of each contender")
+    batches: int = _count(16, _BATCHES)
+
+    known = _ABLATED
+    references = ABLATION
+
+
+@dataclass(frozen=True)
+class TimelineRequest(TrainingRequest):
+    """What of a traced step is exposed communication, with a picture (GPU)."""
+
+    contenders: tuple[str, ...] = _names(("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced")
+    steps: int = _count(5, "traced steps of each contender")
+    batches: int = _count(16, _BATCHES)
+
+    output_help: ClassVar[str] = (
+        "CSV file to append the rows to; the picture is beside it as .svg, the traces are in a folder of its name"
+    )
+    lacks_on_cpu: ClassVar[str | None] = "a CPU's trace has no kernels and no streams"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output.suffix != ".csv":
+            raise InputError(
+                f"--output {self.output}: must end in .csv, since the picture beside it has the same name with another "
+                f"ending, and the folder of the traces without one; give one that does"
+            )
+
+
+@dataclass(frozen=True)
+class StageRequest(Request):
+    """Every figure of the embedding stage. The configuration gives the shape."""
+
+    iterations: int = _count(100, "timed steps of each contender")
+    tables_per_rank: int | None = _count(
+        None, "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
+    )
+
+    def worlds(self, world_size: int) -> list[int]:
+        """Return the numbers of ranks to measure on, in ascending order; here all ranks alone."""
+        return [world_size]
+
+    def shape(self, config: Config, world_size: int) -> Config:
+        """Return `config` with the tables that `world_size` ranks have.
+
+        Raises:
+            InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
+        """
+        if self.tables_per_rank is not None:
+            config = with_tables(config, count=self.tables_per_rank * world_size)
+        elif (count := config.data.tables.number(world_size)) < world_size:
+            raise InputError(f"data.tables.count: {count} tables for {world_size} ranks; each takes at least one")
+        config.train.samples_per_rank(world_size)
+        return config
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that every number of ranks to measure on has a shape."""
+        super().check_ranks(config, world_size, device_type)
+        for size in self.worlds(world_size):
+            self.shape(config, size)
+
+
+def with_tables(config: Config, **keys: Any) -> Config:
+    """Return `config` with other keys of `data.tables`."""
+    return replace(config, data=replace(config.data, tables=replace(config.data.tables, **keys)))
+
+
+@dataclass(frozen=True)
+class ForwardRequest(StageRequest):
+    """Every figure of the stage's forward on one shape."""
+
+    check_ids: bool = option(True, "bounds checks, for all alike", type=bool)
+    """whether the baseline and the exchanges check the ids' bounds; training does"""
+    beside_product: bool = _flag("time each contender once more beside a matrix product of 8192 x 8192 x 8192")
+
+
+@dataclass(frozen=True)
+class SliceRequest(ForwardRequest):
+    """The embedding stage of fused by slice size, beside pgas."""
+
+
+@dataclass(frozen=True)
+class ScheduleRequest(ForwardRequest):
+    """The embedding stage of pgas and fused by order of the tasks, with the skew between ranks."""
+
+
+@dataclass(frozen=True)
+class EveryoneRequest(ForwardRequest):
+    """The embedding stage's forward on one shape, all contenders."""
+
+    chunks: tuple[int, ...] = _counts(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
+    copy_engines: bool = _flag("NCCL in registered memory too, and its copy engines; tables as on every rank (GPU)")
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that there are copy engines, and somebody to send to."""
+        super().check_ranks(config, world_size, device_type)
+        tables = self.shape(config, world_size).data.tables.number()
+        if self.copy_engines and (device_type == "cpu" or world_size == 1 or tables % world_size):
+            raise InputError(
+                f"--copy_engines: {tables} tables on {world_size} ranks ({device_type}); NCCL's copy engines need "
+                f"GPUs, two ranks or more, and as many tables on each"
+            )
+
+
+@dataclass(frozen=True)
+class _ScalingRequest(ForwardRequest):
+    def worlds(self, world_size: int) -> list[int]:
+        """Return the powers of two up to `world_size`."""
+        return [2**n for n in range(world_size.bit_length())]
+
+
+@dataclass(frozen=True)
+class WeakRequest(_ScalingRequest):
+    """The embedding stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay."""
+
+    def __post_init__(self) -> None:
+        if self.tables_per_rank is None:
+            raise InputError("--tables_per_rank: not given, but weak scaling keeps the tables of a rank; give it")
+
+
+@dataclass(frozen=True)
+class StrongRequest(_ScalingRequest):
+    """The embedding stage on 1, 2, 4, .. ranks; tables in all and global batch stay."""
+
+    def __post_init__(self) -> None:
+        if (given := self.tables_per_rank) is not None:
+            raise InputError(
+                f"--tables_per_rank: {given}, but strong scaling keeps the tables in all; set data.tables.count instead"
+            )
+
+
+@dataclass(frozen=True)
+class MapRequest(StageRequest):
+    """`bench sweep` and `bench grid`, which measure many shapes. The configuration gives the keys that these share.
+
+    An axis that is not given has the values of `grid`, or on CPUs those of `toys`, which take two ranks a minute.
+    """
+
+    grid: ClassVar[Mapping[str, tuple[int, ...]]]
+    """option -> its values where it is not given"""
+    toys: ClassVar[Mapping[str, tuple[int, ...]]]
+    """the same on CPUs"""
+
+    iterations: int = _count(12, "timed steps of each contender on each shape")
+    chunks: tuple[int, ...] = _counts(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
+    most_seconds: int | None = _count(
+        None, "end after the shape at which so many have passed since the first one began"
+    )
+
+    def points(self, config: Config, world_size: int, device_type: str) -> list[Config]:
+        """Return the shapes to measure: all values of the axes, nested in the order of `grid`.
+
+        Raises:
+            InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
+        """
+        axes = self.grid if device_type == "cuda" else self.toys
+        values = itertools.product(*(getattr(self, name) or usual for name, usual in axes.items()))
+        return [self.shape(self.point(config, world_size, *each), world_size) for each in values]
+
+    @staticmethod
+    def point(config: Config, world_size: int, *values: int) -> Config:
+        """Return `config` with these values of the axes."""
+        raise NotImplementedError
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check every shape, and that the samples are synthetic."""
+        if config.data.kind != "synthetic":
+            raise InputError(
+                f"data.kind: {config.data.kind}, but bench {self.kind} takes shapes that no file has; set "
+                f"data.kind synthetic"
+            )
+        super().check_ranks(config, world_size, device_type)
+        self.points(config, world_size, device_type)
+
+
+def _resized(config: Config, global_batch: int) -> Config:
+    return replace(config, train=replace(config.train, global_batch_size=global_batch))
+
+
+@dataclass(frozen=True)
+class SweepRequest(MapRequest):
+    """Where the embedding stage gains: a map over pooling factor, dim and batch.
+
+    Bags of a pooling factor L hold 0 to 2 L ids, any number as often.
+    """
+
+    pooling_factors: tuple[int, ...] = _counts((), "mean ids a bag, L; none takes 1 8 32 128, or 1 8 on CPUs")
+    dims: tuple[int, ...] = _counts((), "of the tables; none takes 128 32 512 256, or 16 32 on CPUs")
+    global_batches: tuple[int, ...] = _counts((), "samples of all ranks; none takes 2048 16384, or 256 on CPUs")
+
+    grid: ClassVar = {"dims": (128, 32, 512, 256), "global_batches": (2048, 16384), "pooling_factors": (1, 8, 32, 128)}
+    toys: ClassVar = {"dims": (16, 32), "global_batches": (256,), "pooling_factors": (1, 8)}
+
+    @staticmethod
+    def point(config: Config, world_size: int, *values: int) -> Config:
+        """Return `config` with a dim, a global batch and a pooling factor."""
+        dim, batch, pooling = values
+        model = replace(config.model, dim=dim, bottom_mlp=[*config.model.bottom_mlp[:-1], dim])
+        return with_tables(_resized(replace(config, model=model), batch), multi_hot=f"0..{2 * pooling}")
+
+
+@dataclass(frozen=True)
+class GridRequest(MapRequest):
+    """Where the embedding stage gains: a map over batch and tables of a rank."""
+
+    tables: tuple[int, ...] = _counts((), "tables of a rank; none takes 8 16 32 64, or 2 4 on CPUs")
+    global_batches: tuple[int, ...] = _counts(
+        (), "samples of all ranks; none takes 512 1024 2048 4096, or 128 256 on CPUs"
+    )
+
+    grid: ClassVar = {"tables": (8, 16, 32, 64), "global_batches": (512, 1024, 2048, 4096)}
+    toys: ClassVar = {"tables": (2, 4), "global_batches": (128, 256)}
+
+    def __post_init__(self) -> None:
+        if (given := self.tables_per_rank) is not None:
+            raise InputError(f"--tables_per_rank: {given}, but the tables of a rank are swept; give --tables instead")
+
+    @staticmethod
+    def point(config: Config, world_size: int, *values: int) -> Config:
+        """Return `config` with a number of tables of a rank and a global batch."""
+        count, batch = values
+        return with_tables(_resized(config, batch), count=count * world_size)
+
+
+@dataclass(frozen=True)
+class OccupancyRequest(ForwardRequest):
+    """The embedding stage of fused by programs a multiprocessor (GPU)."""
+
+    lacks_on_cpu: ClassVar[str | None] = "a CPU has no multiprocessors"
+
+
+@dataclass(frozen=True)
+class ProgramsRequest(StageRequest):
+    """When the persistent kernel's programs pool, put and wait, task by task (GPU)."""
+
+    iterations: int = _count(10, "steps before the one that is traced")
+
+    lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
+
+
+@dataclass(frozen=True)
+class VolumeRequest(StageRequest):
+    """Bytes on the links over time, of fused and of the baselines (GPU)."""
+
+    iterations: int = _count(10, "steps before the one that is recorded")
+    bins: int = _count(100, "stretches of time that the longest stage is cut into")
+
+    lacks_on_cpu: ClassVar[str | None] = "a CPU's kernels have no clock"
+    needs_peers = True
+
+
+@dataclass(frozen=True)
+class BackwardRequest(StageRequest):
+    """The embedding stage's backward: push and atomic against the collective with FBGEMM's update.
+
+    The forward has checked its ids.
+    """
+
+    optimizers: tuple[str, ...] = _names(
+        ("sgd", "rowwise_adagrad"), "of the rows, one after the other: sgd, rowwise_adagrad, adagrad"
+    )
+
+    def __post_init__(self) -> None:
+        known = get_args(get_type_hints(EmbeddingConfig)["optimizer"])
+        check_names("--optimizers", self.optimizers, known, "an optimizer of the tables")
+
+
+_SIZES_MB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "cpu": (1, 4)}  # each contender has room for all
+_COLLECTIVES = ("nccl", "nccl_registered", "nccl_copy_engines", "dma", "stores", "auto")
 
 
 @dataclass(frozen=True)
 class CollectivesRequest(Request):
-    """What is asked of the figure of the collectives."""
+    """All-to-all and all-gather by copy engines and by stores, against NCCL's."""
 
-    contenders: tuple[str, ...] = option(COLLECTIVE_CONTENDERS, "who takes part; on CPUs those that can", nargs="+")
-    operations: tuple[str, ...] = option(("all_to_all",), "all_to_all, all_gather, or both", nargs="+")
-    beside: tuple[str, ...] = option(
-        ("nothing", "compute"), "nothing, compute (a product of two bf16 matrices of 8192 x 8192), or both", nargs="+"
-    )
-    sizes_mb: tuple[int, ...] = option(
-        (), "to each peer, of 2^20 bytes; none takes 1 to 512, or toys on CPUs", nargs="+", type=PositiveInt
-    )
-    iterations: int = option(20, "timed calls of each contender at each size", type=PositiveInt)
-    store_programs: int = option(64, "programs of the kernel of stores", type=PositiveInt)
+    contenders: tuple[str, ...] = _names(_COLLECTIVES, "who takes part; on CPUs those that can")
+    operations: tuple[str, ...] = _names(("all_to_all",), "all_to_all, all_gather, or both")
+    sizes_mb: tuple[int, ...] = _counts((), "to each peer, of 2^20 bytes; none takes 1 to 512, or toys on CPUs")
+    iterations: int = _count(20, "timed calls of each contender at each size")
+    store_programs: int = _count(64, "programs of the kernel of stores")
 
     needs_peers = True
 
     def __post_init__(self) -> None:
-        check_names("--contenders", self.contenders, COLLECTIVE_CONTENDERS, "a contender")
+        check_names("--contenders", self.contenders, _COLLECTIVES, "a contender")
         check_names("--operations", self.operations, ("all_to_all", "all_gather"), "an operation", once=False)
-        check_names("--beside", self.beside, ("nothing", "compute"), "known", once=False)
 
-    def sizes_on(self, device_type: str) -> tuple[int, ...]:
+    def sizes_on(self, device_type: str) -> Sequence[int]:
         """Return the sizes to measure on such a device, of 2^20 bytes to each peer."""
-        return self.sizes_mb or (COLLECTIVE_SIZES_MB if device_type == "cuda" else COLLECTIVE_TOYS_MB)
+        return self.sizes_mb or _SIZES_MB[device_type]
 
 
 @dataclass(frozen=True)
 class ConcurrentRequest(Request):
-    """What is asked of the figure of a computation beside a communication. The configuration plays no part."""
+    """A computation beside a communication that does not depend on it, by each way to issue the two.
 
-    repetitions: int = option(15, "timed runs of each strategy in each case", type=PositiveInt)
-    without: tuple[str, ...] = option((), "strategies that are left out", nargs="*")
-    captured: bool = option(
-        False, "time pieces of work that are captured in CUDA graphs, as a step is (GPU)", action="store_true"
-    )
-    most_seconds: int | None = option(
-        None, "end behind the communication at which so many have passed; small ones come first", type=PositiveInt
+    The configuration plays no part.
+    """
+
+    repetitions: int = _count(15, "timed runs of each strategy in each pair")
+    without: tuple[str, ...] = _names((), "strategies that are left out", nargs="*")
+    captured: bool = _flag("time pieces of work that are captured in CUDA graphs, as a step is (GPU)")
+    most_seconds: int | None = _count(
+        None, "end after the communication at which so many have passed; small ones come first"
     )
 
     needs_peers = True

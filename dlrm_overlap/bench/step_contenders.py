@@ -19,10 +19,10 @@ class StepContender(NamedTuple):
     keys: Mapping[str, Any]
     """dotted key -> value, instead of the configuration's"""
     int32_ids: bool = False
-    """whether TorchRec's lookups are told to take ids as int32, as they are read; otherwise they cast them to int64"""
+    """whether TorchRec's lookups take ids as int32, as they are read; otherwise they cast them to int64"""
     bf16_output: bool = False
-    """whether TorchRec's lookups are told to return bfloat16 where the dense part computes in it, so that this is what
-    the collective carries and what the dense part reads; otherwise both are in float32"""
+    """whether TorchRec's lookups return bfloat16 where the dense part computes in it, so that the collective carries it
+    and the dense part reads it; otherwise both are in float32"""
 
 
 def _contender(
@@ -91,7 +91,7 @@ STEP_CONTENDERS = {
 # Those that `bench step` times where none are named.
 USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
 
-# Reference -> contender -> what it has beside torchrec, or what it lacks of pgas_graph, and has in its stead.
+# Reference -> contender -> the thing that it adds to torchrec, or that it lacks of pgas_graph and has another for.
 ABLATION: Mapping[str, Mapping[str, str]] = {
     "torchrec": {
         "torchrec_no_balance": "TorchRec's planner, whole tables, instead of the balanced plan",

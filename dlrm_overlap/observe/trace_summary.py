@@ -1,9 +1,12 @@
-"""Sums up a GPU's trace: the time of each kind of work, how much of it ran alone, what communication is exposed.
+"""Sums up a GPU's trace: the time of each kind of work, how much of it ran alone, and exposed communication.
 
 Communication is hidden where other work runs at the same time. It is exposed where a kernel runs that moves data
-between GPUs or waits for a peer, and none that computes. A kernel that both looks up rows and puts them to peers
-computes as long as it runs, since it reads rows to its end; what of its time is the links' alone a trace cannot show.
+between GPUs or waits for a peer, and none that computes. A kernel that both looks up rows and stores them to peers
+computes as long as it runs, since it reads rows to its end; a trace cannot show which of its time is the links' alone.
 So there are two numbers: `exposed` takes such a kernel for computing, `exposed_most` for communication.
+
+Holistic Trace Analysis finds communication by the names of NCCL's kernels, so it takes ours for computing; and it
+installs JupyterLab.
 """
 
 import gzip
@@ -21,7 +24,7 @@ from dlrm_overlap.launching.files import open_file
 from dlrm_overlap.launching.text_table import format_table
 
 # Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
-# matches counts; what none matches is dense.
+# matches counts; a name that none matches is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP"
@@ -133,25 +136,20 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
     Example: 0 .. 10 less 2 .. 3 and 8 .. 20 leaves 0 .. 2 and 3 .. 8.
     """
+    changes = [(time, change, 0) for span in spans for time, change in zip(span, (1, -1), strict=True)]
+    changes += [(time, 0, change) for span in others for time, change in zip(span, (1, -1), strict=True)]
     left: list[Span] = []
-    covered, passed = merge(others), 0
-    for begin, end in merge(spans):
-        while passed < len(covered) and covered[passed].begin < end:
-            other = covered[passed]
-            if other.begin > begin:
-                left.append(Span(begin, other.begin))
-            begin = max(begin, other.end)
-            if other.end > end:
-                break  # it may cover some of the next one, too
-            passed += 1
-        if begin < end:
-            left.append(Span(begin, end))
-    return left
+    inside, covered, since = 0, 0, 0.0
+    for time, of_spans, of_others in sorted(changes):
+        if inside and not covered and since < time:
+            left.append(Span(since, time))
+        inside, covered, since = inside + of_spans, covered + of_others, time
+    return merge(left)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a GPU did in a stretch of time, in us. `compute`, `exposed`, `copying` and `idle` add up to its length."""
+    """A GPU's work in a stretch of time, in us. `compute`, `exposed`, `copying` and `idle` add up to its length."""
 
     length: float
     compute: float
@@ -167,7 +165,7 @@ class Shares:
 
 
 def share(work: Sequence[Work], window: Span) -> Shares:
-    """Return what the GPU did in `window`, of whose work `work` holds at least that part."""
+    """Return the shares of `window`, of whose work `work` holds at least that part."""
     compute = [each.span for each in work if each.computes]
     most = subtract(
         [each.span for each in work if each.communicates or each.puts],
@@ -206,8 +204,8 @@ def spans_by_kind(work: Iterable[Work]) -> dict[str, list[Span]]:
 def read_steps(path: Path) -> tuple[list[Work], int]:
     """Return the work of the training steps in a trace, none if no GPU was traced, and their number, 1 at least.
 
-    A host that is ahead issued the step before while nothing was traced yet, and the GPU runs it when something is:
-    what no call in the trace has issued is none of these steps.
+    A CPU that is ahead issued the step before while nothing was traced yet, and the GPU runs it when something is. Work
+    that no call in the trace has issued belongs to none of these steps.
 
     Raises:
         InputError: if the file is not a trace.

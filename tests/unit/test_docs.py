@@ -19,7 +19,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dlrm_overlap import backends, config
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.report.measured import read_measured, runs, shape
-from dlrm_overlap.bench.report.page import Section, markdown_page, report_order
+from dlrm_overlap.bench.report.page import make_section, markdown_page, report_order
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
@@ -172,10 +172,7 @@ def test_a_report_is_made_of_all_rows() -> None:
     files = [read_measured(path) for path in measured if not path.name.startswith("simulated_")]
     assert {each.kind for each in files} <= set(PLOTS), "each figure has a plot"
     files.sort(key=report_order)
-    plots = [PLOTS[each.kind] for each in files]
-    found = zip(files, plots, strict=True)
-    sections = [Section(each, plot, plot.table(each), b"", plot.words(each)) for each, plot in found]
-    page = markdown_page(sections)
+    page = markdown_page([make_section(each) for each in files])
     assert [each.name for each in files if each.name not in page] == []
 
 

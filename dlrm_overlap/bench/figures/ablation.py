@@ -1,4 +1,4 @@
-"""`bench ablation`: what does each thing that makes the step fast bring, alone and when it alone is left out?
+"""`bench ablation`: how much time does each thing save that makes the step fast, alone and when it alone is left out?
 
 There are two references: TorchRec as users run it, and our whole step as a CUDA graph. Every other contender is one of
 the two with one thing more or less (`bench.step_contenders.ABLATION`). All are trainers of one configuration, checked
@@ -7,8 +7,8 @@ and timed as in `bench step`.
 A GPU holds few trainers at once. So the contenders come in groups of three: a group's trainers are built, checked,
 timed in turns with the two references, which stay, and closed. A row is a contender of a group, the references in every
 group anew; `reference_ms` is the reference's median in the same turns, `over_reference` the quotient of the two.
-`fullest_rank_rows` and `fullest_rank_columns` say what the contender's plan is like: the row elements that the fullest
-rank reads, and its columns, over the mean of the ranks.
+`fullest_rank_rows` and `fullest_rank_columns` say how balanced the contender's plan is: the row elements that the
+fullest rank reads, and its columns, over the mean of the ranks.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,13 @@ from typing import Any
 import torch._dynamo
 
 from dlrm_overlap.bench.figures.step import CHECKED_STEPS, build, contender_configs, describe_run, judge, train_apart
-from dlrm_overlap.bench.harness.losses import LossAgreement
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.rounds import Timing, take_turns
+from dlrm_overlap.bench.harness.agreement import LossAgreement
+from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION
-from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.plan import fullest_rank
 from dlrm_overlap.train.ranks import Ranks
@@ -58,7 +57,7 @@ def run(request: AblationRequest, ranks: Ranks) -> int:
         rows = []
         for first in counted("groups", range(0, len(request.contenders), _IN_A_GROUP)):
             group = [*staying, *make(request.contenders[first : first + _IN_A_GROUP])]
-            timings = take_turns([each.time for each in group], request.steps, ranks.device, tell=False)
+            timings = take_turns([each.time for each in group], request.steps, ranks.device, shown=False)
             times = {each.name: timing for each, timing in zip(group, timings, strict=True)}
             columns = {"kind": request.kind, "group": first // _IN_A_GROUP}
             rows += [
@@ -85,7 +84,7 @@ def run(request: AblationRequest, ranks: Ranks) -> int:
 
 
 def _describe(run: TrainingRun, batches: int) -> dict[str, Any]:
-    """Return the columns of what the contender is and of the shape, its plan among them."""
+    """Return the columns of the contender's keys, of its plan and of the shape."""
     data = run.trainer.train_data
     pooling = dict(zip(table_keys(len(data.pooling)), data.pooling, strict=True))
     rows, columns = fullest_rank(run.trainer.plan, pooling, run.trainer.world.world_size)

@@ -1,29 +1,29 @@
 """`bench collectives`: how fast are rows carried between all ranks, alone and beside a product that fills the GPU?
 
 Contenders: NCCL as it comes, in registered memory, and by its copy engines; our copies, our stores, and what `auto`
-takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is held against
-what the ranks have sent, element by element, before anything is timed.
+takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is compared with
+the inputs of the ranks, element by element, before anything is timed.
 
 A call is timed on the GPU, from its begin to the end of the wait. Before it, the GPU is kept busy for 1 ms, so that
-the host has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
-`host_ms` is what the host needs to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
+the CPU has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
+`host_ms` is the CPU's time to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
 `of_best` the shortest median of all contenders at the size, over the contender's. Beside a product the time is that of
 both, and `product_ms` that of the product alone.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.captured import capture
-from dlrm_overlap.bench.harness.collective_contenders import CollectiveContender, OwnCollectives, make_contenders
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import slowest_rank
+from dlrm_overlap.bench.harness.registered import RegisteredGroup
+from dlrm_overlap.bench.harness.timing import capture, counted, slowest_rank
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
+from dlrm_overlap.comm.collectives import PeerCollectives, choose
 from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.train.ranks import Ranks
@@ -39,7 +39,102 @@ _SHOWN = (
 )  # fmt: skip
 
 
-class _Case:
+class CollectiveContender(ABC):
+    """One way to carry rows between all ranks, with an input and an output of its own choice."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, capacity_bytes: int) -> None:
+        """Make the memory, `capacity_bytes` of the greatest output and of the greatest input; all ranks call this."""
+        self.name, self.group, self.device = name, group, device
+        self.input, self.output = self._memory(capacity_bytes)
+
+    @abstractmethod
+    def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [capacity_bytes] uint8 each: the memory of inputs and of outputs."""
+
+    @abstractmethod
+    def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
+        """Begin a collective on the current stream, and return the function that makes the stream wait for it."""
+
+    def way(self, row_bytes: int, beside: str, captured: bool) -> str | None:
+        """Return the way of the bytes, where there is a choice."""
+        return None
+
+    def close(self) -> None:
+        """Give the memory back; all ranks call this."""
+        self.input = self.output = torch.empty(0)
+
+
+class GroupCollectives(CollectiveContender):
+    """The process group's own: NCCL between GPUs, gloo between CPUs."""
+
+    def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.empty(2, capacity_bytes, dtype=torch.uint8, device=self.device)
+        return both[0], both[1]
+
+    def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
+        """Begin NCCL's collective."""
+        call: Any = dist.all_to_all_single if operation == "all_to_all" else dist.all_gather_into_tensor
+        return call(output.view(-1), input.view(-1), group=self.group, async_op=True).wait
+
+
+class RegisteredCollectives(GroupCollectives):
+    """NCCL's, in memory that NCCL has allocated and registered; by copy engines where its policy asks for no CTA."""
+
+    def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._registered = RegisteredGroup(self.device, self.name == "nccl_copy_engines")
+        self.group = self._registered.group
+        make = super()._memory
+        return self._registered.allocate(lambda: make(capacity_bytes))
+
+    def close(self) -> None:
+        """Take the memory off NCCL's list, and end the group."""
+        super().close()
+        self._registered.close()
+
+
+class OwnCollectives(CollectiveContender):
+    """`PeerCollectives`, by the way that is the contender's name."""
+
+    def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._collectives = PeerCollectives(self.group, self.device, capacity_bytes, wait_timeout_s=60.0)
+        output = self._collectives.empty((capacity_bytes,), torch.uint8)
+        return torch.empty(capacity_bytes, dtype=torch.uint8, device=self.device), output
+
+    def set_programs(self, programs: int) -> None:
+        """Let the kernel of stores have so many programs, on GPUs."""
+        flow: Any = self._collectives._flow
+        flow.programs = programs
+
+    def begin(self, operation: str, output: torch.Tensor, input: torch.Tensor, beside: str) -> Callable[[], object]:
+        """Begin our own collective."""
+        return getattr(self._collectives, operation)(output, input, self.name, beside).wait
+
+    def way(self, row_bytes: int, beside: str, captured: bool) -> str | None:
+        """Return the way, also that which auto chooses."""
+        return choose(row_bytes, beside, captured) if self.name == "auto" else self.name
+
+    def close(self) -> None:
+        """Give the memory back."""
+        super().close()
+        self._collectives.close()
+
+
+def make_contenders(
+    names: tuple[str, ...], group: dist.ProcessGroup, device: torch.device, capacity_bytes: int, programs: int
+) -> list[CollectiveContender]:
+    """Return the contenders of these names, on CPUs without those that need NCCL; all ranks call this."""
+    made: list[CollectiveContender] = []
+    for name in names:
+        if not name.startswith("nccl"):
+            made.append(own := OwnCollectives(name, group, device, capacity_bytes))
+            own.set_programs(programs)
+        elif name == "nccl" or device.type == "cuda":
+            kind = GroupCollectives if name == "nccl" else RegisteredCollectives
+            made.append(kind(name, group, device, capacity_bytes))
+    return made
+
+
+class _Call:
     """One contender's call at one size, eager or captured, perhaps beside a product."""
 
     def __init__(
@@ -54,13 +149,13 @@ class _Case:
         self._numbers = torch.arange(elements, dtype=torch.int32, device=contender.device)
 
     def fill(self) -> None:
-        """Fill the input with numbers that tell who sends them to whom, and poison the output."""
+        """Fill the input with numbers of their sender and receiver, and poison the output."""
         for row, values in enumerate(self.input):
             torch.add(self._numbers, self._rank * len(self.output) + row, out=values)
         self.output.fill_(-1)
 
     def wrong(self) -> int:
-        """Return how many elements of the output are not what the ranks have sent here."""
+        """Return how many elements of the output differ from the inputs that the ranks have sent here."""
         all_to_all, ranks = self._operation == "all_to_all", len(self.output)
         return sum(
             int((values != self._numbers + (rank * ranks + (self._rank if all_to_all else 0))).sum())
@@ -84,7 +179,7 @@ class _Clock:
         self._device = device
 
     def time(self, call: Callable[[], object], calls: int) -> tuple[list[float], list[float]]:
-        """Return the times of so many calls in ms: of the device, and of the host to issue them."""
+        """Return the times of so many calls in ms: of the device, and of the CPU to issue them."""
         timer, host_ms = StepTimer(self._device), list[float]()
         ranks = self._gate.group.size()
         for number in range(_WARM_UP + calls):
@@ -109,7 +204,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
 
     Returns:
-        The exit code: 1 if an output was wrong; no time of that contender is told.
+        The exit code: 1 if an output was wrong; it has no row then.
     """
     group, device = ranks.connect(), ranks.device
     sizes_mb = request.sizes_on(device.type)
@@ -119,10 +214,10 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
         for operation in request.operations:
-            for beside in request.beside:
+            for beside in ("nothing", "compute"):
                 product = multiply if beside == "compute" else None
                 for size in counted(f"sizes of {operation}", sizes_mb):
-                    cases = [_Case(each, operation, size * _MB, product) for each in contenders]
+                    cases = [_Call(each, operation, size * _MB, product) for each in contenders]
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
                     columns["store_programs"] = request.store_programs
                     measured, wrong = _measure(cases, clock, size * _MB, request.iterations, product, columns)
@@ -143,7 +238,7 @@ def _make_product(device: torch.device) -> Callable[[], object]:
 
 
 def _measure(
-    cases: list[_Case],
+    cases: list[_Call],
     clock: _Clock,
     row_bytes: int,
     iterations: int,
@@ -153,9 +248,9 @@ def _measure(
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
     device, group = cases[0].contender.device, cases[0].contender.group
     ways = (False, True) if device.type == "cuda" else (False,)
-    faults, found = list[str](), dict[tuple[bool, _Case], Callable[[], object]]()
+    faults, found = list[str](), dict[tuple[bool, _Call], Callable[[], object]]()
     for case in cases:
-        runs = dict[tuple[bool, _Case], Callable[[], object]]()
+        runs = dict[tuple[bool, _Call], Callable[[], object]]()
         for captured in ways:
             runs[captured, case] = capture(case.call, device) if captured else case.call
             case.fill()

@@ -13,31 +13,25 @@ brings c closest to 0.4, .. 2.5 times m, as measured at the start, so that all c
 Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
 """
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
-from dlrm_overlap.bench.harness.captured import capture
+from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
-from dlrm_overlap.bench.harness.implementations import Implementations, make_groups, open_peer_memory
 from dlrm_overlap.bench.harness.issuer import Issuer
-from dlrm_overlap.bench.harness.payload import KINDS, Payload
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import fraction_of_ideal
+from dlrm_overlap.bench.harness.timing import capture, fraction_of_ideal, in_time
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.train.ranks import Ranks
-
-log = logging.getLogger("dlrm_overlap")
 
 # Ratio of computation to communication that is aimed at -> MB of the communications, which the computations share out.
 _SIZES: dict[str, dict[float, tuple[float, ...]]] = {
@@ -102,25 +96,16 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
         The exit code: 1 if a communication's result is wrong, which then has no rows.
     """
     group, device = ranks.connect(), ranks.device
-    began = time.monotonic()
     measured = _Measured(request, group, device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     with measured.stream():
-        payloads = list(measured.by_payload())
-        for number, cases in enumerate(counted("communications", payloads), 1):
+        for cases in in_time(request.most_seconds, "communications", measured.by_payload(), device, group):
             found, wrong = measured.payload(cases)
             rows += found
             faults += wrong
             if ranks.world.rank == 0 and found:
                 append_rows(request.output, found)
-            (passed_s,) = greatest([time.monotonic() - began], device, group)
-            if request.most_seconds and passed_s >= request.most_seconds and number < len(payloads):
-                log.warning(
-                    "bench concurrent: ends here, %d communications are left out (--most_seconds)",
-                    len(payloads) - number,
-                )
-                break
         measured.close()
     if ranks.world.rank == 0:
         _tell(request, rows, faults)
@@ -128,7 +113,7 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
 
 
 def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[str]) -> None:
-    """Print what was found, and write the table if that is asked for."""
+    """Print the faults and a line a strategy."""
     print_faults(faults)
     if not rows:
         return
@@ -139,7 +124,7 @@ def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[s
 
 
 class _Measured:
-    """What is made once for all cases, and the measurement of the cases of one communication."""
+    """The contenders of all pairs, made once, and the measurement of the pairs of one communication."""
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._request, self._group, self._device = request, group, device
@@ -167,11 +152,9 @@ class _Measured:
         timed = self._turns.time(calls, _TRIALS)
         return {name: each.median_ms / _FEWEST for name, each in zip(self._computations, timed, strict=True)}
 
-    def by_payload(self) -> Iterator[list[Case]]:
-        """Yield the cases of one communication after the other."""
-        payloads = dict.fromkeys((case.kind, case.megabytes) for case in self._cases)
-        for payload in payloads:
-            yield [case for case in self._cases if (case.kind, case.megabytes) == payload]
+    def by_payload(self) -> list[list[Case]]:
+        """Return the cases of one communication after the other."""
+        return [list(cases) for _, cases in groupby(self._cases, lambda case: (case.kind, case.megabytes))]
 
     def payload(self, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows of `cases`, which have one communication, and no fault, or faults."""
@@ -183,7 +166,7 @@ class _Measured:
         wrong, names = implementations.wrong(), list(implementations.by_name)
         anywhere = greatest([float(name in wrong) for name in names], self._device, self._group)
         faults = [
-            f"{payload.kind} of {payload.megabytes:g} MB by {name}: a rank's result is wrong; no time is told"
+            f"{payload.kind} of {payload.megabytes:g} MB by {name}: a rank's result is wrong; no time is reported"
             for name, bad in zip(names, anywhere, strict=True)
             if bad
         ]
@@ -263,7 +246,7 @@ class _Measured:
         }
 
     def close(self) -> None:
-        """Free what peers see. Every rank must be through."""
+        """Free the memory that peers see. Every rank must be through."""
         if self._memory is not None:
             dist.barrier(self._group)
             self._memory.close()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.timing import slowest_rank
+from dlrm_overlap.bench.harness.timing import counted, slowest_rank
 from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
+from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.bench.stage_request import OccupancyRequest
+from dlrm_overlap.bench.request import OccupancyRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.train.ranks import Ranks

@@ -8,19 +8,19 @@ Contenders: the baseline, TorchRec's own path, and every backend whose exchange 
 Extra columns:
     scaling_factor  a contender's time on one rank over its time on this many; under weak scaling 1 is ideal, under
                     strong scaling the number of ranks
-    sync_ms         of the baseline: what its All-to-All takes that carries one number to each rank; `all_to_all_ms`
-                    less this is the communication, and this and `unpack_ms` are what Chen et al. 2024 call
-                    synchronisation and unpacking
+    sync_ms         of the baseline: the time of an All-to-All that carries one number to each rank; `all_to_all_ms`
+                    less this is the communication; Chen et al. 2024 call this synchronisation, and `unpack_ms`
+                    unpacking
 """
 
 from collections.abc import Sequence
 from functools import partial
 
-from dlrm_overlap.bench.figures.forward import Row, measure_forward
 from dlrm_overlap.bench.figures.stage import every_backend
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender
-from dlrm_overlap.bench.harness.rounds import time_parts
-from dlrm_overlap.bench.stage_request import ForwardRequest
+from dlrm_overlap.bench.harness.forward import Row, measure_forward
+from dlrm_overlap.bench.harness.timing import time_parts
+from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.train.ranks import Ranks
 
 

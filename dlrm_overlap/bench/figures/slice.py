@@ -3,17 +3,16 @@
 Contenders: the baseline; `pgas`, which has no slices, to compare with; and every backend that has slices, with each of
 the sizes 4, 8, .., 128 bags. No extra column: `slice_bags` is a column of every figure of the forward.
 
-Slices are staged and copied (`stores`) unless `embedding.put` names another put: what one put sends is what the figure
-asks for, and in place there are no slices.
+Slices are staged and copied (`stores`) unless `embedding.put` names another put, since in place there are no slices.
 """
 
 from dataclasses import replace
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
+from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.bench.stage_request import ForwardRequest
+from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.train.ranks import Ranks
 

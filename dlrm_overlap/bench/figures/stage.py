@@ -2,11 +2,11 @@
 
 Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL sends one while FBGEMM looks up the next
 (`nccl_chunked_2` and so on, as far as every rank has so many tables); TorchRec's own path; every backend whose exchange
-is ours; on GPUs `fused` once more for each put that it can be told by name, such as `fused_stores`; and `pgas` once
+is ours; on GPUs `fused` once more for each other put, such as `fused_stores`; and `pgas` once
 more, which returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the
 baseline in 4 chunks in memory that NCCL has registered, by its kernels and by its copy engines (zero-CTA policy). Under
 `--embedding.hosts N` also `pgas` and `fused` between N emulated hosts, whose messages go over the links of this one, by
-NCCL and, where NVSHMEM is there, by puts: that shows what either costs beside stores, not what a network does. No extra
+NCCL and, where NVSHMEM is there, by puts: that shows the cost of either beside stores, not that of a network. No extra
 column.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import partial
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.chunked import make_chunked, make_registered
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
+from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.bench.stage_request import EveryoneRequest
+from dlrm_overlap.bench.request import EveryoneRequest
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.options import PUTS

@@ -1,4 +1,4 @@
-"""`bench step`: what does a user gain who switches the backend? The whole training step, contenders in turns.
+"""`bench step`: how much faster is the whole training step under another backend? Contenders take turns.
 
 Every contender is a trainer of the one configuration with a few keys of its own (`bench.step_contenders`), with the
 same samples, seeds and types, and the first one's plan unless `own_plan` says otherwise. Each trains 20 steps from the
@@ -19,18 +19,16 @@ from typing import Any, TypeVar
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 
+from dlrm_overlap.bench.harness.agreement import LossAgreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
-from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.losses import LossAgreement, check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.rounds import Timing, take_turns
+from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
 from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floors
+from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.report.columns import describe_tables
 from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
-from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.plan import describe_plan
@@ -124,10 +122,10 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
 def train_apart(
     ranks: Ranks, configs: Mapping[str, Config], batches: int, look: Callable[[Trainer, Sequence[Batch]], Found]
 ) -> tuple[list[float], list[Batch], Found]:
-    """Return the losses of a run of the first contender beside its timed one, all runs' batches, and what `look` finds.
+    """Return the losses of a second run of the first contender, all runs' batches, and the result of `look`.
 
     The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
-    contender's is, so that its losses show what rounding makes of the reference's.
+    contender's is, so that its losses differ from the reference's by the same rounding.
 
     Args:
         configs: by contender.
@@ -162,15 +160,15 @@ def judge(
     if not noise.agrees:  # no contender can be judged
         fault = (
             f"{reference}: its own losses differ by {noise.max_relative_difference:.1e}, relatively, between two runs, "
-            f"at step {noise.step}; at most {noise.tolerance:g} tells right from wrong, so no speedup is told; take "
-            f"lower learning rates"
+            f"at step {noise.step}; at most {noise.tolerance:g} separates right from wrong, so no speedup is reported; "
+            f"take lower learning rates"
         )
         return dict.fromkeys(losses, noise), [fault]
     allowed = tolerances(precision, expected, again)
     agreements = {name: compare_losses(found, expected, allowed) for name, found in losses.items()}
     faults = [
         f"{name}: its loss differs from {reference}'s by {each.max_relative_difference:.1e}, relatively, at step "
-        f"{each.step}; tolerance {each.tolerance:.1e}; no speedup is told"
+        f"{each.step}; tolerance {each.tolerance:.1e}; no speedup is reported"
         for name, each in agreements.items()
         if not each.agrees
     ]
@@ -178,7 +176,7 @@ def judge(
 
 
 def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
-    """Return the columns of what the contender is, and of the shape."""
+    """Return the columns of the contender's keys, and of the shape."""
     trainer, config = run.trainer, run.trainer.config
     return {
         "backend": config.embedding.backend,

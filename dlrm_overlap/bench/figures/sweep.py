@@ -1,19 +1,18 @@
-"""`bench sweep` and `bench grid`: on which shapes does it pay that the lookup sends what it pools?
+"""`bench sweep` and `bench grid`: on which shapes does it pay that the lookup sends the rows that it pools?
 
 `sweep` goes over pooling factor, dim and batch; `grid` over batch and tables of a rank, the figure of arXiv 2305.06942.
 Contenders: the baseline; the baseline in 2, 4 and 8 chunks, so that NCCL sends one while FBGEMM looks up the next; and
-every backend that stores into its peers' memory. The strongest baseline of a shape is what a backend is held against.
+every backend that stores into its peers' memory. A backend is compared with the strongest baseline of a shape.
 
-A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the host issues them, so on
-small shapes it is the host's. `gpu_ms` is of a step whose kernels the host has issued before it begins: what is left in
-a step that is captured, or whose host is ahead. Outputs of each shape are compared before it is timed; a shape on which
-they differ gets no row. Rows are appended shape by shape, so what was measured before an end by force is there. On CPUs
+A row is a contender on a shape, with two times. `median_ms` is of steps back to back, as the CPU issues them, so on
+small shapes it is the CPU's. `gpu_ms` is of a step whose kernels the CPU has issued before it begins, as those of a
+captured step. Outputs of each shape are compared before it is timed; a shape on which
+they differ gets no row. Rows are appended shape by shape, so those from before an end by force are there. On CPUs
 all of it is a rehearsal, and the axes that are not given are those of toys.
 """
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,16 +20,14 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, close_all
-from dlrm_overlap.bench.harness.limits import forward_limit, measure_ceilings
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.rounds import time_contenders
+from dlrm_overlap.bench.harness.limits import describe, describe_tables, forward_limit, measure_ceilings, times
+from dlrm_overlap.bench.harness.timing import in_time, time_contenders
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
-from dlrm_overlap.bench.report.columns import describe, describe_tables, times
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
-from dlrm_overlap.bench.sweep_request import MapRequest
-from dlrm_overlap.comm.turns import Turns, greatest
+from dlrm_overlap.bench.request import MapRequest
+from dlrm_overlap.comm.turns import Turns
 from dlrm_overlap.config import Config, parse_multi_hot
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.train.ranks import Ranks
@@ -51,16 +48,14 @@ def run(request: MapRequest, ranks: Ranks) -> int:
     points = request.points(ranks.config, ranks.world.world_size, ranks.device.type)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
-    workload, made_with, began = None, None, time.monotonic()
-    for number, point in enumerate(counted("shapes", points), 1):
+    workload, made_with = None, None
+    for number, point in enumerate(in_time(request.most_seconds, "shapes", points, ranks.device, group), 1):
         tables = point.model.dim, point.data.tables.count
         ids = read_ids(point, group, ranks.device)
         if workload is None or tables != made_with:
             workload = None  # gives its tables back before the next ones are made
             collect_garbage(ranks.device)
-            workload = make_workload(
-                point, ids, group, ranks.device, ranks.world.local_world_size, precision=point.train.precision
-            )
+            workload = make_workload(point, ids, group, ranks.device, ranks.world.local_world_size)
             made_with = tables
         else:
             workload = workload.with_ids(point, ids)
@@ -69,11 +64,7 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         faults += wrong
         if ranks.world.rank == 0 and found:
             append_rows(request.output, found)
-        (passed_s,) = greatest([time.monotonic() - began], ranks.device, group)
         log.info("%s: shape %d of %d, %s", request.kind, number, len(points), _name(point))
-        if request.most_seconds and passed_s >= request.most_seconds and number < len(points):
-            log.warning("%s: ends here, %d shapes are left out (--most_seconds)", request.kind, len(points) - number)
-            break
     if ranks.world.rank == 0:
         print_faults(faults)
         if rows:
@@ -103,7 +94,7 @@ def _measure(
     rows: list[dict[str, Any]] = []
     if not faults:
         limit = forward_limit(workload, ceilings)
-        timings = time_contenders(contenders, workload.batches, workload, request.iterations, tell=False)
+        timings = time_contenders(contenders, workload.batches, workload, request.iterations, shown=False)
         pieces = [_cycle(contender, workload) for contender in contenders]
         alone = Turns(workload.group, workload.device).time(pieces, _GPU_REPETITIONS)
         baselines = [i for i, contender in enumerate(contenders) if not isinstance(contender, Overlap)]
@@ -130,6 +121,6 @@ def _axes(config: Config, workload: Workload) -> dict[str, Any]:
 
 
 def _cycle(contender: Contender, workload: Workload) -> Callable[[], object]:
-    """Return what takes the contender's next step, on one batch after the other."""
+    """Return a function that takes the contender's next step, on one batch after the other."""
     following = itertools.cycle(workload.batches)
     return lambda: contender.step(next(following))

@@ -1,30 +1,36 @@
-"""`bench timeline`: what runs beside what in a training step, and how much of it is exposed communication?
+"""`bench timeline`: which kernels run side by side in a training step, and how much of it is exposed communication?
 
 Every contender is a trainer as in `bench step`, one after the other. It trains a few steps under torch.profiler, which
 writes a trace a rank. The step is cut at kernels that mark its end on the main stream, where `bench step` takes its
 times. Losses are not compared: `bench step` does so.
 
 A row is a contender on one rank, the mean of its traced steps. `compute`, `exposed`, `copying` and `idle` are exclusive
-and add up to the step; `observe.trace_summary` says what is exposed. `untraced_ms` is the median of steps before the
+and add up to the step; `observe.trace_summary` defines exposed. `untraced_ms` is the median of steps before the
 profiler was there, which shows by how much it slows steps down. The picture has a step of each contender on rank 0.
 """
 
+import pathlib
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
+import matplotlib
 import torch.distributed as dist
+from matplotlib.figure import Figure
 
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.step_trace import TracedSteps, read_steps
+from dlrm_overlap.bench.harness.timing import counted
+from dlrm_overlap.bench.harness.traces import TracedSteps, read_steps
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import command_line, report
-from dlrm_overlap.bench.report.timeline_picture import draw
-from dlrm_overlap.bench.step_request import TimelineRequest
+from dlrm_overlap.bench.request import TimelineRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.observe.metrics import quantile
+from dlrm_overlap.observe.timeline import draw_lanes, lanes_of, legend_keys
+from dlrm_overlap.observe.trace_summary import Work
 from dlrm_overlap.train.ranks import Ranks
 
 _UNTRACED_STEPS = 50
@@ -85,3 +91,46 @@ def _trace(
     )
     run.close()
     return row, steps
+
+
+def draw(traced: Mapping[str, TracedSteps], title: str, command: str, path: pathlib.Path) -> None:
+    """Draw a typical step of each contender, one below the other on one axis of time, and write it to `path`, an SVG.
+
+    Args:
+        traced: by contender.
+        title: the shape and the hardware.
+        command: that has measured it.
+        path: the file's folder must exist.
+    """
+    drawn = {name: (steps, steps.during(steps.typical)) for name, steps in traced.items()}
+    longest = max(_ms(steps) for steps, _ in drawn.values())
+    heights = [len(lanes_of(work)) + 2.2 for _, work in drawn.values()]
+    # Text stays text, and the same steps give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.size": 8}):
+        figure = Figure(figsize=(10, 1.1 + 0.24 * sum(heights)), layout="constrained")
+        panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (name, (steps, work)) in zip(panels, drawn.items(), strict=True):
+            _draw_step(axes, name, steps, work, longest)
+        panels[-1].set_xlabel("time in the step, ms")
+        panels[-1].set_xlim(0, 1.01 * longest)
+        keys = legend_keys([each for _, work in drawn.values() for each in work])
+        figure.legend(handles=keys, loc="outside upper center", ncols=6, frameon=False, title=title)
+        figure.supxlabel(textwrap.fill(command, 150), fontsize=7, family="monospace")
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _ms(steps: TracedSteps) -> float:
+    return (steps.typical.end - steps.typical.begin) * 1e-3
+
+
+def _draw_step(axes: Any, name: str, steps: TracedSteps, work: list[Work], longest_ms: float) -> None:
+    """Draw one contender's step, its end, and the shares of a mean step."""
+    shares, end_ms = steps.shares, _ms(steps)
+    draw_lanes(axes, work, steps.typical.begin, longest_ms)
+    axes.axvline(end_ms, color="black", lw=1, ls="--")
+    axes.set_title(
+        f"{name}: this step {end_ms:.2f} ms; of {len(steps.steps)} steps {shares.exposed / shares.length:.1%} exposed "
+        f"communication, {shares.idle / shares.length:.1%} idle",
+        loc="left",
+        fontsize=8,
+    )

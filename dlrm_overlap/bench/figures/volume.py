@@ -2,60 +2,139 @@
 
 The figure of Chen et al. 2024 of communication volume over time. Contenders: the baseline, the baseline in chunks, and
 `fused`, whose tasks store rows straight into the peers' windows (`put: in_place`) with the configuration's schedule. A
-row is a stretch of time of one contender on rank 0: the bytes that leave for the peers in it. Of `fused` they are known
-from the clock that each task reads; of the baselines from when NCCL's kernels ran, over which their bytes are spread
-evenly, since links have no counters that could be read that often. Outputs are compared first, and if they differ
-nothing is told. A CPU has neither clock, so the figure needs GPUs.
+row is a stretch of time of one contender on rank 0: the bytes that leave for the peers in it. Of `fused` the clock that
+each task reads gives them. Of the baselines they are spread evenly over the time of NCCL's kernels, since links have no
+counters that could be read every microsecond; a kernel's time holds its wait for the slowest peer. Outputs are compared
+first, and if they differ no row is reported. A CPU has neither clock, so the figure needs GPUs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.agreement import check_outputs
+from dlrm_overlap.bench.figures.programs import trace_programs
+from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import Chunked, make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
-from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.programs import trace_programs
-from dlrm_overlap.bench.harness.progress import counted
-from dlrm_overlap.bench.harness.volume import Sending, bin_bytes, sending_of_collectives, sending_of_tasks
+from dlrm_overlap.bench.harness.limits import describe, measure_ceilings
+from dlrm_overlap.bench.harness.timing import counted
+from dlrm_overlap.bench.harness.traces import record_step
 from dlrm_overlap.bench.harness.workload import make_workload, read_ids
-from dlrm_overlap.bench.report.columns import describe
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
-from dlrm_overlap.bench.stage_request import CHUNKS, VolumeRequest
+from dlrm_overlap.bench.request import CHUNKS, VolumeRequest
+from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.schedule import TaskGrid
+from dlrm_overlap.observe.trace_summary import Span, Work
 from dlrm_overlap.train.ranks import Ranks
 
 _BACKEND = "fused"
 _SHOWN = ("contender", "stage_us", "first_us", "last_us", "sent_bytes", "link_gb_per_s")
 
 
+class Sent(NamedTuple):
+    """Bytes that leave this rank for its peers, evenly over a stretch of time."""
+
+    span: Span
+    """in us since the step's first kernel or task began"""
+    bytes: float
+
+
+class Sending(NamedTuple):
+    """All bytes that leave this rank in one step."""
+
+    sent: Sequence[Sent]
+    stage_us: float
+    """from the begin of the first kernel or task to the end of the last"""
+
+
+def sending_of_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: int, peer_bytes: int) -> Sending:
+    """Return the bytes that the persistent kernel sends, by its own clock.
+
+    A task stores its rows as it pools them, one after the other: its bytes leave evenly while it pools. All tasks for
+    peers count as many bytes, also a shorter last one of a feature.
+
+    Example: of two tasks for peers, which send 8 bytes in all, one pools from 0 to 2 us: 4 bytes leave in these.
+
+    Args:
+        trace: [tasks, 6] int64 in the order of the tasks, columns as `slices.TRACE_COLUMNS` has them.
+        schedule: linear | remote_first | balanced.
+        rank: whose tasks they are.
+        world_size: number of ranks.
+        peer_bytes: that leave this rank in the step.
+    """
+    tasks: list[list[int]] = trace.tolist()
+    grid = TaskGrid(rank, world_size, 1, len(tasks) // world_size, 1, 1)
+    origin = min(start for _, _, start, *_ in tasks)
+    end_us = max(end + wait for *_, end, _, wait in tasks) - origin
+    spans = [
+        Span((start - origin) / 1e3, (end - put - origin) / 1e3)
+        for position, (_, _, start, end, put, _) in enumerate(tasks)
+        if grid.task_at(position, schedule).destination != rank
+    ]
+    return Sending([Sent(span, peer_bytes / len(spans)) for span in spans], end_us / 1e3)
+
+
+def sending_of_kernels(work: Sequence[Work], name: str, sent_bytes: Sequence[int]) -> Sending:
+    """Return the bytes that NCCL's kernels send: each its All-to-All's, evenly from its begin to its end.
+
+    Args:
+        work: kernels and copies of a step, by their begin.
+        name: of the contender.
+        sent_bytes: of each All-to-All of a step, in their order.
+
+    Raises:
+        InputError: if there is not a kernel of NCCL for each All-to-All.
+    """
+    sends = [each.span for each in work if each.name.startswith("nccl")]
+    if len(sends) != len(sent_bytes):
+        raise InputError(
+            f"bench volume: {name}: {len(sends)} kernels of NCCL in a step with {len(sent_bytes)} All-to-Alls; leave "
+            f"NCCL's own settings as they are, so that a kernel carries each"
+        )
+    origin = work[0].span.begin
+    moved = [Span(span.begin - origin, span.end - origin) for span in sends]
+    sent = [Sent(span, float(count)) for span, count in zip(moved, sent_bytes, strict=True)]
+    return Sending(sent, max(each.span.end for each in work) - origin)
+
+
+def bin_bytes(sending: Sending, bins: int, width_us: float) -> list[float]:
+    """Return the bytes that leave in each of `bins` stretches of `width_us` from the step's begin on.
+
+    Example: 6 bytes from 1 to 4 us, and stretches of 2 us: 2, 4 bytes.
+    """
+    found = [0.0] * bins
+    for (begin, end), count in sending.sent:
+        first, last = int(begin // width_us), min(int(end // width_us), bins - 1)
+        for i in range(first, last + 1):
+            inside = min(end, (i + 1) * width_us) - max(begin, i * width_us)
+            found[i] += count * inside / (end - begin) if end > begin else count / (last + 1 - first)
+    return found
+
+
 def run(request: VolumeRequest, ranks: Ranks) -> int:
     """Measure the figure; on rank 0 print a line a contender and append the rows. All ranks call this.
 
     Returns:
-        The exit code: 1 if outputs differ from the baseline's, and no row is told.
+        The exit code: 1 if outputs differ from the baseline's, and there is no row.
     """
     group = ranks.connect()
     config = request.shape(ranks.config, ranks.world.world_size)
     sparse = read_ids(config, group, ranks.device)
-    workload = make_workload(
-        config, sparse, group, ranks.device, ranks.world.local_world_size, precision=config.train.precision
-    )
+    workload = make_workload(config, sparse, group, ranks.device, ranks.world.local_world_size)
     options = replace(workload.exchange_options(config.embedding, _BACKEND), backward="collective", put="in_place")
-    contenders: list[Contender] = [Baseline(workload), *make_chunked(workload, CHUNKS), Overlap(workload, options)]
-    agreements = check_outputs(contenders, workload)
+    baselines = [Baseline(workload), *make_chunked(workload, CHUNKS)]
+    contenders: list[Contender] = [*baselines, Overlap(workload, options)]
+    faults = disagreements(contenders, check_outputs(contenders, workload))
     dist.barrier(group)
-    faults = [
-        f"{each.name}: outputs differ from the baseline's; nothing is told"
-        for each, agreement in zip(contenders, agreements, strict=True)
-        if not agreement.agrees
-    ]
     link_gb_per_s = measure_ceilings(group, ranks.device)[1]
     found: dict[str, Sending] = {}
-    for each in [] if faults else counted("contenders", contenders):
-        if isinstance(each, Baseline | Chunked):
-            found[each.name] = sending_of_collectives(each, workload, request.iterations)
+    for each in [] if faults else counted("contenders", baselines):
+        assert isinstance(each, Baseline | Chunked)
+        work = record_step(each, workload, request.iterations)
+        found[each.name] = sending_of_kernels(work, each.name, each.sent_bytes())
     for each in contenders:
         each.close()
     if not faults:
@@ -86,11 +165,10 @@ def describe_bins(found: dict[str, Sending], bins: int) -> list[dict[str, Any]]:
 
 def summarise(name: str, sending: Sending) -> dict[str, Any]:
     """Return a contender's line of the printed table."""
-    spans = [each.span for each in sending.sent]
     return {
         "contender": name,
         "stage_us": sending.stage_us,
-        "first_us": min(span.begin for span in spans),
-        "last_us": max(span.end for span in spans),
+        "first_us": min(each.span.begin for each in sending.sent),
+        "last_us": max(each.span.end for each in sending.sent),
         "sent_bytes": int(sum(each.bytes for each in sending.sent)),
     }

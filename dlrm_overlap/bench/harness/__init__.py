@@ -1,1 +1,1 @@
-"""What figures share: the workload, the contenders, whether they agree, how long they take, and what limits them."""
+"""Shared by the figures: workload, contenders of the forward, agreement, clocks, limits."""

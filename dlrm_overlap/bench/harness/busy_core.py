@@ -1,4 +1,4 @@
-"""A host that is short of time: this process on one core, beside a process that is always busy."""
+"""A CPU that is short of time: this process on one core, beside a process that is always busy."""
 
 import contextlib
 import os

@@ -13,8 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.recorded import record_step
 from dlrm_overlap.bench.harness.registered import RegisteredGroup
+from dlrm_overlap.bench.harness.traces import record_step
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.comm.turns import greatest
 

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
-from dlrm_overlap.bench.harness.captured import capture
+from dlrm_overlap.bench.harness.timing import capture
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
@@ -37,7 +37,7 @@ _PARAMETERS = {"cuda": 16 << 20, "cpu": 64 << 10}
 
 @dataclass(frozen=True)
 class Computation:
-    """Kernels of one call, and what they do at least."""
+    """Kernels of one call, and their least work."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ def make_computations(device: torch.device) -> dict[str, Computation]:
 def keep_capturable(
     computations: Mapping[str, Computation], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, Computation]:
-    """Return those of `computations` that every rank of `group` can capture in a CUDA graph, and log what others lack.
+    """Return those of `computations` that every rank of `group` can capture in a CUDA graph, and log the others.
 
     All ranks call this, and each on a stream that is not the default one.
     """

@@ -34,7 +34,7 @@ class Contender(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
-        """Free what outlives Python references. Every rank must have finished its steps."""
+        """Free the memory that outlives Python references. Every rank must have finished its steps."""
 
 
 def close_all(contenders: Sequence[Contender], workload: Workload) -> None:
@@ -65,8 +65,8 @@ class Baseline(Contender):
     def step(self, batch: Ids, mark: Callable[[], None] = lambda: None, one_number: bool = False) -> torch.Tensor:
         """Run the stage, and call `mark` after the lookup and after the All-to-All.
 
-        With `one_number` the All-to-All carries one number to each rank in place of the pooled embeddings, and what is
-        returned is not theirs: what it still takes is not the bytes' (Chen et al. 2024).
+        With `one_number` the All-to-All carries one number to each rank in place of the pooled embeddings, and the
+        result is wrong: its time is the part that no byte takes (Chen et al. 2024).
         """
         bags = batch.inputs[0]
         pooled = self._lookup(bags.values(), bags.offsets()).to(self.workload.wire_dtype)

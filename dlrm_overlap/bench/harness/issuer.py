@@ -4,19 +4,71 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import COPY_SHARES, SHARES, Strategy
-from dlrm_overlap.bench.harness.captured import capture
 from dlrm_overlap.bench.harness.communications import Communication
-from dlrm_overlap.bench.harness.partition import Partition, make_partition
+from dlrm_overlap.bench.harness.timing import capture
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import products_on
 
 log = logging.getLogger("dlrm_overlap")
+
+
+class Partition(NamedTuple):
+    """A GPU cut in two. Its contexts live as long as the process."""
+
+    computation: torch.cuda.Stream
+    communication: torch.cuda.Stream
+    sms: int
+    """multiprocessors of the communication"""
+
+
+def make_partition(device: torch.device, sms: int) -> Partition:
+    """Leave about `sms` multiprocessors of `device` to a communication, and the others to a computation.
+
+    Multiprocessors come in groups, of 8 on an H100: of its 132, one who asks for 12 leaves 120, for 10 alike.
+
+    Source: CUDA driver API, section "Green Contexts".
+
+    Raises:
+        InputError: if the machine cannot do that.
+    """
+    try:
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise InputError("green contexts: cuda.bindings is missing; pip install cuda-python") from None
+
+    def call(name: str, *arguments: Any) -> Any:
+        function = getattr(driver, name, None)
+        if function is None:
+            raise InputError(f"green contexts: cuda.bindings has no {name}; take a newer cuda-python")
+        status, *found = function(*arguments)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise InputError(f"green contexts: {name} gives {status.name}; take a newer driver")
+        return found[0] if len(found) == 1 else found
+
+    index = torch.device(device).index
+    handle = call("cuDeviceGet", index)
+    whole = call("cuDeviceGetDevResource", handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    groups, count, rest = call("cuDevSmResourceSplitByCount", 1, whole, 0, whole.sm.smCount - sms)
+    if count != 1 or not rest.sm.smCount:
+        raise InputError(
+            f"green contexts: {whole.sm.smCount} multiprocessors cannot be cut into {whole.sm.smCount - sms} and "
+            f"{sms}; leave more to the communication"
+        )
+    streams = []
+    for resource in (groups[0], rest):
+        description = call("cuDevResourceGenerateDesc", [resource], 1)
+        flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        context = call("cuGreenCtxCreate", description, handle, flags)
+        stream = call("cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
+        streams.append(torch.cuda.ExternalStream(int(stream), device=device))
+    return Partition(streams[0], streams[1], rest.sm.smCount)
 
 
 class Issuer:
@@ -25,7 +77,7 @@ class Issuer:
     def __init__(
         self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device, captured: bool = False
     ) -> None:
-        """Make the streams and partitions, and log what the machine lacks. All ranks of `group` call this.
+        """Make the streams and partitions, and log which the machine lacks. All ranks of `group` call this.
 
         Args:
             strategies: those that are asked for; `strategies` then has those of them that are possible here.
@@ -57,7 +109,7 @@ class Issuer:
     def stream(self) -> AbstractContextManager[object]:
         """Return a context in which the current stream is one of the least priority.
 
-        What is timed belongs on it: a computation then stays on the stream that it has alone, but for partitions.
+        Timed work belongs on it: a computation then stays on the stream that it has alone, but for partitions.
         """
         return torch.cuda.stream(self._computing) if self._cuda else nullcontext()
 
@@ -65,7 +117,7 @@ class Issuer:
     def possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> list[Strategy]:
         """Return the strategies whose implementation is in `by_name`, and that raise no error here.
 
-        Each is tried once; what the machine refuses is logged, and left out from then on. A collective.
+        Each is tried once; one that the machine refuses is logged, and left out from then on. A collective.
         """
         kept = []
         for strategy in list(self.strategies):

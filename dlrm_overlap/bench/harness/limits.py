@@ -1,23 +1,25 @@
-"""What limits the embedding stage: the bytes that memory and links must carry, and how fast they carry any.
+"""The limits of the embedding stage: the bytes that memory and links must carry, and how fast they carry any.
 
 The bytes are counted from the ids; the rates are measured on the devices at hand.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.timing import gather
-from dlrm_overlap.bench.harness.workload import Workload
+from dlrm_overlap.bench.harness.timing import Timing, gather
+from dlrm_overlap.bench.harness.workload import BATCHES, Workload
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.config import CRITEO_TABLES, Config, TablesConfig
 from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
 from dlrm_overlap.kernels.schedule import staggered_peers
 from dlrm_overlap.observe.metrics import StepTimer, quantile
@@ -102,7 +104,7 @@ def forward_limit(workload: Workload, ceilings: tuple[float, float]) -> Limit:
 
 
 class UpdateCounts(NamedTuple):
-    """The bytes that one rank's memory and links must carry in a backward, and what they are counted from."""
+    """The bytes that one rank's memory and links must carry in a backward, and the counts that they come from."""
 
     hbm_bytes: int
     """into and out of this GPU's memory"""
@@ -245,3 +247,52 @@ def median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torc
         work()
         timer.mark()
     return quantile(timer.take_ms(), 0.5)
+
+
+def describe(config: Config, workload: Workload) -> dict[str, Any]:
+    """Return the columns of the embedding stage's shape."""
+    names = {dtype: name for name, dtype in WIRE_DTYPES.items()}
+    return {
+        "world_size": workload.group.size(),
+        **describe_tables(config),
+        "global_batch": sum(workload.batch_sizes),
+        "batches": BATCHES,
+        "id_dtype": "int64",
+        "weight_dtype": config.embedding.weight_dtype,
+        "wire_dtype": names[workload.wire_dtype],
+        "output_dtype": names[workload.output_dtype],
+    }
+
+
+def describe_tables(config: Config) -> dict[str, Any]:
+    """Return the columns of the tables. A list in the configuration is written as one value."""
+    tables = config.data.tables
+    return {
+        "tables": tables.number(CRITEO_TABLES),
+        "rows": str(_capped_rows(tables)),
+        "dim": config.model.dim,
+        "multi_hot": str(tables.multi_hot),
+        "zipf_alpha": str(tables.zipf_alpha),
+    }
+
+
+def _capped_rows(tables: TablesConfig) -> int | Sequence[int] | None:
+    """Return the rows of the tables, at most `max_rows` each."""
+    if tables.max_rows is None or tables.rows is None:
+        return tables.rows
+    most = tables.max_rows
+    return [min(rows, most) for rows in tables.rows] if isinstance(tables.rows, list) else min(tables.rows, most)
+
+
+def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
+    """Return the columns of a contender's times, and of how they compare with the limit and with the baseline's."""
+    median = timing.times.median_ms
+    return {
+        "steps": timing.steps,
+        **asdict(timing.times),
+        "host_ms": timing.host_ms,
+        **asdict(limit),
+        "limit_ms": limit.ms,
+        "fraction_of_limit": limit.ms / median,
+        "speedup": baseline.times.median_ms / median,
+    }

@@ -28,7 +28,7 @@ from dlrm_overlap.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class StepFloor:
-    """What a step takes on the rank whose memory or links need longest, and the rates at which it can be had."""
+    """The work of a step on the rank whose memory or links need longest, and the rates at which it can be done."""
 
     dense_flop: int
     """of the matrix products of a rank"""
@@ -126,14 +126,7 @@ def _count_dense_bytes(
 
     From memory come the weights that it has, read once, and the layers' outputs, written once. Over the links go the
     gradients of parameters that every rank has, summed by a ring in which each rank sends 2 (W - 1) / W of them, and
-    what layers ask for that are divided over the ranks.
-
-    Args:
-        dense: from `count_dense`, for the rank's samples.
-        divided: from `count_divided`.
-        world_size: W.
-        config: types of activations and gradients.
-        samples: of a rank.
+    the activations of layers that are divided over the ranks. `samples` are those of a rank.
     """
     number_bytes = 2 if config.train.precision == "bf16" else 4
     gradient_bytes = 2 if config.train.gradient_dtype == "bf16" else 4
@@ -156,7 +149,7 @@ def _count_tables(
     To the embedding stage's own bytes, forward and back, come over the links the ids of other ranks' tables.
 
     Args:
-        layout: which rank owns what.
+        layout: the owners of the tables.
         rank: the rank to count for.
         batch_sizes: samples of each rank.
         sparse: the ids of the rank's samples.
@@ -180,14 +173,8 @@ def _count_replicated(
     """Return the bytes that data-parallel tables add to those of `_count_tables`, in its order.
 
     Forward, they are a rank's tables for its samples alone. Backward, the gradient of the pooled embeddings is read,
-    and that of the touched rows written. The ring sums the gradient of all rows.
-
-    Args:
-        own: of those tables, as if a rank were alone with them.
-        samples: of a rank.
-        ids: of these, by feature of `own`.
-        elements: of all rows of these tables.
-        world_size: number of ranks.
+    and that of the touched rows written. The ring sums the gradient of all rows, which have so many `elements`.
+    `own` is the layout of those tables, as if a rank were alone with them; `ids` are of these.
     """
     hbm_bytes, _ = count_bytes(own, 0, [samples], [ids], torch.float32)
     counts = ids.length_per_key()

@@ -1,12 +1,33 @@
-"""Step times as every figure reports them: mean and quantiles, each of the slowest rank."""
+"""Step times, each of the slowest rank. Contenders take turns, so that a drift of the machine slows them all alike."""
 
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.comm.turns import greatest
-from dlrm_overlap.observe.metrics import quantile
+from dlrm_overlap.observe.metrics import StepTimer, quantile
+
+log = logging.getLogger("dlrm_overlap")
+
+T = TypeVar("T")
+
+_LINE_EVERY_S = 10.0
+_ROUNDS = 4  # contenders take turns
+_WARMUP_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -44,3 +65,181 @@ def fraction_of_ideal(computation_ms: float, communication_ms: float, together_m
     both = computation_ms + communication_ms
     ideal, speedup = both / max(computation_ms, communication_ms), both / together_ms
     return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}
+
+
+def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield `items`; on rank 0 show how many are done and how much time is left.
+
+    A terminal shows a progress bar. This thread draws it anew after each item, so nothing of it runs beside a
+    measurement. Elsewhere it is a line in the log, not more often than every 10 seconds.
+
+    Args:
+        noun: names the items in the plural, such as "shapes".
+        items: measured one after the other, each taking about as long.
+    """
+    if dist.is_initialized() and dist.get_rank():
+        yield from items
+    elif (console := _terminal()) is not None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+            task = bar.add_task(noun, total=len(items))
+            bar.refresh()
+            for item in items:
+                yield item
+                bar.update(task, advance=1, refresh=True)
+    else:
+        began = logged = time.monotonic()
+        for done, item in enumerate(items, 1):
+            yield item
+            now = time.monotonic()
+            if now - logged >= _LINE_EVERY_S and done < len(items):
+                logged = now
+                left_s = (now - began) / done * (len(items) - done)
+                log.info("%d of %d %s, about %.0f s left", done, len(items), noun, left_s)
+
+
+def in_time(
+    most_seconds: int | None, noun: str, items: Sequence[T], device: torch.device, group: dist.ProcessGroup
+) -> Iterator[T]:
+    """Yield `items` as `counted` does, and end after the one at which `most_seconds` have passed on a rank.
+
+    All ranks call this, and measure each item before they ask for the next.
+    """
+    began = time.monotonic()
+    for number, item in enumerate(counted(noun, items), 1):
+        yield item
+        (passed_s,) = greatest([time.monotonic() - began], device, group)
+        if most_seconds and passed_s >= most_seconds and number < len(items):
+            log.warning("bench: ends here, %d %s are left out (--most_seconds)", len(items) - number, noun)
+            return
+
+
+def _terminal() -> Console | None:
+    """Return the terminal that the log is written to, which keeps its lines and the bar apart, or None."""
+    return next((each.console for each in log.handlers if isinstance(each, RichHandler)), None)
+
+
+def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Run `piece` once, capture it, and return the function that launches the graph; on a CPU return `piece`.
+
+    All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
+    capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
+    call this alike.
+
+    Raises:
+        RuntimeError: if the piece cannot be captured.
+    """
+    if device.type != "cuda":
+        return piece
+    piece()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # By hand, for torch.cuda.graph collects garbage each time, which takes longer than all the rest.
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        piece()
+    except BaseException:
+        with suppress(RuntimeError):  # of the capture, which the error has spoilt
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph.replay
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a contender's steps, taken back to back; all numbers are the maximum over the ranks."""
+
+    times: StepTimes
+    p95_ms: float
+    host_ms: float
+    """median time for the CPU to issue a step"""
+    steps: int
+    """how many were timed"""
+
+
+Turn = Callable[[int], tuple[list[float], list[float]]]
+"""takes a number of steps; returns this rank's time of each, and the CPU's time of issuing each, in ms"""
+
+
+def take_turns(
+    turns: Sequence[Turn],
+    steps: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    shown: bool = True,
+) -> list[Timing]:
+    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
+
+    Args:
+        turns: one for each contender; it has as many steps in every round.
+        steps: the fewest of each.
+        device: of this rank.
+        group: the ranks; None for all.
+        shown: whether rank 0 shows how many turns are left.
+    """
+    per_round = math.ceil(steps / _ROUNDS)
+    step_ms: list[list[float]] = [[] for _ in turns]
+    host_ms: list[list[float]] = [[] for _ in turns]
+    rounds = list(enumerate(turns)) * _ROUNDS
+    for i, turn in counted("turns of contenders", rounds) if shown else rounds:
+        on_device, on_host = turn(per_round)
+        step_ms[i] += on_device
+        host_ms[i] += on_host
+    return [
+        Timing(
+            slowest_rank(on_device, device, group),
+            *greatest([quantile(on_device, 0.95), quantile(on_host, 0.5)], device, group),
+            steps=len(on_device),
+        )
+        for on_device, on_host in zip(step_ms, host_ms, strict=True)
+    ]
+
+
+@torch.no_grad()
+def time_contenders(
+    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int, shown: bool = True
+) -> list[Timing]:
+    """Time at least `steps` steps of each contender on `batches` in turn, see `take_turns`. All ranks call this."""
+
+    def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
+        host_ms = []
+        following, timer = _warm_up(contender.step, batches, workload)
+        for _ in range(steps):
+            began = time.perf_counter()
+            contender.step(next(following))
+            host_ms.append((time.perf_counter() - began) * 1e3)
+            timer.mark()
+        return timer.take_ms(), host_ms
+
+    turns = [partial(turn, contender) for contender in contenders]
+    return take_turns(turns, steps, workload.device, workload.group, shown)
+
+
+@torch.no_grad()
+def time_parts(
+    step: Callable[..., object], parts: int, batches: Sequence[Any], workload: Workload, steps: int
+) -> list[float]:
+    """Return the median of each of `parts` parts of a step in ms, on the rank where it is the longest.
+
+    All ranks call this. `step` takes a batch, and a function to call between two parts.
+    """
+    following, timer = _warm_up(step, batches, workload)
+    for _ in range(steps):
+        step(next(following), timer.mark)
+        timer.mark()
+    times = timer.take_ms()
+    return greatest([quantile(times[part::parts], 0.5) for part in range(parts)], workload.device, workload.group)
+
+
+def _warm_up(
+    step: Callable[..., object], batches: Sequence[Any], workload: Workload
+) -> tuple[Iterator[Any], StepTimer]:
+    """Take a few steps that all ranks begin together; return the batches that follow, and a timer that has started."""
+    following = itertools.cycle(batches)
+    dist.barrier(workload.group)
+    for _ in range(_WARMUP_STEPS):
+        step(next(following))
+    timer = StepTimer(workload.device)
+    timer.mark()
+    return following, timer

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from dlrm_overlap.bench.harness.step_trace import mark_time
+from dlrm_overlap.bench.harness.traces import mark_time
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.observe.metrics import StepTimer
@@ -43,7 +43,7 @@ class TrainingRun:
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int) -> tuple[list[float], list[float]]:
-        """Return this rank's times of `steps` steps, and the host's times of issuing them, in ms.
+        """Return this rank's times of `steps` steps, and the CPU's times of issuing them, in ms.
 
         All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end.
         """
@@ -68,7 +68,7 @@ class TrainingRun:
     def trace(self, steps: int, path: Path) -> None:
         """Write a Chrome trace of `steps` steps to `path`, each between two kernels that only mark time.
 
-        The marks are on the current stream, where `time` marks the ends of steps. What the host does within a step is
+        The marks are on the current stream, where `time` marks the ends of steps. The CPU's work within a step is
         not traced, since that would slow it down. GPU only.
         """
         segment = itertools.islice(itertools.cycle(self._batches), 2 * _WARMUP_STEPS + steps + _AHEAD)
@@ -76,7 +76,7 @@ class TrainingRun:
         for _ in range(_WARMUP_STEPS):
             self._take_step(segment)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            dist.barrier()  # behind the start of the profilers, which takes a second the first time
+            dist.barrier()  # after the start of the profilers, which takes a second the first time
             for _ in range(_WARMUP_STEPS):
                 self._take_step(segment)
             mark_time()
@@ -90,7 +90,7 @@ class TrainingRun:
         profiler.export_chrome_trace(str(path))
 
     def _finish(self) -> None:
-        """Wait for the device, and raise what kernels have recorded."""
+        """Wait for the device, and raise the errors that kernels have recorded."""
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
         for exchange in exchanges(self.trainer.model):

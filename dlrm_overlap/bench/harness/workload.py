@@ -1,4 +1,4 @@
-"""What the contenders work on: tables sharded over the ranks, and batches of ids for them."""
+"""The workload of the contenders: tables sharded over the ranks, and batches of ids for them."""
 
 import gc
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ def make_workload(
     local_world_size: int,
     check_ids: bool = True,
     optimizer: str = "sgd",
-    precision: str = "fp32",
+    precision: str | None = None,
 ) -> Workload:
     """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
 
@@ -133,8 +133,9 @@ def make_workload(
         local_world_size: ranks on this host.
         check_ids: whether FBGEMM checks that every id is within its table.
         optimizer: of the rows; the default keeps no state.
-        precision: of the dense part that the pooled embeddings are for, see `Workload`.
+        precision: of the dense part that the pooled embeddings are for, see `Workload`; None: that of `config`.
     """
+    precision = precision or config.train.precision
     rank, world_size = group.rank(), group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)

@@ -1,1 +1,1 @@
-"""From measurements to rows: the columns that several figures share, the CSV file, and the printed table."""
+"""Rows of a CSV file: written, read again, drawn, and put on one page."""

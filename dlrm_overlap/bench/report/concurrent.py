@@ -1,4 +1,4 @@
-"""What the rows of `bench concurrent` show together: a line for each strategy."""
+"""A summary of the rows of `bench concurrent`: a line for each strategy."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -50,9 +50,9 @@ def _same(chosen: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
 def limit_by_memory(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the mean fraction of the ideal that the bandwidth of the GPU's memory allows, over all cases.
 
-    A computation that moves more than `_BOUND` of what a copy does is taken to be bound by memory: beside it, the bytes
-    that the communication must read and write take time of their own. Any other hides as many as it leaves room for. An
-    all-to-all reads and writes the row of the rank for itself, too; the other two may find it in place.
+    A computation that moves bytes at more than `_BOUND` of a copy's rate counts as bound by memory: beside it, the
+    bytes that the communication must read and write take time of their own. Any other hides as many as it leaves room
+    for. An all-to-all reads and writes the row of the rank for itself, too; the other two may find it in place.
 
     Example: c = 2 ms of a lookup and m = 1 ms of an all-gather that must move 0.84 GB: 2.2 ms at least at 4200 GB/s,
     speedup 3 / 2.2 of an ideal 3 / 2: 0.73.
@@ -82,7 +82,7 @@ def _averages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line on what was measured."""
+    """Return a line on the pairs that were measured."""
     cases = {(row["computation"], row["calls"], row["communication"], row["megabytes"]): row["class"] for row in rows}
     counts = ", ".join(f"{sum(found == name for found in cases.values())} {name}" for name in CLASSES)
     return f"{len(cases)} cases on {rows[0]['world_size']} ranks ({counts}); fraction of the ideal speedup:"

@@ -4,19 +4,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dlrm_overlap.bench.report.measured import Measured, Row, Table, cells, milliseconds, need
+from dlrm_overlap.bench.report.measured import Measured, Row, Table, milliseconds, need
 from dlrm_overlap.bench.report.style import Picture
 
 PAYS = 1.05
 """the speedup over the strongest baseline from which the words say that it pays"""
-_HOST = 0.9  # of a step's time: from there on a step takes as long as its host takes to issue it
+_HOST = 0.9  # of a step's time: from there on a step takes as long as its CPU takes to issue it
 _EVERYWHERE = "every one measured"
 _DARKEST = 3.0  # speedups beyond are as dark
 _NUMBERS = f"speedup over the strongest baseline; hatched: below {PAYS}; in brackets: the host's time decides"
 
 
 class Axis(NamedTuple):
-    """What a direction of the map stands for."""
+    """A direction of the map."""
 
     column: str
     label: str
@@ -61,18 +61,16 @@ class Map:
         return {place: _cell(by_name.values(), time) for place, by_name in sorted(found.items())}
 
     def draw(self, measured: Measured) -> Picture:
-        """Draw the heat maps, numbers in the cells; a number in brackets is bound by the host."""
-        first = self.cells(measured.rows, "median_ms")
-        panels = sorted({panel for panel, _, _ in first})
-        picture = Picture(measured.name, 2.7 * len(_TIMES) + 1.0)
-        picture.title(_NUMBERS)
-        axes = picture.panels(len(panels), len(_TIMES))
+        """Draw the heat maps, numbers in the cells; a number in brackets is bound by the CPU."""
+        panels = sorted({panel for panel, _, _ in self.cells(measured.rows, "median_ms")})
+        picture = Picture(2.7 * len(_TIMES) + 1.0, len(panels), len(_TIMES))
+        picture.figure.suptitle(_NUMBERS, fontsize=8.5)
         places = [(time, panel) for time in _TIMES for panel in panels]
-        for each, (time, panel) in zip(axes, places, strict=True):
+        for axes, (time, panel) in zip(picture.panels, places, strict=True):
             own = {(y, x): cell for (p, y, x), cell in self.cells(measured.rows, time).items() if p == panel}
-            self._draw_panel(each, own)
+            self._draw_panel(axes, own)
             title = f"{_TIMES[time]}, {self.panel.label} {panel:g}" if self.panel else _TIMES[time]
-            each.set_title(title, fontsize=8, loc="left")
+            axes.set_title(title, fontsize=8, loc="left")
         return picture
 
     def _draw_panel(self, axes: Any, own: Mapping[tuple[float, float], Cell]) -> None:
@@ -96,19 +94,20 @@ class Map:
 
     def table(self, measured: Measured) -> Table:
         """Return a line a shape: by both times the fastest of ours, the strongest baseline, and the speedup."""
-        axes = [axis for axis in (self.panel, self.y, self.x) if axis]
-        lines: list[list[Any]] = [[axis.label for axis in axes]]
-        for label in _TIMES.values():
-            lines[0] += [f"ours, ms: {label}", "strongest baseline, ms", "speedup"]
-        by_time = [self.cells(measured.rows, time) for time in _TIMES]
-        for place in by_time[0]:
-            line: list[Any] = [f"{value:g}" for value in (place if self.panel else place[1:])]
-            for found in by_time:
+        axes = [axis.label for axis in (self.panel, self.y, self.x) if axis]
+        by_time = {label: self.cells(measured.rows, time) for time, label in _TIMES.items()}
+        table: Table = []
+        for place in by_time[_TIMES["median_ms"]]:
+            cells: dict[str, Any] = {
+                label: f"{value:g}" for label, value in zip(axes, place[-len(axes) :], strict=True)
+            }
+            for label, found in by_time.items():
                 cell = found[place]
-                line += [f"{milliseconds(cell.ours_ms)} ({cell.ours})"]
-                line += [f"{milliseconds(cell.baseline_ms)} ({cell.baseline})", f"{cell.speedup:.2f}x"]
-            lines.append(line)
-        return cells(lines)
+                cells[f"ours, ms: {label}"] = f"{milliseconds(cell.ours_ms)} ({cell.ours})"
+                cells[f"strongest baseline, ms: {label}"] = f"{milliseconds(cell.baseline_ms)} ({cell.baseline})"
+                cells[f"speedup: {label}"] = f"{cell.speedup:.2f}x"
+            table.append(cells)
+        return table
 
     def words(self, measured: Measured) -> list[str]:
         """Return where it pays in sentences: one for all shapes and one for each panel, by each time."""
@@ -145,7 +144,7 @@ def _cell(rows: Iterable[Row], time: str) -> Cell:
 
 
 def _in_all(found: Mapping[Any, Cell]) -> str:
-    """Return a sentence on all cells: how many pay, from which to which speedup, and where the host decides."""
+    """Return a sentence on all cells: how many pay, from which to which speedup, and where the CPU decides."""
     speedups = [cell.speedup for cell in found.values()]
     pays = sum(speedup >= PAYS for speedup in speedups)
     text = (

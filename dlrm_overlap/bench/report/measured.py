@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from dlrm_overlap.config import InputError
 
 Row = Mapping[str, str]
-Table = list[list[str]]
-"""lines of cells, the first of which is the header"""
+Table = list[dict[str, Any]]
+"""lines, each column -> cell: text, a number, or None"""
 Run = Mapping[str, Row]
 """contender -> its row, of contenders that were measured against each other"""
 
@@ -21,7 +21,7 @@ _VERSIONS = ("torch", "nccl", "fbgemm", "torchrec", "triton")
 
 
 class Measured(NamedTuple):
-    """What one CSV file holds."""
+    """The rows of one CSV file."""
 
     name: str
     """the file's name without .csv"""
@@ -114,12 +114,12 @@ def shape(row: Row) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Return a time in ms as the pages have it: two digits behind the point, three below 1 ms; - for none."""
+    """Return a time in ms as the pages have it: two decimals, three below 1 ms; - for none."""
     if value is None:
         return "-"
     return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def cells(lines: Iterable[Iterable[Any]]) -> Table:
-    """Return a table whose cells are text, - for None, numbers with three digits."""
-    return [["-" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in line] for line in lines]
+def ms(row: Row, *columns: str) -> dict[str, str]:
+    """Return the cells of some columns of times, such as {"median, ms": "1.25"}."""
+    return {f"{column.removesuffix('_ms')}, ms": milliseconds(number(row, column)) for column in columns}

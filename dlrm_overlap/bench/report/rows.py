@@ -1,7 +1,6 @@
 """Rows of measurements: appended to a CSV file, each with its command and its environment, and printed."""
 
 import csv
-import io
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import format_table
 
 
@@ -33,16 +31,6 @@ def _written(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _add_command(path: Path) -> None:
-    """Give a CSV file that was written before rows had their command that column, with nothing in it."""
-    with path.open(newline="") as file:
-        header, *lines = csv.reader(file)
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows([[*header, "command"], *([*line, ""] for line in lines)])
-    with replacing(path) as stream:
-        stream.write(text.getvalue().encode())
-
-
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append `rows`, each with its command and the environment, to the CSV file `path`.
 
@@ -58,13 +46,10 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not new:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
-    if any({*header, "command"} != set(row) for row in full):
+    if any(set(header) != set(row) for row in full):
         raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if "command" not in header:
-            _add_command(path)
-            header.append("command")
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, header)
             if new:

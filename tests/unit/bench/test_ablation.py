@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import ablation, step
 from dlrm_overlap.bench.harness import training_runs
+from dlrm_overlap.bench.request import AblationRequest
 from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, StepContender
-from dlrm_overlap.bench.step_request import AblationRequest
 from dlrm_overlap.config import InputError
 from tests.conftest import read_rows
 from tests.distributed.workers import quickstart, ranks_here

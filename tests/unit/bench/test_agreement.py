@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.bench.figures.forward import measure_forward
 from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline
+from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Ids, Workload
-from dlrm_overlap.bench.stage_request import ForwardRequest
+from dlrm_overlap.bench.request import ForwardRequest
 from dlrm_overlap.config import Config
 from tests.distributed.workers import ranks_here
 
@@ -41,7 +41,7 @@ def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> No
 def test_a_disagreement_tells_no_time(
     workload: Workload, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("dlrm_overlap.bench.figures.forward.make_workload", lambda *_, **__: workload)
+    monkeypatch.setattr("dlrm_overlap.bench.harness.forward.make_workload", lambda *_, **__: workload)
     request = ForwardRequest("stage", tmp_path / "rows.csv", iterations=1)
     assert measure_forward(request, ranks_here(config), lambda *_: [Baseline(workload), Wrong(workload, 0.1)]) == 1
     out, err = capsys.readouterr()

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import backward
-from dlrm_overlap.bench.harness.agreement import check_rows, fingerprint, rows_of
-from dlrm_overlap.bench.harness.backward_contenders import (
+from dlrm_overlap.bench.figures.backward import (
     CollectiveBaseline,
     GradientBatch,
     make_batches,
     pack_at_once,
     pack_by_owner,
 )
+from dlrm_overlap.bench.harness.agreement import check_rows, fingerprint, rows_of
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
-from dlrm_overlap.bench.stage_request import BackwardRequest
+from dlrm_overlap.bench.request import BackwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.steps import Step
@@ -177,6 +177,6 @@ def test_a_disagreement_tells_no_time(
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith("dlrm-overlap: off, rowwise_adagrad: rows or state differ from the baseline's by ")
-    assert line.endswith("no time is told")
+    assert line.endswith("no time is reported")
     assert out == ""
     assert not request.output.exists()

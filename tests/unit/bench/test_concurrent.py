@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
 from dlrm_overlap.bench.figures import concurrent
-from dlrm_overlap.bench.harness.communications import Collective
-from dlrm_overlap.bench.harness.implementations import Implementations, make_groups
-from dlrm_overlap.bench.harness.payload import Payload
+from dlrm_overlap.bench.harness import timing
+from dlrm_overlap.bench.harness.communications import Collective, Implementations, Payload, make_groups
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.comm.turns import Turns, round_of
@@ -147,8 +146,8 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
 def test_a_figure_that_takes_too_long_ends_behind_small_communications(
     tmp_path: Path, world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    moments = iter([0.0, 5.0, 20.0])
-    monkeypatch.setattr(concurrent, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    moments = itertools.count(0.0, 4.0)  # it is asked for twice an item
+    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     request = ConcurrentRequest("concurrent", tmp_path / "rows.csv", repetitions=1, most_seconds=10)
     ranks = SimpleNamespace(connect=lambda: world_of_one, device=CPU, world=SimpleNamespace(rank=0))
     with caplog.at_level("WARNING"):

@@ -33,7 +33,8 @@ def _rows(kind: str = "sweep", **changes: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("kind", ["sweep", "grid"])
 def test_the_fastest_of_ours_is_held_against_the_strongest_baseline(kind: str) -> None:
-    head, *lines = PLOTS[kind].table(Measured(kind, kind, _rows(kind)))
+    table = PLOTS[kind].table(Measured(kind, kind, _rows(kind)))
+    head, lines = list(table[0]), [list(line.values()) for line in table]
     assert head[:-6] == (
         ["global batch", "dim", "pooling factor"] if kind == "sweep" else ["global batch", "tables a GPU"]
     )
@@ -72,7 +73,8 @@ def test_of_the_stages_baselines_in_chunks_the_fastest_is_drawn_and_the_table_ha
         for name, ms in times.items()
     ]
     measured = Measured("stage", "stage", rows)
-    head, line = PLOTS["stage"].table(measured)
+    (table,) = PLOTS["stage"].table(measured)
+    head, line = list(table), list(table.values())
     assert head[-4:] == ["baseline, ms", "nccl_chunked_2, ms", "nccl_chunked_4, ms", "pgas, ms"]
     assert line[1:3] == ["2.00x (pgas)", "1.25x (nccl_chunked_2)"]
     (axes,) = PLOTS["stage"].draw(measured).figure.axes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from dlrm_overlap.bench.harness.progress import counted
+from dlrm_overlap.bench.harness.timing import counted
 from dlrm_overlap.observe.run_log import start_logging
 
 log = logging.getLogger("dlrm_overlap")

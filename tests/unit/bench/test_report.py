@@ -1,4 +1,3 @@
-import csv
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,6 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--output: .*other\.csv has other columns"):
         append_rows(output, [{"steps": 4}])
     assert output.read_text() == "a,b\n1,2\n"
-
-
-def test_rows_of_a_file_that_has_no_commands_yet_stay_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "rows.csv"
-    monkeypatch.setattr("sys.argv", ["dlrm-overlap", "bench", "x", "--title", "two words"])
-    append_rows(output, [{"steps": 4}])
-    rows = read_rows(output)
-    assert rows[0].pop("command") == "dlrm-overlap bench x --title 'two words' --nproc 1"
-    with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    append_rows(output, [{"steps": 5}])
-    rows = read_rows(output)
-    assert [(row["steps"], row["command"][:14]) for row in rows] == [("4", ""), ("5", "dlrm-overlap b")]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.request import CollectivesRequest
-from dlrm_overlap.bench.stage_request import BackwardRequest, EveryoneRequest, StageRequest
-from dlrm_overlap.bench.step_request import StepRequest
-from dlrm_overlap.bench.sweep_request import GridRequest, SweepRequest
+from dlrm_overlap.bench.request import (
+    BackwardRequest,
+    CollectivesRequest,
+    EveryoneRequest,
+    GridRequest,
+    StageRequest,
+    StepRequest,
+    SweepRequest,
+)
 from dlrm_overlap.config import Config, InputError
 from tests.conftest import configuration
 

@@ -13,10 +13,10 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
-from dlrm_overlap.bench.harness.losses import check_noise, compare_losses, tolerances
+from dlrm_overlap.bench.harness.agreement import check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.step_floor import StepFloor, _count_dense_bytes, _count_replicated, _count_tables
+from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
-from dlrm_overlap.bench.step_request import StepRequest
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, shards_of
 from dlrm_overlap.embedding.layout import FeatureShard, Layout

@@ -5,8 +5,7 @@ from itertools import combinations
 import pytest
 from matplotlib.colors import to_rgb
 
-from dlrm_overlap.bench.report.bars import bars
-from dlrm_overlap.bench.report.style import Look, Picture, legend_columns, looks
+from dlrm_overlap.bench.report.style import Look, Picture, bars, looks
 
 FIGURES = {
     "stage": [
@@ -36,10 +35,9 @@ def test_no_two_contenders_of_a_figure_look_alike_in_grey(names: list[str]) -> N
 
 
 def test_a_legend_is_not_wider_than_its_plot() -> None:
-    assert legend_columns(["pgas", "fused", "nccl"]) == 3
     names = ["torchrec", "torchrec_strongest", "pgas_graph_partition", "pgas_graph_collective", "fused_graph"]
-    picture = Picture("legend", 2.0)
-    (axes,) = picture.panels()
+    picture = Picture(2.0)
+    (axes,) = picture.panels
     for name in names:
         axes.plot([0, 1], label=name * 2)
     picture.legend(axes)
@@ -51,7 +49,7 @@ def test_a_legend_is_not_wider_than_its_plot() -> None:
 
 
 def test_a_bar_that_is_cut_tells_its_height_with_an_arrow() -> None:
-    (axes,) = Picture("cut", 2.0).panels()
+    (axes,) = Picture(2.0).panels
     group = {"baseline": {"median_ms": "2"}, "push": {"median_ms": "1"}, "atomic": {"median_ms": "9"}}
     bars(axes, [group], ["a shape"], over="baseline", cut=1.6)
     assert [bar.get_height() for bar in axes.patches] == [1.0, 0.5, 1.6]
@@ -60,7 +58,7 @@ def test_a_bar_that_is_cut_tells_its_height_with_an_arrow() -> None:
 
 
 def test_no_number_is_crossed_by_the_line_of_the_limit() -> None:
-    (axes,) = Picture("limit", 2.0).panels()
+    (axes,) = Picture(2.0).panels
     times = {"baseline": 2.0, "nccl": 0.99, "pgas": 0.95, "fused": 0.5}
     group = {name: {"median_ms": str(time), "limit_ms": "1"} for name, time in times.items()}
     bars(axes, [group], ["a shape"], limit="limit_ms")

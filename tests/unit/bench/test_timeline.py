@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import timeline
-from dlrm_overlap.bench.harness.step_trace import read_steps
+from dlrm_overlap.bench.harness.traces import read_steps
 from dlrm_overlap.bench.harness.training_runs import TrainingRun
+from dlrm_overlap.bench.request import TimelineRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender
-from dlrm_overlap.bench.step_request import TimelineRequest
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.trace_summary import Span
 from tests.conftest import read_rows
