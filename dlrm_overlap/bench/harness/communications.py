@@ -10,7 +10,7 @@ from dlrm_overlap.bench.harness.payload import Payload
 from dlrm_overlap.comm.calls import Way
 from dlrm_overlap.comm.collectives import PeerCollectives, Work
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.gemm.ways import all_gather
+from dlrm_overlap.dense.gemm.serial import all_gather
 from dlrm_overlap.dense.gradients import open_reduction
 from dlrm_overlap.dense.stores import StoreOptions
 

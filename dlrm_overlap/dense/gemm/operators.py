@@ -31,7 +31,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.comm.uncompiled import uncompiled
-from dlrm_overlap.dense.gemm.linear import Activation, Layer
+from dlrm_overlap.dense.gemm.problem import Activation, Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
 
 
@@ -59,7 +59,7 @@ def all_gather_matmul(
         activation: none | relu.
         products: what runs it between the W ranks of its group, and whose memory it takes. None takes that of all
             ranks, `parallel_products(None, device)`, which is the caller's to close.
-        way: auto | serial | chunks | copies | pushes | tiles | triggered, see `products`.
+        way: auto | serial | copies | pushes | tiles | triggered, see `products`.
         order: entered around what goes between the ranks, forward and back, to order it among what else a captured
             step exchanges, as a `comm.order.CommunicationOrder` does.
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap.dense.gemm.linear import Layer
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul
+from dlrm_overlap.dense.gemm.problem import Layer
 
 
 class _Products:
