@@ -41,7 +41,7 @@ def check_serial() -> None:
 
 
 def check_autocast() -> None:
-    """Under autocast the product is bfloat16, and gradients have the types of what they belong to."""
+    """Under autocast the product is bfloat16, and gradients have the types of their tensors."""
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = all_gather_matmul(x, weight)
@@ -74,7 +74,7 @@ def check_kept() -> None:
 
 
 def check_twice() -> None:
-    """Who differentiates a gradient again is told so, also where only the weights behind it would have a part in it."""
+    """To differentiate a gradient again is an error, also where only the weights would have a part in it."""
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     rows = torch.ones(2 * dist.get_world_size(), 3, requires_grad=True)
     for operator, input in ((all_gather_matmul, x), (matmul_reduce_scatter, rows)):
@@ -85,7 +85,7 @@ def check_twice() -> None:
 
 
 def check_compiled() -> None:
-    """A function that is compiled leaves the operators as they are, with what surrounds them compiled."""
+    """A function that is compiled leaves the operators as they are, and the code around them is compiled."""
     x, weight = torch.ones(2, 3), torch.full((4, 3), 2.0, requires_grad=True)
     graphs = []
 
@@ -111,7 +111,7 @@ def _told(call: Callable[[], Any]) -> str:
 
 
 def check_mistakes() -> None:
-    """A mistake of one rank is told on all, and the next call is as good as any."""
+    """A mistake of one rank is an error on all, and the next call is as good as any."""
     wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
     x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
     assert "must be [rows, K] and [N, K]" in _told(lambda: all_gather_matmul(x, weight.t() if wrong else weight))

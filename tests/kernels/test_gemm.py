@@ -27,7 +27,7 @@ NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 class Case(NamedTuple):
-    """Sizes that are no multiples of the tiles', and what is done at the end of a tile."""
+    """Sizes that are no multiples of the tiles', and the end of a tile's work."""
 
     world_size: int
     shard_rows: int

@@ -156,7 +156,7 @@ class PushedGather:
             linear_into(out[begin:end], received[begin:end], layer)
         if keep:
             window.beside.join()
-        raise_flags(window.flags.done, rank, 0, 0)  # this rank has read; what it has sent, its peers wait for
+        raise_flags(window.flags.done, rank, 0, 0)  # this rank has read; its peers wait for the rows that it has sent
         window.engine.join()
         return out, kept
 

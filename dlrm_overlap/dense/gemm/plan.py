@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def halve(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut the rows of a rank into at most `parts` ranges, each half of what is left, the last as large as that before.
+    """Cut the rows of a rank into at most `parts` ranges, each half of the rest, the last as large as that before.
 
     The product of such a range ends before the next range is there, if it takes less than half as long; so only the
     product of the last, small range is seen. Ranges begin at multiples of 256, or 8.

@@ -1,4 +1,4 @@
-"""The ways to run a product with its communication inside, behind one object of an owner.
+"""The ways to run a product with its communication inside; one object of an owner runs them.
 
     serial     the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     copies     products of cuBLAS, part by part; copy engines read the peers' rows, or send partial products

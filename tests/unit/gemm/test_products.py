@@ -1,4 +1,4 @@
-"""Which way runs, and what a call leaves for the next one."""
+"""The way that runs, and the state that a call leaves for the next one."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -179,7 +179,7 @@ def _check_in_a_capture(place: Place) -> None:
 
 
 def _check_owners(place: Place) -> None:
-    """What one owner has captured goes on when another, whose problems are the same, gives its memory back."""
+    """Captured calls of one owner go on when another, whose problems are the same, gives its memory back."""
     x = torch.ones(64, 32, device=place.device, dtype=_BRAIN)
     weight, outputs = torch.ones(16, 32, device=place.device, dtype=_BRAIN), []
     mine, other = (ParallelProducts(place.group, place.device) for _ in range(2))
@@ -202,7 +202,7 @@ def _check_owners(place: Place) -> None:
 
 
 def _check_inference_first(place: Place) -> None:
-    """What an evaluation in inference mode makes serves training after it."""
+    """Memory that an evaluation in inference mode makes serves training after it."""
     case, ranks = Case(1024, 264, 520, _HALF, activation="none"), place.world_size
     x = torch.ones(case.rows * ranks, case.inner, device=place.device, dtype=case.dtype)
     weight = x.new_ones(case.columns, case.inner)
@@ -251,7 +251,7 @@ def _device_work(place: Place, call: Callable[[], None]) -> list[str]:
 
 
 def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
-    """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
+    """All ranks but the culprit raise an error in time that names the peer."""
     products, ranks = parallel_products(place.group, place.device), place.world_size
     products.wait_timeout_s = TIMEOUT_S
     x, weight = (torch.ones(n, 64, device=place.device, dtype=_BRAIN) for n in (64 * ranks, 32))
