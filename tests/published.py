@@ -65,4 +65,4 @@ def serially(run: Run) -> float:
 def slowdown_of_few_rows() -> list[float]:
     """Return how many times as long as `serial` the best of ours takes with few rows, by shape."""
     runs = [run for (_, m, _, n), run in gemm_runs("gemm_few").items() if int(m) <= 512 and n == "8192"]
-    return [1 / max(over(run, "serial", name) for name in ("copies", "pushes", "tiles")) for run in runs]
+    return [1 / max(over(run, "serial", name) for name in ("copies", "pushes", "tiles") if name in run) for run in runs]

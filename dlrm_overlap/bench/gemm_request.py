@@ -1,4 +1,4 @@
-"""What a user can ask of the figure of products with their communication inside. Loads no torch."""
+"""Options of the figure of products with their communication inside. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ GEMM_SHAPES = (
 
 GEMM_TOYS = ("64x48x96", "128x48x96")
 
-GEMM_CONTENDERS = ("serial", "torch", "chunks", "copies", "pushes", "tiles", "triggered", "auto")
+GEMM_CONTENDERS = ("serial", "torch", "copies", "pushes", "tiles", "triggered", "auto")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,6 @@ class GemmRequest(Request):
     operators: tuple[str, ...] = option(("all_gather", "reduce_scatter"), "of both layers", nargs="+")
     contenders: tuple[str, ...] = option(GEMM_CONTENDERS, "who takes part, serial among them", nargs="+")
     repetitions: int = option(20, "timed calls of each", type=PositiveInt)
-    tune: bool = option(
-        False,
-        "on GPUs: first find the fastest way of each shape; training runs, too, take it from a file of this machine",
-        action="store_true",
-    )
 
     needs_peers = True
 
@@ -59,8 +54,6 @@ class GemmRequest(Request):
             InputError: naming the shape, or for one rank.
         """
         super().check_ranks(config, world_size, device_type)
-        if self.tune and device_type == "cpu":
-            raise InputError("--tune: on CPUs serial is the only way; leave it out, or run on GPUs")
         for text in self.shapes_on(device_type):
             sizes = text.split("x")
             if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):

@@ -25,8 +25,8 @@ from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
-from dlrm_overlap.dense.gemm.linear import Activation
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.dense.gemm.problem import Activation
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 

@@ -14,12 +14,64 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel
-from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
+from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.portable import product_in_triton
 
-TILING = Tiling()
 ALIGNED = 8
 """elements that must divide N and K: 16 bytes of a type of 2, as TMA and the stores ask for"""
+
+
+class Tiling(NamedTuple):
+    """How a product is cut into tiles and programs."""
+
+    block_m: int = 128
+    """rows of a tile"""
+    block_n: int = 256
+    """columns of a tile"""
+    block_k: int = 64
+    """of both matrices that are read at a time"""
+    group: int = 8
+    """blocks of rows that are computed together, see `order.tile_at`"""
+    stages: int = 4
+    """such reads that are under way at once, with the one that is used"""
+    num_warps: int = 8
+    """of a program that is not specialised"""
+    parts: int = 2
+    """in which a tile's columns go through shared memory to the stores: 1 or 2"""
+    specialised: bool = True
+    """on Hopper by `hopper.product_on_hopper`, which has warps that load and others that multiply; elsewhere, and if
+    not, by `portable.product_in_triton`"""
+
+    def slot_rows(self, rows: int, parts: int) -> int:
+        """Return how many of a shard's rows have one flag, if they are cut into at most `parts` parts of whole tiles.
+
+        Example: 1000 rows in 3 parts, tiles of 128 rows: 384.
+        """
+        return -(-rows // (parts * self.block_m)) * self.block_m
+
+
+class Signals(NamedTuple):
+    """The flags that go with the rows of the shards, M / W rows each, and are raised to `flags.clock`."""
+
+    flags: Flags
+    """element (w, i) of a rank's flags stands for the rows [i * slot_rows, (i + 1) * slot_rows) of a shard: those of
+    rank w that have come, or the own ones that w has multiplied. `counts` is not looked at: all these are in use"""
+    slot_rows: int
+
+
+class Destinations(NamedTuple):
+    """Where a scattered product stores its tiles."""
+
+    targets: torch.Tensor
+    """[W] int64: address of [M / W, N] in each rank's memory, a multiple of 16, for this rank's part of its rows"""
+    done: torch.Tensor
+    """[W * regions] int32, regions = ceil(M / W / slot_rows): tiles of each region that are stored; 0 before and after.
+    Launches that share it run one after the other"""
+    order: str = "balanced"
+    """of the shards: remote_first | balanced, see `order.tile_at`"""
+
+
+TILING = Tiling()
 
 _ARGUMENTS = (
     "out", "bias", "targets", "owners", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
@@ -95,6 +147,13 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
     )
+
+
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight that TMA can read: it or its transpose contiguous, at a multiple of 16 bytes."""
+    if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache

@@ -3,7 +3,7 @@
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.gemm.linear import Layer
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
+from dlrm_overlap.dense.gemm.problem import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.kernels.gemm.arguments import Tiling
 from tests.agreement import assert_same
 from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
@@ -42,7 +41,7 @@ def check_serial() -> None:
 
 
 def check_autocast() -> None:
-    """Under autocast the product is bfloat16, and gradients have the types of what they belong to."""
+    """Under autocast the product is bfloat16, and gradients have the types of their tensors."""
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = all_gather_matmul(x, weight)
@@ -75,7 +74,7 @@ def check_kept() -> None:
 
 
 def check_twice() -> None:
-    """Who differentiates a gradient again is told so, also where only the weights behind it would have a part in it."""
+    """To differentiate a gradient again is an error, also where only the weights would have a part in it."""
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     rows = torch.ones(2 * dist.get_world_size(), 3, requires_grad=True)
     for operator, input in ((all_gather_matmul, x), (matmul_reduce_scatter, rows)):
@@ -86,7 +85,7 @@ def check_twice() -> None:
 
 
 def check_compiled() -> None:
-    """A function that is compiled leaves the operators as they are, with what surrounds them compiled."""
+    """A function that is compiled leaves the operators as they are, and the code around them is compiled."""
     x, weight = torch.ones(2, 3), torch.full((4, 3), 2.0, requires_grad=True)
     graphs = []
 
@@ -112,7 +111,7 @@ def _told(call: Callable[[], Any]) -> str:
 
 
 def check_mistakes() -> None:
-    """A mistake of one rank is told on all, and the next call is as good as any."""
+    """A mistake of one rank is an error on all, and the next call is as good as any."""
     wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
     x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
     assert "must be [rows, K] and [N, K]" in _told(lambda: all_gather_matmul(x, weight.t() if wrong else weight))
@@ -147,21 +146,37 @@ HALVES = [
 """that the interpreter can multiply soon; 19 rows are three parts of 8, 8 and 3"""
 
 
-def check_copies() -> None:
-    """What a GPU runs, its kernels interpreted and its copies the host's, with ranks that are late at random."""
-    from dlrm_overlap.dense.gemm.copies import Copies
-    from dlrm_overlap.dense.gemm.pushes import Pushes
+@contextlib.contextmanager
+def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
+    """Products that a GPU runs, their kernels interpreted and their copies the host's."""
+    from dlrm_overlap.comm.copy_engine import CopyEngine
+    from dlrm_overlap.dense.gemm.gathers import TiledGather
+    from dlrm_overlap.dense.gemm.scatters import TiledScatter, TriggeredScatter
+    from dlrm_overlap.kernels.gemm.product import Tiling
 
+    def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
+        assert int(word) >= count, "a part is sent that is not complete"
+
+    with without_streams(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyEngine, "wait_counter", counted)
+        for tiled in (TiledGather, TiledScatter, TriggeredScatter):
+            patch.setattr(tiled, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
+        products = ParallelProducts(world(), torch.device("cpu"))
+        products.wait_timeout_s = timeout_s
+        products.fault = lambda *_: ""  # type: ignore[method-assign]
+        yield products
+        products.close()
+
+
+def check_copies() -> None:
+    """The ways of copy engines and cuBLAS, with ranks that are late at random."""
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     late = random.Random(place[0])
-    with without_streams():
+    with _between_gpus() as products:
+        products.run("all_gather", "copies")
         if place[0] == 0:
-            Copies(world(), device, 60.0).close()  # without a window it asks no other rank
-        products = ParallelProducts(world(), device)
-        for way in (Copies, Pushes):
-            products._ways[way.name] = way(world(), device, 60.0)
-            products._ways[way.name].fault = lambda _: ""  # type: ignore[method-assign]
-        with torch.inference_mode():  # what it makes has to serve training, too
+            products.close()  # without a window it asks no other rank
+        with torch.inference_mode():  # memory that it makes has to serve training, too
             all_gather_matmul(torch.ones(19, 3).half(), torch.ones(7, 3).half(), products=products, way="copies/1")
         for case in HALVES:
             for way in (
@@ -169,7 +184,6 @@ def check_copies() -> None:
             ):
                 time.sleep(late.choice([0, 2e-3]))
                 check_operators(case, place, device, products=products, way=way)
-        products.close()
 
 
 TILED = [
@@ -181,47 +195,23 @@ TILED = [
 
 
 def check_tiles() -> None:
-    """As `check_copies`, by the kernels that hold the communication."""
-    from dlrm_overlap.comm.copy_engine import CopyEngine
-    from dlrm_overlap.dense.gemm.tiles import Tiles
-    from dlrm_overlap.dense.gemm.triggered import Triggered
-
-    def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
-        assert int(word) >= count, "a part is sent that is not complete"
-
+    """The ways of one kernel that holds the communication, in windows that copies use, too."""
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
-    with without_streams(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CopyEngine, "wait_counter", counted)
-        products = ParallelProducts(world(), device)
-        for way in (Tiles, Triggered):
-            products._ways[way.name] = made = way(world(), device, 60.0)
-            made.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
-            made.fault = lambda _: ""  # type: ignore[method-assign]
+    with _between_gpus() as products:
         for case in TILED:
-            for name in ("tiles/2", "triggered/2") if case is TILED[0] else ("tiles/2",):
+            for name in ("tiles/2", "triggered/2", "pushes/2") if case is TILED[0] else ("tiles/2",):
                 check_operators(case, place, device, products=products, way=name)
-        products.close()
 
 
 def check_out_of_memory() -> None:
     """Whichever allocation of a call fails, on all ranks alike, the next call is as good as any."""
-    from dlrm_overlap.dense.gemm.copies import Copies
-    from dlrm_overlap.dense.gemm.tiles import Tiles
-    from dlrm_overlap.dense.gemm.triggered import Triggered
-
-    device, ranks, new_empty = torch.device("cpu"), dist.get_world_size(), torch.Tensor.new_empty
+    ranks, new_empty = dist.get_world_size(), torch.Tensor.new_empty
     x, weight = torch.ones(16 * ranks, 8).half(), torch.ones(8, 8).half()
-    with without_streams(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlrm_overlap.comm.copy_engine.CopyEngine.wait_counter", lambda *_: None)
-        products = ParallelProducts(world(), device)
-        for way in (Copies, Tiles, Triggered):
-            products._ways[way.name] = made = way(world(), device, 1e-4)
-            made.fault = lambda _: ""  # type: ignore[method-assign]
-            if isinstance(made, Tiles):
-                made.tiling = Tiling(block_m=16, block_n=16, block_k=16, group=2)
+    with _between_gpus(timeout_s=1e-4) as products, pytest.MonkeyPatch.context() as patch:
+        for way in ("copies", "tiles", "triggered"):
             calls: list[Callable[[], torch.Tensor]] = [
-                lambda name=way.name: matmul_reduce_scatter(x, weight, products=products, way=f"{name}/1"),
-                lambda name=way.name: all_gather_matmul(x[:16], weight, products=products, way=f"{name}/1"),
+                lambda way=way: matmul_reduce_scatter(x, weight, products=products, way=f"{way}/1"),
+                lambda way=way: all_gather_matmul(x[:16], weight, products=products, way=f"{way}/1"),
             ]
             for call, expected in zip(calls, (8.0 * ranks, 8.0), strict=True):
                 call()
@@ -239,8 +229,7 @@ def check_out_of_memory() -> None:
                         call()
                     out = call()
                     products.check()
-                    assert_same(out, torch.full_like(out, expected), f"{way.name}, {left} allocations")
-        products.close()
+                    assert_same(out, torch.full_like(out, expected), f"{way}, {left} allocations")
 
 
 QUICK: dict[str, Callable[[], None]] = {

@@ -1,4 +1,4 @@
-"""Operands of products with their communication inside, and what they must give: forward and gradients, in float64.
+"""Operands of products with their communication inside, and the right results: forward and gradients, in float64.
 
 Every rank makes all ranks' operands from seeds, so each holds its own results against the whole. Imports no pytest.
 """
@@ -43,7 +43,7 @@ def _as_view(operand: torch.Tensor) -> torch.Tensor:
 
 
 class Operands(NamedTuple):
-    """One operator's operands of one rank and the gradient of its output, and what it must give."""
+    """One operator's operands of one rank, the gradient of its output, and the right results."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -62,7 +62,7 @@ def _activated(case: Case, z: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def gather_operands(case: Case, rank: int, world_size: int, device: torch.device) -> Operands:
-    """Return what rank `rank` gives `all_gather_matmul`, and what all ranks' operands make of it."""
+    """Return the operands of rank `rank` for `all_gather_matmul`, and the right results of all ranks'."""
     shards = [drawn(rank, case.rows, case.inner, dtype=case.dtype, device=device) for rank in range(world_size)]
     x = torch.cat(shards).double().requires_grad_()
     outputs, gradients, leaves = [], [], []
@@ -83,7 +83,7 @@ def gather_operands(case: Case, rank: int, world_size: int, device: torch.device
 
 
 def scatter_operands(case: Case, rank: int, world_size: int, device: torch.device) -> Operands:
-    """Return what rank `rank` gives `matmul_reduce_scatter`, and what all ranks' operands make of it."""
+    """Return the operands of rank `rank` for `matmul_reduce_scatter`, and the right results of all ranks'."""
     rows = world_size * case.rows
     bias = drawn(500, case.columns, dtype=case.dtype, device=device) if case.bias else None
     gradient = drawn(600, rows, case.columns, dtype=case.dtype, device=device)
@@ -129,7 +129,7 @@ def check_operators(
 ) -> None:
     """Check both operators, twice: the second time must give the same bits. `looser` is a factor of the tolerance.
 
-    All calls are made before anything is told, since the other ranks may find nothing wrong and go on.
+    All calls are made before anything is asserted, since the other ranks may find nothing wrong and go on.
     """
     calls = []
     for operator, operands_of in ((all_gather_matmul, gather_operands), (matmul_reduce_scatter, scatter_operands)):

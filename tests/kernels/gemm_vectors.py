@@ -9,7 +9,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
 from dlrm_overlap.kernels.gemm import product
-from dlrm_overlap.kernels.gemm.arguments import Tiling
+from dlrm_overlap.kernels.gemm.product import Tiling
 from tests.kernels.compiling import compile_for_h200
 
 _ORDERS = {"gather": "own_first", "scatter": "balanced"}

@@ -8,8 +8,14 @@ import torch
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm import reference
-from dlrm_overlap.kernels.gemm.arguments import Destinations, Signals, Tiling
-from dlrm_overlap.kernels.gemm.product import gathered_product, product, scattered_product
+from dlrm_overlap.kernels.gemm.product import (
+    Destinations,
+    Signals,
+    Tiling,
+    gathered_product,
+    product,
+    scattered_product,
+)
 from dlrm_overlap.kernels.schedule import staggered_peers
 from tests.agreement import assert_near, assert_same
 from tests.kernels.compiling import run_without_interpreter
@@ -21,7 +27,7 @@ NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 class Case(NamedTuple):
-    """Sizes that are no multiples of the tiles', and what is done at the end of a tile."""
+    """Sizes that are no multiples of the tiles', and the end of a tile's work."""
 
     world_size: int
     shard_rows: int

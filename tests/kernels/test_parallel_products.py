@@ -9,8 +9,7 @@ from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm import reference
-from dlrm_overlap.kernels.gemm.publish import CallFlags, begin_call, publish_rows
-from dlrm_overlap.kernels.gemm.sum_parts import Parts, sum_parts
+from dlrm_overlap.kernels.gemm.calls import CallFlags, Parts, begin_call, publish_rows, sum_parts
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, GUARD, interpreted, to_wire
 

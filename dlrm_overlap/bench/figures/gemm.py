@@ -1,13 +1,11 @@
-"""`bench gemm`: what does it save to run a product's communication inside it, and how much is left to save?
+"""`bench gemm`: how much does a product save with its communication inside, and how much is left to save?
 
 A shape M x K x N is that of two layers whose N hidden units are cut over the ranks, see `harness.gemm_contenders`:
 `all_gather` is the product of [M, K], whose rows are gathered, and [N / W, K]; `reduce_scatter` that of [M, N / W] and
 [K, N / W], whose sums are scattered. Contenders: `serial`, the collective and the product one after the other; the
 other ways of `dense.gemm`, and `auto`, which picks one; and `torch`, the fused operators of torch's symmetric memory.
-Under `--tune` every way of each shape is first measured, captured, and the fastest is kept in a file of this machine,
-by which `auto` picks from then on, in training runs, too (`dense.gemm.tuner`). The output of each contender is held
-against a product in float32 before it is timed, and again afterwards. All contenders and their parts are timed in
-turns, the ranks beginning together, without the host's time.
+The output of each contender is held against a product in float32 before it is timed, and again afterwards. All
+contenders and their parts are timed in turns, the ranks beginning together, without the CPU's time.
 
 Columns, times being medians of the slowest rank:
     gemm_ms, triton_gemm_ms   the product alone, of all rows: by cuBLAS, and by our kernel, which the way `tiles` uses
@@ -36,7 +34,6 @@ from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.dense.gemm.products import parallel_products
-from dlrm_overlap.dense.gemm.tuner import entry, tune
 from dlrm_overlap.train.ranks import Ranks
 
 _DTYPE = torch.bfloat16
@@ -52,7 +49,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     """Measure the figure, print its table and the crossovers, and append its rows on rank 0. All ranks call this.
 
     Returns:
-        The exit code: 1 if an output was wrong; no time of that contender is told.
+        The exit code: 1 if an output was wrong; that contender has no row.
     """
     group, device = ranks.connect(), ranks.device
     shapes = [Shape.read(text) for text in request.shapes_on(device.type)]
@@ -62,13 +59,11 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     landing = own.empty((capacity_bytes,), torch.uint8)
     products, turns = parallel_products(group, device), Turns(group, device)
     products.wait_timeout_s = 60.0
-    rows, faults, tuned = list[dict[str, Any]](), list[str](), dict[str, dict[str, float]]()
+    rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
         for operator in request.operators:
             for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, _DTYPE, group, device)
-                if request.tune:
-                    tuned |= tune(products, case.problems)
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)
@@ -87,10 +82,8 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     if ranks.world.rank == 0:
         headline = f"{group.size()} ranks on {device.type}, {_DTYPE}"
         report(rows, faults, request.output, headline, _SHOWN)
-        for line in [*crossovers(rows), *choices(tuned)]:
+        for line in crossovers(rows):
             print(line)
-        if tuned:
-            print(f"tuned: {products.tuned_file}")
     return 1 if faults else 0
 
 
@@ -153,20 +146,6 @@ def compare(
             }
         )
     return rows
-
-
-def choices(tuned: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line for each problem that has been tuned: which way is kept, and how it compares with serial.
-
-    Example: {"all_gather M 64 N 8 K 8 torch.bfloat16": {"copies/1": 80, "serial/1": 100}} gives "all_gather M 64 N 8 K
-    8 torch.bfloat16: copies/1, 80.0 us, serial 100.0 us".
-    """
-    lines = []
-    for problem, times in tuned.items():
-        kept = entry(dict(times))
-        name = f"{kept['way']}/{kept['parts']}"
-        lines.append(f"{problem}: {name}, {times[name]:.1f} us, serial {times['serial/1']:.1f} us")
-    return lines
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ from dlrm_overlap.comm.calls import Way
 from dlrm_overlap.comm.collectives import PeerCollectives, Work
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.gemm.ways import all_gather
+from dlrm_overlap.dense.gemm.serial import all_gather
 from dlrm_overlap.dense.reduction import StoreOptions, open_reduction
 
 log = logging.getLogger("dlrm_overlap")

@@ -1,4 +1,4 @@
-"""Who takes part in the figure of products with their communication inside: tensors of a shape, and what runs on them.
+"""Contenders of the figure of products with their communication inside: tensors of a shape, and calls on them.
 
 A shape is that of two layers: M samples of all ranks, K features, N hidden units, of which each rank has N / W. The
 first layer is `all_gather_matmul`, from this rank's samples [M / W, K] to its part of the hidden units [M, N / W]; the
@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.gemm.linear import Layer
+from dlrm_overlap.dense.gemm.problem import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.dense.gemm.ways import Problem
 
 Call = Callable[[], torch.Tensor]
+
+_ONLY = {"pushes": "all_gather", "triggered": "reduce_scatter"}  # their other operator is that of copies, or of tiles
 
 
 class Shape(NamedTuple):
@@ -60,18 +61,14 @@ class Case:
         self.link_bytes = (ranks - 1) * (m // ranks) * k * dtype.itemsize
         """that leave each rank for its peers"""
 
-    @property
-    def problems(self) -> list[Problem]:
-        """What the operator is asked by the contenders and, of an all-gather, by training, which keeps the rows."""
-        inner, columns = self.x.shape[1], self.weight.shape[0]
-        asked = Problem(self.operator, self.shape.m, columns, inner, self.x.dtype, bias=False, activation="none")
-        return [asked, asked._replace(keep=True)] if self.operator == "all_gather" else [asked]
-
     def contender(self, name: str, products: ParallelProducts) -> Call | None:
-        """Return the call of the contender `name`, or None where it cannot run; all ranks call this alike.
+        """Return the call of the contender `name`, or None where it cannot run or has nothing of its own.
 
-        `torch` are the fused operators of torch's symmetric memory; all others are ways of `products`.
+        `torch` are the fused operators of torch's symmetric memory; all others are ways of `products`. All ranks call
+        this alike.
         """
+        if _ONLY.get(name, self.operator) != self.operator:
+            return None
         if name == "torch":
             return self._torch() if self.device.type == "cuda" else None
         if self.operator == "all_gather":
@@ -102,7 +99,7 @@ class Case:
         return x
 
     def reference(self) -> torch.Tensor:
-        """Return what the operator is to return, computed in float32, as float32."""
+        """Return the right output of the operator, computed in float32, as float32."""
         out = functional.linear(self.gathered().float(), self.weight.float())
         if self.operator == "reduce_scatter":
             dist.all_reduce(out, group=self.group)  # gloo has no reduce-scatter
@@ -139,7 +136,7 @@ class Case:
         elif self.device.type == "cuda":
             out = mine.clone()
             found["collective"] = lambda: (dist.reduce_scatter_tensor(out, rows, group=self.group), out)[1]
-        else:  # gloo's own way, see `dense.gemm.ways.Serial`
+        else:  # as `dense.gemm.serial.SerialScatter` does over gloo
             landing = torch.empty_like(rows)
             found["collective"] = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]
         if self.operator == "all_gather" and self.device.type == "cuda":

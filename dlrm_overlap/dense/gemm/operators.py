@@ -7,17 +7,17 @@ the next one, cut by columns of the input, gives them back sharded by sample:
     z_shard = matmul_reduce_scatter(y, columns_of_W2, bias2, "relu")   # [M, N1 / W] -> [M / W, N2]
 
 The backward of one is the other. Gradients of a weight, and of `all_gather_matmul`'s bias, are this rank's own shard's
-over all M rows, so no reduction between ranks follows: they are the sum of what all ranks' losses ask for. The bias of
+over all M rows, so no reduction between ranks follows: they are the sum over the losses of all ranks. The bias of
 `matmul_reduce_scatter`, which every rank has whole, gets the sum over this rank's M / W rows alone, as any parameter
-that data parallelism reduces: reduced with the others, it costs nothing here.
+that data parallelism reduces.
 
-**What the forward keeps.** A weight's gradient needs the gathered rows. `all_gather_matmul` keeps those of the forward,
-[M, K], if the weight needs a gradient: to gather again would put M x K elements on links that the backward's
+**Rows that the forward keeps.** A weight's gradient needs the gathered rows. `all_gather_matmul` keeps those of the
+forward, [M, K], if the weight needs a gradient: to gather again would put M x K elements on links that the backward's
 reduce-scatter fills at that time. `matmul_reduce_scatter` keeps its input, which is not gathered. Under `no_grad` and
 in `inference_mode` nothing is kept.
 
-**What cannot be done.** Autograd refuses to differentiate these gradients again. `torch.compile` leaves both operators
-as they are and compiles what is around them; with `fullgraph=True` it refuses.
+**Limits.** Autograd refuses to differentiate these gradients again. `torch.compile` leaves both operators as they are
+and compiles the code around them; with `fullgraph=True` it refuses.
 
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
@@ -31,7 +31,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.comm.order import uncompiled
-from dlrm_overlap.dense.gemm.linear import Activation, Layer
+from dlrm_overlap.dense.gemm.problem import Activation, Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
 
 
@@ -57,15 +57,15 @@ def all_gather_matmul(
         weight: [N, K], this rank's own.
         bias: [N], this rank's own, or None.
         activation: none | relu.
-        products: what runs it between the W ranks of its group, and whose memory it takes. None takes that of all
-            ranks, `parallel_products(None, device)`, which is the caller's to close.
-        way: auto | serial | chunks | copies | pushes | tiles | triggered, see `products`.
-        order: entered around what goes between the ranks, forward and back, to order it among what else a captured
-            step exchanges, as a `comm.order.CommunicationOrder` does.
+        products: run it between the W ranks of their group, in their memory. None takes those of all ranks,
+            `parallel_products(None, device)`, which the caller closes.
+        way: auto | serial | copies | pushes | tiles | triggered, see `products`.
+        order: entered around all communication, forward and back, to order it among the other communication of a
+            captured step, as a `comm.order.CommunicationOrder` does.
 
     Returns:
-        [M, N], of the type of `x_shard`; the sums are float32, but for what cuBLAS adds up in that type where it splits
-        K, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
+        [M, N], of the type of `x_shard`; the sums are float32, but where cuBLAS splits K it adds the splits up in that
+        type, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
         InputError: on every rank, if these are not such tensors, or not alike on all ranks, or the way cannot run them.
@@ -92,17 +92,15 @@ def matmul_reduce_scatter(
     """Return rank r's rows, [r * M / W, (r + 1) * M / W), of activation(sum over the ranks of x @ weight^T + bias).
 
     The partial products are rounded to their type, as they travel, and added up in float32 in the order of the ranks;
-    then come bias and activation, once. (By the serial way and by chunks on GPUs it is NCCL that adds up.) Calls are as
-    for `all_gather_matmul`.
+    then come bias and activation, once. (By the serial way on GPUs it is NCCL that adds up.) Calls are as for
+    `all_gather_matmul`.
 
     Args:
         x: [M, K] of this rank, W divides M.
         weight: [N, K], this rank's own.
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
-        products: as for `all_gather_matmul`.
-        way: as for `all_gather_matmul`.
-        order: as for `all_gather_matmul`.
+        products, way, order: as for `all_gather_matmul`.
 
     Returns:
         [M / W, N], of the type of `x`.
@@ -149,10 +147,10 @@ Gradients = tuple[torch.Tensor | None, ...]
 def _differentiable_once(
     backward: Callable[[Any, torch.Tensor], Gradients],
 ) -> Callable[[Any, torch.Tensor], Gradients]:
-    """Let who differentiates what `backward` returns be told that it cannot be done.
+    """Make an attempt to differentiate the gradients that `backward` returns an error.
 
     `once_differentiable` does so where the gradient that it is given can be differentiated. That of a plain sum cannot,
-    but the weights behind it can: they would be taken for constants.
+    but the weights can, and would be taken for constants.
     """
     once = once_differentiable(backward)
 
@@ -166,7 +164,7 @@ def _differentiable_once(
 
 
 def _through(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient in front of the activation, whose output is `out` where it is a relu, else None."""
+    """Return the gradient before the activation, whose output is `out` where it is a relu, else None."""
     return gradient if out is None else torch.ops.aten.threshold_backward(gradient, out, 0)
 
 
@@ -198,11 +196,11 @@ class _AllGatherMatmul(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 finish = run.products.begin_reduce_scatter(dz, Layer(weight.t()), run.way)
             try:
-                if ctx.needs_input_grad[1]:  # beside what travels
+                if ctx.needs_input_grad[1]:  # beside the rows that travel
                     dw = dz.t() @ x
                 if ctx.needs_input_grad[2]:
                     db = dz.sum(0)
-            finally:  # peers await the end of what has begun, also where no memory is left for `dw`
+            finally:  # peers wait for the end, also where no memory is left for `dw`
                 if finish is not None:
                     dx = finish()
         return dx, dw, db, None, None

@@ -28,21 +28,11 @@ class Part(NamedTuple):
         return slice(self.ranks[0] * rank_rows + self.begin, self.ranks[-1] * rank_rows + self.end)
 
 
-def cut(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut the rows of a rank into at most `parts` ranges of about one size, which begin at multiples of 256, or 8.
-
-    Example: 1000 rows in 3: 0 .. 336, 336 .. 672, 672 .. 1000; 8192 in 3: 0 .. 2816, 2816 .. 5632, 5632 .. 8192.
-    """
-    step = _COARSE if rows >= 4 * _COARSE * parts else _FINE
-    size = -(-rows // (parts * step)) * step
-    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
-
-
 def halve(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut the rows of a rank into at most `parts` ranges, each half of what is left, the last as large as that before.
+    """Cut the rows of a rank into at most `parts` ranges, each half of the rest, the last as large as that before.
 
-    What follows such a range ends before the next one is there, if it takes less than half as long; so of what follows
-    all of them only that of the last, small one is seen. Ranges begin at multiples of 256, or 8.
+    The product of such a range ends before the next range is there, if it takes less than half as long; so only the
+    product of the last, small range is seen. Ranges begin at multiples of 256, or 8.
 
     Example: 8192 rows in 4: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
     """
@@ -67,8 +57,12 @@ def double(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 def head(rows: int, parts: int) -> int:
-    """Return how many of a rank's rows are to be first on the links: an eighth, or all where they are not cut."""
-    return rows if parts in (WHOLE, 1) else cut(rows, _HEADS)[0][1]
+    """Return how many of a rank's rows are to be first on the links: an eighth, or all where they are not cut.
+
+    Example: 8192 rows: 1024; 1000 rows: 128.
+    """
+    step = _COARSE if rows >= 4 * _COARSE * _HEADS else _FINE
+    return rows if parts in (WHOLE, 1) else min(rows, -(-rows // (_HEADS * step)) * step)
 
 
 def turns(rank: int, world_size: int) -> list[int]:
@@ -111,8 +105,8 @@ def _fine_at_ends(peers: list[int], rows: int, first: list[tuple[int, int]], las
 def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
     """Return the parts of the peers' rows in the order in which they arrive.
 
-    Only at both ends are they small, so that what comes first is there soon, and what comes last leaves little to do.
-    Each part costs a copy and a product of its own.
+    Only at both ends are they small, so that the first is there soon, and the last leaves little to do. Each part costs
+    a copy and a product of its own.
 
     Args:
         rank: of the caller.

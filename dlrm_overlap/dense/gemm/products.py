@@ -1,40 +1,76 @@
-"""The ways to run a product with its communication inside, behind one object of an owner.
+"""The ways to run a product with its communication inside; one object of an owner runs them.
 
-    serial   the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
-    chunks   the same part by part, NCCL's on a stream beside cuBLAS's
-    copies   part by part, rows by copy engines, see `copies`
-    pushes   an all-gather whose rows are sent into the peers' windows, see `pushes`
-    tiles    by one kernel of our own, whose tiles wait for their rows or go to their owner, see `tiles`
-    triggered  by the same kernel; what it has counted as complete leaves by copy engines, see `triggered`
+    serial     the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
+    copies     products of cuBLAS, part by part; copy engines read the peers' rows, or send partial products
+    pushes     as copies, but the rows of an all-gather are sent to the peers
+    tiles      one kernel of our own, whose tiles wait for their rows or go to their owner
+    triggered  as tiles, but copy engines send the partial products that the kernel has counted as complete
 
-`auto` takes what was measured to be the fastest, or else what is predicted to be, see `choose`. Within a capture
-nothing is asked of other ranks, so a problem that has not been run before is refused there. Ranks whose calls differ
-all raise an error that names both calls: on CPUs at any call, on GPUs where the call is new to all of them.
+`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first three by a rule, see `rule`. A
+capture cannot ask other ranks, so a problem that has not been run before is refused there. Ranks whose calls differ all
+raise an error that names both calls: on CPUs at any call, on GPUs where the call is new to all of them.
 """
 
 import logging
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import known_everywhere, on_every_rank, require_alike
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.gemm.choose import Choice, choose, read_tuned, tuned_file
-from dlrm_overlap.dense.gemm.chunks import Chunks
-from dlrm_overlap.dense.gemm.linear import Layer
-from dlrm_overlap.dense.gemm.ways import Finish, Problem, Products, Serial
+from dlrm_overlap.dense.gemm.problem import Finish, Layer, Problem
+from dlrm_overlap.dense.gemm.serial import SerialGather, SerialScatter
+from dlrm_overlap.launching.environment import one_queue
+
+if TYPE_CHECKING:
+    from dlrm_overlap.dense.gemm.windows import Windows
 
 log = logging.getLogger("dlrm_overlap")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # sums are float32, which would cut float64
-WAYS = ("serial", "chunks", "copies", "pushes", "tiles", "triggered")
+WAYS = ("serial", "copies", "pushes", "tiles", "triggered")
+_TILED = ("tiles", "triggered")
+_ALIGNED = 8  # elements that must divide N and K of these two, see `kernels.gemm.product`
+
+# Of an H200 over NVLink, bfloat16: cuBLAS, and copies of 64 MB to each of three peers.
+_FLOP_PER_US, _SENT_BYTES_PER_US = 800e6, 394e3
+_FEW_BYTES, _MANY_BYTES = 8e6, 100e6
+
+
+class Choice(NamedTuple):
+    """A way, and into how many parts it cuts a rank's rows."""
+
+    way: str
+    parts: int = 1
+
+
+def rule(problem: Problem, world_size: int) -> tuple[str, int]:
+    """Return the way that `auto` takes where copy engines can run a problem, and how many parts suit every way.
+
+    Flags, copies and the kernels that wait for them take some 20 us however little there is to send, so few bytes
+    travel serially. Rows of an all-gather are sent: links carry them faster than rows that are read. 0 parts are as few
+    as a way has: they suit a call whose product takes longer than its links, since all copies but the first or the last
+    are hidden. Held against the rows of docs/results/gemm.md.
+
+    Example: 2 ranks, an all-gather of 32768 rows of K 4096 in bfloat16. Each rank sends 134 MB in 341 us. With N 2048
+    the product takes 687 us: pushes, 0 parts. With N 512 it takes 172: pushes, 4 parts.
+    """
+    gathers = problem.operator == "all_gather"
+    width = problem.inner if gathers else problem.columns
+    sent_bytes = (world_size - 1) * problem.rows // world_size * width * problem.dtype.itemsize
+    if sent_bytes < _FEW_BYTES:
+        return "serial", 0
+    product_us = 2 * problem.rows * problem.columns * problem.inner / _FLOP_PER_US
+    parts = 4 if sent_bytes >= _MANY_BYTES else 2
+    return "pushes" if gathers else "copies", 0 if product_us >= sent_bytes / _SENT_BYTES_PER_US else parts
 
 
 class ParallelProducts:
     """Both operators on the tensors of one device between the ranks of one group, without autograd.
+
+    All ranks make the same calls in the same order, on one stream or on streams that are ordered one after the other.
 
     Example:
         products = parallel_products(None, device)
@@ -42,25 +78,28 @@ class ParallelProducts:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device, self.wait_timeout_s = group, device, 600.0
-        """bound of a wait for a peer, of what is prepared from now on"""
-        self.tuned_file = tuned_file(device, group.size())
-        """where `auto` finds what has been measured; rank 0 reads it, when `auto` first chooses"""
-        self._tuned: dict[str, dict[str, Any]] | None = None
-        self._ways: dict[str, Products] = {}
+        self.group, self.device = group, device
+        self.wait_timeout_s = 600.0
+        """bound of a wait for a peer, of all windows; to be set before the first call"""
+        self.windows: Windows | None = None
+        """made at the first call between GPUs that is not serial"""
+        self._runs: dict[tuple[str, str], Any] = {}
         self._known: dict[tuple[Problem, str], Choice] = {}
 
     def all_gather_matmul(
         self, x_shard: torch.Tensor, layer: Layer, way: str, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what `operators.all_gather_matmul` does and, if `keep`, the gathered rows [M, K]."""
+        """Return the output of `operators.all_gather_matmul` and, if `keep`, the gathered rows [M, K]."""
         choice = self._choose("all_gather", x_shard, layer, way, keep)
-        return self.way(choice.way).all_gather_matmul(*_as_kernels_read(x_shard, layer), choice.parts, keep)
+        return self.run("all_gather", choice.way)(*_as_kernels_read(x_shard, layer), choice.parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, way: str) -> Finish:
-        """Begin what `operators.matmul_reduce_scatter` does; what is returned, called once, returns its output."""
+        """Begin `operators.matmul_reduce_scatter`; the function that is returned, called once, returns its output.
+
+        Work that is issued in between runs beside the communication.
+        """
         choice = self._choose("reduce_scatter", x, layer, way)
-        return self.way(choice.way).begin_reduce_scatter(*_as_kernels_read(x, layer), choice.parts)
+        return self.run("reduce_scatter", choice.way)(*_as_kernels_read(x, layer), choice.parts)
 
     def _choose(self, operator: str, x: torch.Tensor, layer: Layer, way: str, keep: bool = False) -> Choice:
         fault, shards = _fault(x, layer, self.device), self.group.size() if operator == "all_gather" else 1
@@ -70,9 +109,9 @@ class ParallelProducts:
         everywhere = known_everywhere((problem, way), choice is not None, self.group, self.device)
         return choice if choice and everywhere else self._agree(problem, way, fault)
 
-    @torch.inference_mode(False)  # what is made here serves training, too
+    @torch.inference_mode(False)  # memory that is made here serves training, too
     def _agree(self, problem: Problem, way: str, fault: str) -> Choice:
-        """Check a problem on all ranks, choose its way and let that prepare; a collective on the host.
+        """Check a problem on all ranks, choose its way and prepare that; a collective on the host.
 
         Raises:
             InputError: on every rank, naming the fault.
@@ -82,24 +121,20 @@ class ParallelProducts:
                 f"{problem}: the first of its kind and within a capture, where the ranks cannot ask whether theirs are "
                 f"alike; make one such call before the capture"
             )
-        choice = Choice("serial")
 
-        def check() -> None:
-            nonlocal choice
+        def chosen() -> Choice:
             if fault:
                 raise InputError(f"{problem.call}: {fault}")
             if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
                 raise InputError(
                     f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
                 )
-            choice = self._pick(problem, way)
+            return self._pick(problem, way)
 
-        on_every_rank(check, self.group)
+        choice = on_every_rank(chosen, self.group)
         require_alike(f"{problem} by way {way}", self.group)
-        if way == "auto":
-            choice = self._choose_on_rank_0(problem)
         try:
-            on_every_rank(lambda: self.way(choice.way).prepare(problem, choice.parts), self.group)
+            on_every_rank(lambda: self._prepare(problem, choice), self.group)
         except InputError as error:
             if way != "auto":
                 raise
@@ -109,91 +144,107 @@ class ParallelProducts:
         return choice
 
     def _pick(self, problem: Problem, way: str) -> Choice:
-        if way == "auto":
-            return Choice("serial")  # until rank 0 has chosen
+        """Return the way and the parts that the text `way` names for a problem."""
         name, _, parts = way.partition("/")
-        if name not in WAYS or not (parts.isdecimal() or not parts):
+        ruled, suited = rule(problem, self.group.size())
+        if way == "auto":
+            name = "serial" if self.fault(problem, ruled) else ruled
+        elif name not in WAYS or not (parts.isdecimal() or not parts):
             raise InputError(
                 f"{problem}: way {way} is not known; take auto, {', '.join(WAYS)}, or one with its parts: copies/4"
             )
-        if fault := self.way(name).fault(problem):
+        elif fault := self.fault(problem, name):
             raise InputError(f"{problem}: way {way}: {fault}")
-        known = [Choice(name, each) for each in self.way(name).parts]
+        able = self.run(problem.operator, name).parts
         if not parts:
-            return choose(problem, self.group.size(), known, {})
-        if Choice(name, int(parts)) not in known:
-            raise InputError(f"{problem}: way {way}: not known; take one of {', '.join(map(str, known))}")
+            return Choice(name, suited if suited in able else min(able))
+        if int(parts) not in able:
+            known = ", ".join(f"{name}/{each}" for each in able)
+            raise InputError(f"{problem}: way {way}: not known; take one of {known}")
         return Choice(name, int(parts))
 
-    def candidates(self, problem: Problem) -> list[Choice]:
-        """Return everything that can run a problem."""
-        names = WAYS if self.device.type == "cuda" and self.group.size() > 1 else WAYS[:1]
-        able = [self.way(name) for name in names if not self.way(name).fault(problem)]
-        return [Choice(way.name, parts) for way in able for parts in way.parts_for(problem)]
+    def fault(self, problem: Problem, way: str) -> str:
+        """Return why a way cannot run a problem, or an empty text."""
+        if way == "serial":
+            return ""
+        if self.device.type != "cuda" or self.group.size() == 1:
+            return f"{way}: runs between GPUs; take serial or auto"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"{problem.dtype}: {way} takes float16 and bfloat16; cast, or take serial"
+        if 0 in (problem.rows, problem.columns, problem.inner):
+            return "there is nothing to multiply; take serial"
+        if way in _TILED and one_queue():
+            return (
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1, so a kernel and the copies that it waits for, or that wait for it, "
+                "need not run side by side; unset it, or take copies"
+            )
+        if way in _TILED and (problem.columns % _ALIGNED or problem.inner % _ALIGNED):
+            return f"{way} takes N and K that are multiples of {_ALIGNED}; pad them, or take copies"
+        return ""
 
-    def _choose_on_rank_0(self, problem: Problem) -> Choice:
-        """Return what rank 0 takes, whose file the others may not see; a collective on the host."""
+    def run(self, operator: str, way: str) -> Any:
+        """Return the function that runs an operator one way, made at the first call."""
+        if (operator, way) not in self._runs:
+            self._runs[operator, way] = self._make(operator, way)
+        return self._runs[operator, way]
 
-        def chosen() -> Choice | None:
-            if self.group.rank() != 0:
-                return None
-            if self._tuned is None:
-                try:
-                    self._tuned = read_tuned(self.tuned_file)
-                except InputError as error:
-                    log.warning("%s; ways of products are predicted", error)
-                    self._tuned = {}
-            return choose(problem, self.group.size(), self.candidates(problem), self._tuned)
+    def _make(self, operator: str, way: str) -> Any:
+        gathers = operator == "all_gather"
+        if way == "serial":
+            return (SerialGather if gathers else SerialScatter)(self.group)
+        from dlrm_overlap.dense.gemm import gathers as g  # these need Triton, which a CPU does not
+        from dlrm_overlap.dense.gemm import scatters as s
+        from dlrm_overlap.dense.gemm.windows import Windows
 
-        choices: list[Choice | None] = [None] * self.group.size()
-        dist.all_gather_object(choices, on_every_rank(chosen, self.group), self.group)
-        assert choices[0] is not None
-        return choices[0]
+        by_way = {
+            "copies": (g.CopiedGather, s.CopiedScatter),
+            "pushes": (g.PushedGather, s.CopiedScatter),
+            "tiles": (g.TiledGather, s.TiledScatter),
+            "triggered": (g.TiledGather, s.TriggeredScatter),
+        }
+        if self.windows is None:
+            self.windows = Windows(self.group, self.device, self.wait_timeout_s)
+        return by_way[way][0 if gathers else 1](self.windows)
 
-    def use_tuned(self, path: Path) -> None:
-        """Let `auto` choose anew, by the file at `path`; what is captured stays as it is. All ranks call this."""
-        self.tuned_file, self._tuned = path, None
-        self._known = {known: choice for known, choice in self._known.items() if known[1] != "auto"}
+    def _prepare(self, problem: Problem, choice: Choice) -> None:
+        """Make memory and load kernels for a problem by calls with zeros.
 
-    def way(self, name: str) -> Products:
-        """Return the way `name`, made at the first call."""
-        if name not in self._ways:
-            self._ways[name] = self._open(name)
-        return self._ways[name]
-
-    def _open(self, name: str) -> Products:
-        if name == "serial":
-            return Serial(self.group, self.device)
-        if name == "chunks":
-            return Chunks(self.group, self.device)
-        if self.device.type != "cuda":
-            raise InputError(f"way {name}: runs between GPUs; take serial or auto")
-        from dlrm_overlap.dense.gemm.copies import Copies  # these need Triton, which a CPU does not
-        from dlrm_overlap.dense.gemm.pushes import Pushes
-        from dlrm_overlap.dense.gemm.tiles import Tiles
-        from dlrm_overlap.dense.gemm.triggered import Triggered
-
-        made = {"copies": Copies, "pushes": Pushes, "tiles": Tiles, "triggered": Triggered}[name]
-        return made(self.group, self.device, self.wait_timeout_s)
+        Raises:
+            InputError: on every rank, if there is no room.
+        """
+        if choice.way == "serial":
+            return
+        run, gathers = self.run(problem.operator, choice.way), problem.operator == "all_gather"
+        rows = problem.rows // self.group.size() if gathers else problem.rows
+        x = torch.zeros(rows, problem.inner, dtype=problem.dtype, device=self.device)
+        weight = x.new_zeros(problem.columns, problem.inner)
+        bias = x.new_zeros(problem.columns) if problem.bias else None
+        # Our own kernel is another one for a weight that is a transpose.
+        for given in (weight, weight.t().contiguous().t()) if choice.way in _TILED else (weight,):
+            layer = Layer(given, bias, "relu" if problem.activation == "relu" else "none")
+            if gathers:
+                run(x, layer, choice.parts, problem.keep)
+            else:
+                run(x, layer, choice.parts)()
 
     def check(self) -> None:
-        """Raise what a wait on the GPU has recorded; waits for nothing.
+        """Raise the error that a wait on the GPU has recorded; waits for nothing.
 
         Raises:
             ExchangeTimeoutError: if a peer has not come in time, naming both ranks.
         """
-        for way in self._ways.values():
-            way.check()
+        if self.windows is not None:
+            self.windows.check()
 
     def close(self) -> None:
         """Give all memory back, once all that was issued is done. All ranks call this; the next call begins anew."""
-        for way in self._ways.values():
-            way.close()
-        self._ways, self._known = {}, {}
+        if self.windows is not None:
+            self.windows.close()
+        self.windows, self._runs, self._known = None, {}, {}
 
 
 def _fault(x: torch.Tensor, layer: Layer, device: torch.device) -> str:
-    """Return what is wrong with an operator's arguments on this rank, or an empty text."""
+    """Return the mistake in an operator's arguments on this rank, or an empty text."""
     weight, bias, activation = layer
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         return f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: must be [rows, K] and [N, K]; reshape them"

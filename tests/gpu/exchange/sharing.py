@@ -20,7 +20,6 @@ UNSHARED = {
     "dma_triggered": _BESIDE,
     "update_overlaps": _BESIDE,
     "update_yields": _BESIDE,
-    "gemm_tuned": "what is timed there does not count",
     "gemm_auto_is_serial": _CAPTURED,
     "tensor_parallel_captured_*": _CAPTURED,
     "tensor_parallel_delayed_*": _CAPTURED,

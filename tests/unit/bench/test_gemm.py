@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from dlrm_overlap.bench.figures.gemm import choices, compare, crossovers
+from dlrm_overlap.bench.figures.gemm import compare, crossovers
 from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.report.measured import read_measured
@@ -41,12 +41,6 @@ def test_a_crossover_is_where_a_way_is_never_slower_again() -> None:
     assert tiles.endswith("tiles is at least as fast as serial not at M 8192, the greatest")
 
 
-def test_what_is_kept_is_told_beside_serial() -> None:
-    times = {"copies/2": 80.0, "serial/1": 100.0}
-    assert choices({"a": times}) == ["a: copies/2, 80.0 us, serial 100.0 us"]
-    assert choices({"a": times | {"serial/1": 80.5}}) == ["a: serial/1, 80.5 us, serial 80.5 us"]
-
-
 def test_the_plot_and_the_table_have_every_contender(tmp_path: Path) -> None:
     rows = [
         {"kind": "gemm", **COLUMNS, "operator": operator} | row
@@ -73,7 +67,7 @@ def test_the_plot_and_the_table_have_every_contender(tmp_path: Path) -> None:
         ({"operators": ("all_to_all",)}, "--operators all_to_all"),
         ({"shapes": ("4096x4096",)}, "--shapes 4096x4096: not M x K x N"),
         ({"shapes": ("4096x64x66",)}, "4 ranks do not divide M and N"),
-        ({"tune": True}, "--tune: on CPUs serial is the only way"),
+        ({"contenders": ("serial", "chunks")}, "--contenders chunks"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(options: dict[str, Any], told: str) -> None:

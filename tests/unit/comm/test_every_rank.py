@@ -12,10 +12,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError, PeerError
-from dlrm_overlap.dense.gemm.choose import Choice
-from dlrm_overlap.dense.gemm.linear import Layer
-from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.dense.gemm.ways import Problem
+from dlrm_overlap.dense.gemm.problem import Layer, Problem
+from dlrm_overlap.dense.gemm.products import Choice, ParallelProducts
 from tests.unit.comm.threads import Rank, Threads
 
 

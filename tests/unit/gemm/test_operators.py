@@ -1,16 +1,16 @@
-"""What an operator's backward leaves behind an exception."""
+"""The state that an operator's backward leaves after an exception."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from dlrm_overlap.dense.gemm.linear import Layer
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul
+from dlrm_overlap.dense.gemm.problem import Layer
 
 
 class _Products:
-    """Gathers rows whose product with any gradient fails, as where no memory is left, and notes what has ended."""
+    """Gathers rows whose product with any gradient fails, as where no memory is left, and counts the ends."""
 
     def __init__(self) -> None:
         self.ended = 0

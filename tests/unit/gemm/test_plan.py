@@ -2,13 +2,12 @@
 
 import pytest
 
-from dlrm_overlap.dense.gemm.plan import WHOLE, cut, double, gathered_parts, halve, scattered_parts, senders, turns
+from dlrm_overlap.dense.gemm.plan import WHOLE, double, gathered_parts, halve, head, scattered_parts, senders, turns
 
 
-def test_cuts_begin_where_tiles_or_vectors_do() -> None:
-    assert cut(8192, 4) == [(0, 2048), (2048, 4096), (4096, 6144), (6144, 8192)]
-    assert cut(1000, 3) == [(0, 336), (336, 672), (672, 1000)]
-    assert cut(3, 8) == [(0, 3)]
+def test_the_first_rows_on_the_links_are_whole_tiles_or_vectors() -> None:
+    assert [head(rows, 4) for rows in (16384, 8192, 1000, 3)] == [2048, 1024, 128, 3]
+    assert head(8192, 1) == head(8192, WHOLE) == 8192
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])

@@ -1,8 +1,6 @@
-"""What runs where `auto` has chosen a way."""
+"""The way that runs, and the state that a call leaves for the next one."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,11 +11,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlrm_overlap.dense.gemm.choose import Choice
-from dlrm_overlap.dense.gemm.linear import Layer
-from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.dense.gemm.ways import Serial
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.gemm.problem import Layer, Problem
+from dlrm_overlap.dense.gemm.products import Choice, ParallelProducts
+from dlrm_overlap.dense.gemm.serial import SerialScatter
 from tests.agreement import assert_same
+
+CPU = torch.device("cpu")
 
 
 class _Calls(TorchDispatchMode):
@@ -40,30 +40,9 @@ def _calls_of(call: Callable[[], torch.Tensor]) -> tuple[list[tuple[str, list[to
     return calls.made, out
 
 
-def test_a_damaged_file_of_choices_ends_no_training(
-    tmp_path: Path, world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    products = ParallelProducts(world_of_one, torch.device("cpu"))
-    products.tuned_file = tmp_path / "tuned.json"
-    products.tuned_file.write_text("{")
-    out = products.begin_reduce_scatter(torch.ones(8, 3), Layer(torch.ones(4, 3)), "auto")()
-    assert_same(out, torch.full((8, 4), 3.0), "by a way that is predicted")
-    assert "remove it, and tune again; ways of products are predicted" in caplog.text
-
-
-@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("operator", ["all_gather", "reduce_scatter"])
-def test_auto_that_takes_serial_does_what_serial_does(
-    operator: str, measured: bool, tmp_path: Path, world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chosen among ways that this CPU has not, by a prediction or by a file."""
-    products = ParallelProducts(world_of_one, torch.device("cpu"))
-    products.tuned_file = tmp_path / "tuned.json"
-    able = [Choice("copies", 4), Choice("serial"), Choice("chunks", 2)]
-    monkeypatch.setattr(products, "candidates", lambda _: able)
-    if measured:
-        problem = f"{operator} M 8 N 4 K 3 torch.bfloat16"
-        products.tuned_file.write_text(json.dumps({problem: {"way": "serial", "parts": 1}}))
+def test_auto_that_takes_serial_does_what_serial_does(operator: str, world_of_one: dist.ProcessGroup) -> None:
+    products = ParallelProducts(world_of_one, CPU)
     x, layer = torch.ones(8, 3).bfloat16(), Layer(torch.ones(4, 3).bfloat16(), torch.ones(4).bfloat16(), "relu")
 
     def run(way: str) -> torch.Tensor:
@@ -77,13 +56,79 @@ def test_auto_that_takes_serial_does_what_serial_does(
     assert_same(out, expected, operator)
 
 
-def test_what_is_made_in_inference_mode_serves_training(
+def _between_gpus(parts: tuple[int, ...] = (1, 2, 4, 8)) -> ParallelProducts:
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    products = ParallelProducts(group, torch.device("cuda"))
+    products.run = lambda *_: SimpleNamespace(parts=parts)  # type: ignore[method-assign]
+    return products
+
+
+LARGE = Problem("all_gather", 32768, 512, 3456, torch.bfloat16, False, "none")
+
+
+@pytest.mark.parametrize(
+    ("problem", "way", "choice"),
+    [
+        (LARGE, "auto", Choice("pushes", 4)),
+        (LARGE._replace(operator="reduce_scatter", columns=3456, inner=512), "auto", Choice("copies", 4)),
+        (LARGE._replace(columns=8192), "auto", Choice("pushes", 1)),
+        (LARGE._replace(rows=64), "auto", Choice("serial", 1)),
+        (LARGE._replace(dtype=torch.float32), "auto", Choice("serial", 4)),
+        (LARGE, "tiles", Choice("tiles", 4)),
+        (LARGE, "triggered/8", Choice("triggered", 8)),
+    ],
+)
+def test_a_way_is_chosen_between_gpus(problem: Problem, way: str, choice: Choice) -> None:
+    assert _between_gpus()._pick(problem, way) == choice
+
+
+@pytest.mark.parametrize(
+    ("problem", "way", "message"),
+    [
+        (LARGE, "chunks/2", "way chunks/2 is not known; take auto, serial, copies, pushes, tiles, triggered, or one"),
+        (LARGE, "copies/3", "take one of copies/1, copies/2, copies/4, copies/8"),
+        (LARGE._replace(dtype=torch.float32), "copies", "torch.float32: copies takes float16 and bfloat16"),
+        (LARGE._replace(rows=0), "pushes", "there is nothing to multiply; take serial"),
+        (LARGE._replace(inner=12), "triggered", "triggered takes N and K that are multiples of 8"),
+    ],
+)
+def test_a_way_that_cannot_run_is_refused(problem: Problem, way: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _between_gpus()._pick(problem, way)
+
+
+@pytest.mark.parametrize("way", ["tiles", "triggered"])
+def test_one_queue_for_all_streams_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a captured copy may come after the kernel that waits for it."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert not _between_gpus().fault(LARGE, way)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in _between_gpus().fault(LARGE, way)
+    assert not _between_gpus().fault(LARGE, "copies")
+
+
+def test_auto_runs_serially_where_there_is_no_room(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(problem: Problem, choice: Choice) -> None:
+        raise InputError("no room for a window; take a smaller batch")
+
+    products = ParallelProducts(world_of_one, CPU)
+    monkeypatch.setattr(products, "_prepare", no_room)
+    out = products.begin_reduce_scatter(torch.ones(8, 3), Layer(torch.ones(4, 3)), "auto")()
+    assert_same(out, torch.full((8, 4), 3.0), "serially")
+    assert "runs serially, since no room for a window" in caplog.text
+    with pytest.raises(InputError, match="no room for a window"):
+        products.begin_reduce_scatter(torch.ones(8, 3), Layer(torch.ones(4, 3)), "serial")
+
+
+def test_memory_that_is_made_in_inference_mode_serves_training(
     world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of a way would otherwise be of tensors that nothing may write to behind it."""
+    """It would otherwise be of tensors that nothing may write to afterwards."""
     made: list[torch.Tensor] = []
-    monkeypatch.setattr(Serial, "prepare", lambda *_: made.append(torch.zeros(1)))
-    products, rows = ParallelProducts(world_of_one, torch.device("cpu")), torch.ones(2, 3)
+    products, rows = ParallelProducts(world_of_one, CPU), torch.ones(2, 3)
+    monkeypatch.setattr(products, "_prepare", lambda *_: made.append(torch.zeros(1)))
     with torch.inference_mode():
         out, _ = products.all_gather_matmul(rows, Layer(torch.ones(4, 3)), "auto", keep=False)
     made[0].add_(1)
@@ -102,8 +147,7 @@ def test_on_cpus_partial_products_are_added_up_in_the_order_of_the_ranks(monkeyp
 
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
-    layer = Layer(torch.ones(3, 3))
-    out = Serial(group, torch.device("cpu")).begin_reduce_scatter(torch.ones(2 * ranks, 3), layer, 1)()
+    out = SerialScatter(group)(torch.ones(2 * ranks, 3), Layer(torch.ones(3, 3)), 1)()
     expected = parts[0].clone()
     for part in parts[1:]:
         expected += part

@@ -1,0 +1,162 @@
+"""Memory that all ranks of a group read and write in the course of a product, its flags and its copy engine.
+
+A call is an epoch e = 1, 2, .., whose number lies in device memory, so that captured calls and eager ones may follow
+each other as they like. Flags are READY e (rows are there) and DONE e (this rank has read all that it reads of the
+ranks' memory in call e), both at every rank; they only grow, and each has one writer.
+
+**Why nothing is overwritten too early.** Before a rank stores to anybody's window in call e, its own included, it has
+waited for DONE e - 1 of every peer. So every rank has by then read all that it reads in call e - 1, and all stores of
+that call have arrived, since their readers had waited for them. Nobody can read or store anything of call e + 1
+meanwhile: for that, it has to see DONE e of this rank. **Why nobody waits for it.** A rank raises DONE e - 1 after the
+last copy or the last sum of a call, and its peers wait for it at the beginning of the next one, by when it is there
+unless the peer is late. A second window would let ranks drift further apart, but the CPU would have to know which of
+the two it is, since copies get their addresses from it, and a replayed graph would take the same one twice in a row.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.record import Record, settle
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.gemm.plan import senders, turns
+from dlrm_overlap.kernels.flags import Flags
+from dlrm_overlap.kernels.gemm.calls import CallFlags
+
+SLOTS = 8
+"""flags READY of a rank at each rank"""
+MISSING = "product's part"
+_GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
+
+
+class Window:
+    """One region of the ranks' memory, for one call at a time; making it is a collective."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity_bytes: int, timeout_s: float) -> None:
+        """Allocate it.
+
+        Raises:
+            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
+        """
+        self.rank, self.world_size, self.capacity_bytes = group.rank(), group.size(), capacity_bytes
+        regions = {
+            "ready": Region((self.world_size, SLOTS), torch.int64),
+            "done": Region((self.world_size, 1), torch.int64),
+            "memory": Region((capacity_bytes,), torch.uint8),
+        }
+        self._arena = open_arena(regions, group, device)
+        self._timeout_s, self._record = timeout_s, Record(device)
+        self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
+        """[1] int64: the epoch"""
+        every = dict.fromkeys(range(self.world_size), 1)
+        done = self._waited("done", every)
+        ready = tuple(self._waited("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS))
+        self.flags = CallFlags(done, ready, torch.zeros(1, dtype=torch.int32, device=device))
+        order = senders(self.rank, self.world_size)
+        self.of_sender = [self._waited("ready", {peer: 1}) for peer in order]
+        """number i: slot 0 of the peer that is the i-th to turn to this rank"""
+        self.arrived = [self._waited("ready", every | dict.fromkeys(order[-1:], slot + 1)) for slot in range(SLOTS)]
+        """number k: slot 0 of every peer, slots 0 .. k of the one that is the last to turn to this rank"""
+        self.read = torch.zeros_like(ready[0].local)
+        """[W, SLOTS] int64, of this rank alone: the epoch in which its copy engine has read a part of a peer's rows"""
+        self.ready_at = [self._arena.view("ready", rank)[self.rank] for rank in range(self.world_size)]
+        """of each rank, [SLOTS] int64: the flags READY that this rank raises there"""
+        self.done_at = [self._arena.view("done", rank)[self.rank] for rank in range(self.world_size)]
+        """of each rank, [1] int64: the flag DONE that this rank raises there"""
+        self.addresses = self._arena.addresses("memory")
+        """[W] int64: of each rank's memory"""
+        self.engine = CopyEngine(device)
+        self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
+        """a call's own, of parts that follow each other"""
+        self.published = torch.cuda.Event()
+        """a call's own: all rows of all ranks are in their windows"""
+        self.beside = CopyEngine(device)
+        """for copies within this GPU, which run beside the products"""
+
+    def _waited(self, name: str, slots: dict[int, int]) -> Flags:
+        """Return the flags `name`, ready or done; a wait for them is for the first slots[w] of each peer w."""
+        counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
+        return Flags(
+            addresses=self._arena.addresses(name),
+            clock=self.word,
+            local=self._arena.local(name),
+            counts=torch.tensor(counts, dtype=torch.int32, device=self.word.device),
+            timeout=int(self._timeout_s * 1e9),
+            status=self._record.status,
+        )
+
+    def at(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of `rank`, flat."""
+        whole = self.capacity_bytes // dtype.itemsize * dtype.itemsize
+        return self._arena.view("memory", rank)[:whole].view(dtype)
+
+    def check(self) -> None:
+        """Raise the error that a wait has recorded.
+
+        Raises:
+            ExchangeTimeoutError: if it has expired.
+        """
+        self._record.raise_expired(self._timeout_s, MISSING)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._arena.close()
+
+
+class Windows:
+    """All windows of one owner's products. Its calls, of whatever way, follow each other."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        """Take the bound of a wait for a peer."""
+        self.group, self.device, self._timeout_s = group, device, timeout_s
+        self.rank, self.world_size = group.rank(), group.size()
+        self.turns = turns(self.rank, self.world_size)
+        """the peers, in the order in which this rank copies to or from them"""
+        self.under_way = False
+        """whether a reduce-scatter has begun and not been finished"""
+        self._windows: list[Window] = []
+        self._last: torch.cuda.Stream | None = None
+
+    def __iter__(self) -> Iterator[Window]:
+        return iter(self._windows)
+
+    def begin(self, size_bytes: int) -> Window:
+        """Begin a call on the current stream, after the one before; return its window, the same one on all ranks.
+
+        That is the first one that is large enough. Where there is none, one is made, which is a collective: so the
+        first call of its size may not be captured.
+
+        Raises:
+            InputError: if a reduce-scatter is under way; on every rank, if there is no room.
+        """
+        if self.under_way:
+            raise InputError("a product and its reduce-scatter is under way; finish it before another one begins")
+        if not any(window.capacity_bytes >= size_bytes for window in self._windows):
+            capacity = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+            self._windows.append(Window(self.group, self.device, capacity, self._timeout_s))
+        current = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._last)  # within a capture the caller orders the streams
+        self._last = current
+        return next(window for window in self._windows if window.capacity_bytes >= size_bytes)
+
+    def check(self) -> None:
+        """Raise the error that a wait has recorded.
+
+        Raises:
+            ExchangeTimeoutError: if it has expired.
+        """
+        for window in self._windows:
+            window.check()
+
+    def close(self) -> None:
+        """Give the memory back, once all that was issued is done. All ranks that have a window call this."""
+        if not self._windows:
+            return
+        settle(self.group, self.device, self.check)
+        for window in self._windows:
+            window.close()
+        self._windows, self._last = [], None

@@ -1,0 +1,52 @@
+"""Which way `auto` takes: held against the rows of docs/results."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dlrm_overlap.dense.gemm.problem import Problem
+from dlrm_overlap.dense.gemm.products import rule
+from tests.published import Run, gemm_runs, ms_of
+
+WAYS = ("serial", "copies", "pushes", "tiles", "triggered")
+
+
+def problem_of(operator: str, rows: int, columns: int, inner: int) -> Problem:
+    return Problem(operator, rows, columns, inner, torch.bfloat16, True, "relu")
+
+
+def measured() -> Iterator[tuple[Problem, int, Run]]:
+    """Yield each problem of the committed rows, its ranks, and its rows."""
+    for name in ("gemm", "gemm_two", "gemm_few"):
+        for (operator, m, k, n), run in gemm_runs(name).items():
+            ranks = int(run["serial"]["world_size"])
+            hidden, features = int(n) // ranks, int(k)
+            sizes = (hidden, features) if operator == "all_gather" else (features, hidden)
+            yield problem_of(operator, int(m), *sizes), ranks, run
+
+
+def test_the_way_is_within_four_percent_of_the_fastest_of_all_rows() -> None:
+    slower = []
+    for problem, ranks, run in measured():
+        way, _ = rule(problem, ranks)
+        slower.append(ms_of(run[way]) / min(ms_of(run[each]) for each in WAYS if each in run))
+    assert len(slower) == 38
+    assert max(slower) <= 1.04
+    assert math.prod(slower) ** (1 / len(slower)) <= 1.01
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "parts"),
+    [
+        (problem_of("all_gather", 8192, 2048, 4096), 2, 0),  # pushes/1 209 us, pushes/4 244
+        (problem_of("all_gather", 32768, 512, 3456), 2, 4),  # pushes/4 352 us, pushes/1 396
+        (problem_of("all_gather", 32768, 512, 1024), 2, 2),  # pushes/2 135 us captured, pushes/4 141 eager
+        (problem_of("reduce_scatter", 32768, 1024, 512), 2, 2),  # by the tuner of its time copies/2, 146 us
+        (problem_of("reduce_scatter", 8192, 4096, 2048), 2, 0),  # by it copies/0, 236 us
+        (problem_of("reduce_scatter", 32768, 4096, 1024), 4, 4),  # copies/4 638 us, copies/1 739
+    ],
+)
+def test_parts_are_small_where_links_bound(case: Problem, ranks: int, parts: int) -> None:
+    assert rule(case, ranks)[1] == parts
