@@ -96,34 +96,28 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
         The exit code: 1 if a communication's result is wrong, which then has no rows.
     """
     group, device = ranks.connect(), ranks.device
-    measured = _Measured(request, group, device)
+    study = _Study(request, group, device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
-    with measured.stream():
-        for cases in in_time(request.most_seconds, "communications", measured.by_payload(), device, group):
-            found, wrong = measured.payload(cases)
+    with study.stream():
+        for cases in in_time(request.most_seconds, "communications", study.by_payload(), device, group):
+            found, wrong = study.payload(cases)
             rows += found
             faults += wrong
             if ranks.world.rank == 0 and found:
                 append_rows(request.output, found)
-        measured.close()
+        study.close()
     if ranks.world.rank == 0:
-        _tell(request, rows, faults)
+        print_faults(faults)
+        if rows:
+            lines = summarise(rows)
+            print(headline(rows))
+            print_table(lines, list(lines[0]))
+            print(f"rows in {request.output}")
     return 1 if faults else 0
 
 
-def _tell(request: ConcurrentRequest, rows: list[dict[str, Any]], faults: list[str]) -> None:
-    """Print the faults and a line a strategy."""
-    print_faults(faults)
-    if not rows:
-        return
-    lines = summarise(rows)
-    print(headline(rows))
-    print_table(lines, list(lines[0]))
-    print(f"rows in {request.output}")
-
-
-class _Measured:
+class _Study:
     """The contenders of all pairs, made once, and the measurement of the pairs of one communication."""
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
