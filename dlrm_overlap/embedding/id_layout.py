@@ -124,8 +124,8 @@ class IdLayout:
         return self._indices(self.layout.replicated)
 
     def _indices(self, shards: Sequence[FeatureShard]) -> list[int]:
-        places = {key: index for index, key in enumerate(self.keys)}
-        return [places[shard.feature_name] for shard in shards]
+        indices = {key: index for index, key in enumerate(self.keys)}
+        return [indices[shard.feature_name] for shard in shards]
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
         """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.
@@ -140,7 +140,7 @@ class IdLayout:
         ends = sizes.repeat_interleave(bags).cumsum(0, dtype=torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 
-    def known_places(
+    def known_arrivals(
         self, features: Sequence[int], sources: int, samples: int
     ) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return where ids are that have known lengths, for batches of `samples`.

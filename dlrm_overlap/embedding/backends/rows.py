@@ -210,8 +210,8 @@ class DeviceRules:
 
     @staticmethod
     def _write(numbers: torch.Tensor, value: tuple[float, float]) -> None:
-        for place, number in zip(numbers.split(1), value, strict=True):
-            place.fill_(number)  # by a kernel: a copy from the host would wait for the stream
+        for element, number in zip(numbers.split(1), value, strict=True):
+            element.fill_(number)  # by a kernel: a copy from the CPU would wait for the stream
 
 
 def _value_of(rule: UpdateRule) -> tuple[float, float]:
