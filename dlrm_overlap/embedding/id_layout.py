@@ -92,9 +92,13 @@ class IdLayout:
         """The most ids of a rank's batch."""
         return sum(self.capacity)
 
+    @cached_property
+    def _sample_ids(self) -> int:
+        return sum(self.bound.bag_sizes[key][1] for key in self.keys)
+
     def known_total(self, samples: int) -> int:
         """Return the ids of a rank's batch of `samples`, where lengths are known beforehand."""
-        return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
+        return samples * self._sample_ids
 
     @property
     def offsets_at(self) -> int:

@@ -35,8 +35,6 @@ class _Prepared(NamedTuple):
 
     arrivals: Arrivals
     tasks: torch.Tensor
-    total: int
-    """ids of a rank's batch, where lengths are known"""
     arrived: list[Bags]
     """where ids arrive: those of even epochs, those of odd ones"""
 
@@ -80,13 +78,13 @@ class IdPull:
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
         arrived = list(zip(values, offsets, strict=True))
-        return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), self._ids.known_total(samples), arrived)
+        return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
     def __call__(self, samples: int, parity: int, check: bool) -> Bags:
         """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""
         found = self._prepared.get(samples, self._prepare, samples)
         published, status = self._published[parity], self.record.status
-        place_ids(published, found.arrivals, status, samples, not self._known, found.total)
+        place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         values, offsets = found.arrived[parity]
         lengths = not self._known
         pull_ids(published, found.arrivals, found.tasks, values, offsets, status, samples, lengths=lengths, check=check)
