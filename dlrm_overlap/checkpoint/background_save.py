@@ -55,7 +55,7 @@ class BackgroundSaves:
         progress: Progress,
         check: Callable[[], None],
     ) -> None:
-        """Make the process group and what memory is known to be needed; a collective.
+        """Make the process group and the memory that is known to be needed; a collective.
 
         Args:
             checkpointer: writes the checkpoints.
@@ -63,9 +63,9 @@ class BackgroundSaves:
             optimizer: its optimizers.
             device: of this rank.
             place: of the copies, `place_of_copy`.
-            timeout_s: the longest that a rank may be behind the others in writing.
+            timeout_s: the longest that a rank may lag the others in writing.
             progress: moves on while `wait` sees something being written.
-            check: raises what kernels have recorded.
+            check: raises the faults that kernels have recorded.
         """
         self.step = 0
         """after which the latest save was begun"""
@@ -124,7 +124,7 @@ class BackgroundSaves:
             self._loss_taken.set()
 
     def _find_parts(self) -> None:
-        """Find what is to be stored, after the first step: all states are made by then, and change in place.
+        """Find the parts to store, after the first step: all states are made by then, and change in place.
 
         To find it takes longer than many a step. Python's collector may take longer still to look at all objects that
         are loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off.
@@ -140,7 +140,7 @@ class BackgroundSaves:
         Raises:
             InputError: on all ranks, if one cannot write; the checkpoints before it stay.
             RefusedError: the same, if one refuses the state.
-            RuntimeError: what CUDA or a collective has reported.
+            RuntimeError: the fault that CUDA or a collective has reported.
         """
         assert not self.awaits_loss, "take_loss comes first"
         if self._thread is None:
@@ -193,7 +193,7 @@ class BackgroundSaves:
                 self._loss_known.synchronize()
             loss = self._snapshot.to_host("loss", self._loss.reshape(1)).item()
         try:
-            self._check()  # kernels have recorded by now whatever they had against that step and those before
+            self._check()  # kernels have recorded all faults of that step and those before
         except Exception as error:
             return Refusal(in_one_line(error))
         if fault:

@@ -16,7 +16,7 @@ def place_of_copy(parts: list[Part], device: torch.device, local_ranks: int) -> 
     """Return where a copy of `parts` is to be kept, or None where there is no room for it.
 
     That is `device` if the copy takes at most half of its free memory; else the host, if the copies of its
-    `local_ranks` ranks take at most half of what is available there.
+    `local_ranks` ranks take at most half of the memory that is available there.
     """
     sizes = [part.tensor.nbytes for part in parts]
     if device.type == "cuda":
@@ -28,16 +28,16 @@ def place_of_copy(parts: list[Part], device: torch.device, local_ranks: int) -> 
 
 
 class Snapshot:
-    """A copy of what this rank stores. Its memory is made once and serves one save after the other."""
+    """A copy of the parts that this rank stores. Its memory is made once and serves one save after the other."""
 
     def __init__(self, device: torch.device, place: torch.device) -> None:
-        """Prepare copies of what is on `device`, to be kept at `place`."""
+        """Prepare copies of parts on `device`, to be kept at `place`."""
         self._on_gpu, self._place = device.type == "cuda", place
         self._held: dict[str, torch.Tensor] = {}
         self._pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._taken_s = 0.0
         self.fault = ""
-        """what is not finite in what was read so far, or nothing"""
+        """the first fault in the elements read so far, one that is not finite; or nothing"""
         self.read_bytes = 0
         """bytes that `to_host` has returned since the copy was taken"""
         if self._on_gpu:
@@ -46,7 +46,7 @@ class Snapshot:
             self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def reserve(self, parts: list[Part]) -> list[Part]:
-        """Make room for copies of `parts`, which takes longer than to copy them, and return what `take` will fill."""
+        """Make room for copies of `parts`, which takes longer than copying, and return those that `take` fills."""
         self._pairs = {}
         for part in parts:
             source, held = part.tensor, self._held.get(part.key)
@@ -62,10 +62,10 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what `reserve` was given on the current stream, behind all that was issued there.
+        """Copy the parts of `reserve` on the current stream, after all work that is issued there.
 
         On a GPU the copies are only issued; `to_host` waits for them. Those that stay there are a kernel for dozens of
-        tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
+        tensors of one type: a copy for each would take the CPU and the GPU longer, between two steps.
         """
         begin = time.perf_counter()
         self.fault, self.read_bytes = "", 0
@@ -85,7 +85,7 @@ class Snapshot:
         return self._begin.elapsed_time(self._end) / 1e3
 
     def to_host(self, name: str, elements: torch.Tensor) -> torch.Tensor:
-        """Return some elements of a copy on the host, as `ToHost` asks for; takes down in `fault` what is not finite.
+        """Return some elements of a copy on the host, as `ToHost` asks; note any that is not finite in `fault`.
 
         All copies are made when this is called.
         """
@@ -99,6 +99,6 @@ class Snapshot:
         if elements.is_floating_point() and elements.numel():
             least, greatest = elements.aminmax()  # NaN, if there is one
             if not (least.isfinite() and greatest.isfinite()):
-                what = "a weight" if name.startswith("model.") else "an optimizer's state"
-                self.fault = self.fault or f"{what} is nan or infinite"
+                kind = "a weight" if name.startswith("model.") else "an optimizer's state"
+                self.fault = self.fault or f"{kind} is nan or infinite"
         return elements
