@@ -52,11 +52,11 @@ def _place_ids(
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
     Memory: the program reads, from the window of every rank, the offsets at which the features begin. Of each pair it
-    writes the first id's place in the window to `sources`, the number of ids to `counts`, and where they arrive to
+    writes the first id's offset in the window to `sources`, the number of ids to `counts`, and where they arrive to
     `arrivals`, all int32; at their end `arrivals` [shards * W + 1] has the number of all ids that arrive. Where a rank
     brings more ids of a feature than `capacities` [T] allow, or fewer than none, the program writes a record of it by
     way of `status`, and lets no id of the step arrive. Every rank looks at all features of all ranks, so that every
-    rank has that record. Without LENGTHS, the places are known, and the program only checks that every rank has
+    rank has that record. Without LENGTHS, these are known, and the program only checks that every rank has
     published `total` ids, a number that is in the word at `offsets_at`.
 
     Order: the kernel follows the wait for the ranks' flags on the stream, so it reads published ids. Its end
@@ -114,7 +114,7 @@ def _pull_ids(
     to `capacity`, and gives the zeros to the bags of one feature more, in equal shares: the sort of the ids needs
     their number to be always the same.
 
-    Order: no two programs store to one place; the kernel follows `_place_ids`, and its end orders its stores for the
+    Order: no two programs store to one address; the kernel follows `_place_ids`, and its end orders its stores for the
     lookup. Published ids stay until each has seen this rank's flag of the next step.
 
     Example: see the module; capacity 6. The task of pair 1 stores id 2 to values[3], and offsets 3 4 to offsets[2] and
@@ -155,7 +155,7 @@ def _pull_ids(
         tl.store(offsets + shards * batch + i, share.to(tl.int32), mask=i <= batch)
 
 
-class Places(NamedTuple):
+class Arrivals(NamedTuple):
     """Where the ids of each pair are; for lengths that are not known beforehand, as `place_ids` finds them."""
 
     sources: torch.Tensor
@@ -224,12 +224,12 @@ def _pulling(lengths: bool, check: bool, block: int) -> CompiledKernel:
 
 
 def place_ids(
-    published: Published, places: Places, status: torch.Tensor, samples: int, lengths: bool, total: int
+    published: Published, arrivals: Arrivals, status: torch.Tensor, samples: int, lengths: bool, total: int
 ) -> None:
     """Find where the ids of each pair are and where they arrive, after the wait for the ranks' flags.
 
     Args:
-        places: overwritten if `lengths`.
+        arrivals: overwritten if `lengths`.
         status: where a batch that is not as it must be is recorded, see `Flags`.
         samples: of a rank, b.
         lengths: whether the lengths of bags are not known beforehand.
@@ -238,14 +238,14 @@ def place_ids(
     kernel, world_size = _placing(lengths), published.windows.numel()
     kernel(
         1, (),
-        published.windows, published.requested, published.capacities, *places, status,
+        published.windows, published.requested, published.capacities, *arrivals, status,
         world_size, published.requested.numel(), published.capacities.numel(), samples, published.offsets_at, total,
     )  # fmt: skip
 
 
 def pull_ids(
     published: Published,
-    places: Places,
+    arrivals: Arrivals,
     tasks: torch.Tensor,
     values: torch.Tensor,
     offsets: torch.Tensor,
@@ -258,7 +258,7 @@ def pull_ids(
     """Copy the ids of this rank's shards out of the ranks' windows.
 
     Args:
-        places: of each pair.
+        arrivals: of each pair.
         tasks: [tasks, 3] int32, of `pull_tasks`.
         values: [capacity] int32, overwritten.
         offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`; otherwise they are known and are there already.
@@ -271,6 +271,6 @@ def pull_ids(
     kernel, world_size = _pulling(lengths, check, block), published.windows.numel()
     kernel(
         tasks.shape[0], (),
-        tasks, published.windows, published.requested, published.rows, *places, values, offsets, status,
+        tasks, published.windows, published.requested, published.rows, *arrivals, values, offsets, status,
         world_size, published.requested.numel(), samples, published.offsets_at, values.numel(),
     )  # fmt: skip

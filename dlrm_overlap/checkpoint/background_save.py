@@ -192,7 +192,7 @@ class BackgroundSaves:
                 self._loss_known.synchronize()
             loss = self._snapshot.to_cpu("loss", self._loss.reshape(1)).item()
         try:
-            self._check()  # kernels have recorded by now whatever they had against that step and those before
+            self._check()  # kernels have recorded all faults of that step and those before
         except Exception as error:
             return Refusal(in_one_line(error))
         if fault:

@@ -1,4 +1,4 @@
-"""The messages of a step that crosses from host to host, and the places of all values in them; both ends agree on it.
+"""The messages of a step that crosses from host to host, and the offsets of all values in them; both ends agree on it.
 
 A rank sends one message to each other host in the forward, and one in the backward: to the rank there that takes its
 messages, which passes them on to the ranks of that host by stores (`Reach.relay`). A message is made of rows, one a

@@ -137,7 +137,7 @@ class Exchange:
         return are_put(self.options, self.reach, self._group, self.device)
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def addresses(self) -> tuple[int, ...]:
         """Where rows and windows are, as captured steps know them: another tuple once some were moved or given back."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
@@ -360,9 +360,7 @@ class Exchange:
         If another lookup has begun since, whose rows autograd may want updated before this one's, `finish_backward`
         does so.
         """
-        step.gradient = (
-            gradient  # held while it is read, since autograd adds in place to tensors that nobody else holds
-        )
+        step.gradient = gradient  # held while it is read, since autograd adds in place to tensors without other owners
         step.sent = step.number == self.steps - 1
         if step.sent:
             self._open().backward.start(step, gradient)

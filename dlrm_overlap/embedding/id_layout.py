@@ -92,9 +92,13 @@ class IdLayout:
         """The most ids of a rank's batch."""
         return sum(self.capacity)
 
+    @cached_property
+    def _sample_ids(self) -> int:
+        return sum(self.bound.bag_sizes[key][1] for key in self.keys)
+
     def known_total(self, samples: int) -> int:
         """Return the ids of a rank's batch of `samples`, where lengths are known beforehand."""
-        return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
+        return samples * self._sample_ids
 
     @property
     def offsets_at(self) -> int:
@@ -124,8 +128,8 @@ class IdLayout:
         return self._indices(self.layout.replicated)
 
     def _indices(self, shards: Sequence[FeatureShard]) -> list[int]:
-        places = {key: index for index, key in enumerate(self.keys)}
-        return [places[shard.feature_name] for shard in shards]
+        indices = {key: index for index, key in enumerate(self.keys)}
+        return [indices[shard.feature_name] for shard in shards]
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
         """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.
@@ -140,7 +144,7 @@ class IdLayout:
         ends = sizes.repeat_interleave(bags).cumsum(0, dtype=torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 
-    def known_places(
+    def known_arrivals(
         self, features: Sequence[int], sources: int, samples: int
     ) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return where ids are that have known lengths, for batches of `samples`.

@@ -141,7 +141,7 @@ class Layout:
 
 _PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs
 _HEAVY = 0.25  # share of a rank's ids from which a table travels first
-_MOST_PARTS = 6  # from here on the host's launches cost more than they hide
+_MOST_PARTS = 6  # from here on the CPU's launches cost more than they hide
 
 
 class GradientLayout:

@@ -177,8 +177,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._takes_ids = True
 
     def _in_model_order(self, names: Sequence[str]) -> list[str]:
-        places = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
-        return sorted(names, key=places.__getitem__)
+        positions = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
+        return sorted(names, key=positions.__getitem__)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""

@@ -47,7 +47,7 @@ class LocalTables:
 
     def __init__(self, lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
         self.lookups = list(lookups)
-        self._places: list[tuple[Any, str]] = [
+        self._storages: list[tuple[Any, str]] = [
             (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
             for tbe in lookups
             for name in ("weights", "momentum1")
@@ -72,7 +72,7 @@ class LocalTables:
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows and states, which change when these are moved or replaced."""
-        return tuple([getattr(tbe, name).data_ptr() for tbe, name in self._places])
+        return tuple([getattr(tbe, name).data_ptr() for tbe, name in self._storages])
 
     def _split(self) -> None:
         if (storage := self.storage()) != self._storage:
@@ -164,8 +164,8 @@ class FbgemmUpdate:
             "learning_rate_tensor": torch.full_like(tbe.learning_rate_tensor, rule.lr),
             **rule.arguments._asdict(),
         }
-        for place in ("host", "dev", "uvm"):
-            known[f"{place}_weights"] = getattr(tbe, f"weights_{place}")
+        for memory in ("host", "dev", "uvm"):
+            known[f"{memory}_weights"] = getattr(tbe, f"weights_{memory}")
         self._operator(*[known[name] if name in known else getattr(tbe, name) for name in self._names])
 
 

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and the place in the table alone, not on which rank holds it."""
+"""Initial weights that depend on the seed, the row and the column alone, not on which rank holds it."""
 
 import zlib
 from collections.abc import Sequence

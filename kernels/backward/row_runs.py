@@ -41,7 +41,7 @@ def _place_gradients(
     ids: tl.int64, batch: tl.int64, bits, row_units: tl.int64,
     ANY_MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace each id's info, which names its bag, by the place of that bag's gradient; BLOCK ids a program. And zero
+    """Replace each id's info, which names its bag, by the offset of that bag's gradient; BLOCK ids a program. And zero
     the state that the programs of the update share.
 
     Memory: `infos` [ids] int32 is rewritten in place: feature << bits | sample becomes the offset of the bag's gradient
@@ -192,7 +192,7 @@ class PreparedRuns(NamedTuple):
     """as in `SortedIds`"""
     run_starts: torch.Tensor
     """as in `SortedIds`"""
-    places: torch.Tensor
+    gradient_at: torch.Tensor
     """[n] int32: where the gradient of the id's bag begins in the gradient window, in units of 4 elements"""
     scales: torch.Tensor
     """[n] float32: factor of the gradient, 1 / length for a mean; anything, of any type, if the input has no mean"""
@@ -244,7 +244,7 @@ class Preparation:
             chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
         """
         assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
-        assert row_units * ids.samples <= 2**31, "places are int32"
+        assert row_units * ids.samples <= 2**31, "offsets are int32"
         self._features, self._chunk_ids = features, chunk_ids
         made, ranges = self._room(ids), features.boundaries.numel()
         place = (
@@ -272,7 +272,7 @@ class Preparation:
         return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, chunk_run, chunk_first, bounds)
 
     def __call__(self, ids: SortedIds) -> PreparedRuns:
-        """Return the runs of `ids`, whose `infos` are overwritten, and become `PreparedRuns.places`."""
+        """Return the runs of `ids`, whose `infos` are overwritten, and become `PreparedRuns.gradient_at`."""
         count, made = ids.infos.numel(), self._room(ids)
         programs = max(1, -(-count // _PLACED_IDS))
         self._place(

@@ -47,7 +47,7 @@ def _update_row(
 
 @triton.jit
 def _sum_gradients(
-    gradient, places, scales, first, length,
+    gradient, gradient_at, scales, first, length,
     TILE: tl.constexpr, ANY_MEAN: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return the sum [BLOCK_DIM] float32 of the gradients of ids [first, first + length), TILE of them at a time.
@@ -59,7 +59,7 @@ def _sum_gradients(
     for turn in range(0, length, TILE):
         i = first + turn + tl.arange(0, TILE)
         live = i < first + length
-        at = tl.load(places + i, mask=live, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
+        at = tl.load(gradient_at + i, mask=live, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
         rows = tl.load(gradient + at, mask=live[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
         if ANY_MEAN:
             rows = rows * tl.load(scales + i, mask=live, other=0.0)[:, None]
@@ -69,7 +69,7 @@ def _sum_gradients(
 
 @triton.jit
 def _sum_chunk(
-    chunk, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
+    chunk, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
     weight_at, state_at, lr, eps, seed, factor,
     TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -86,8 +86,9 @@ def _sum_chunk(
     ids = chunk_ids_of(length, CHUNK_IDS)
     skipped = (chunk - first_chunk).to(tl.int32) * ids
     chunk_sum = _sum_gradients(
-        gradient, places, scales, start + skipped, tl.minimum(ids, length - skipped), TILE, ANY_MEAN, DIM, BLOCK_DIM
-    )
+        gradient, gradient_at, scales, start + skipped, tl.minimum(ids, length - skipped),
+        TILE, ANY_MEAN, DIM, BLOCK_DIM,
+    )  # fmt: skip
     tl.store(chunk_sums + chunk * DIM + column, chunk_sum, mask=column < DIM)
     count = tl.cdiv(length, ids)
     done = shared + DONE + first_chunk
@@ -108,7 +109,7 @@ def _sum_chunk(
 
 @triton.jit
 def _update_runs(
-    run, live, run_keys, run_starts, places, scales, gradient, weights, states,
+    run, live, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
     weight_at, state_at, lr, eps, seed, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
@@ -129,13 +130,13 @@ def _update_runs(
     weight, state = load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
     total = tl.zeros((RUNS, BLOCK_DIM), tl.float32)
     for turn in range(0, tl.max(length, 0), 2):
-        # Two ids of each run at a time: both places are loaded before the first gradient.
+        # Two ids of each run at a time: both offsets are loaded before the first gradient.
         i = start + turn
         here, next_too = turn < length, turn + 1 < length
-        place = tl.load(places + i, mask=here, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
-        next_place = tl.load(places + i + 1, mask=next_too, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
-        rows = tl.load(gradient + place, mask=here[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
-        next_rows = tl.load(gradient + next_place, mask=next_too[:, None] & (column < DIM)[None, :], other=0.0)
+        at = tl.load(gradient_at + i, mask=here, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
+        next_at = tl.load(gradient_at + i + 1, mask=next_too, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
+        rows = tl.load(gradient + at, mask=here[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+        next_rows = tl.load(gradient + next_at, mask=next_too[:, None] & (column < DIM)[None, :], other=0.0)
         next_rows = next_rows.to(tl.float32)
         if ANY_MEAN:
             rows = rows * tl.load(scales + i, mask=here, other=0.0)[:, None]
@@ -151,7 +152,7 @@ def _update_runs(
 
 @triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
-    run, run_keys, run_starts, places, scales, gradient, weights, states,
+    run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
     weight_at, state_at, lr, eps, seed, factor,
     TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
@@ -165,7 +166,7 @@ def _update_run(
     start = tl.load(run_starts + run)
     length = tl.load(run_starts + run + 1) - start
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
-        total = _sum_gradients(gradient, places, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
+        total = _sum_gradients(gradient, gradient_at, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
         _update_row(
             run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
@@ -174,7 +175,7 @@ def _update_run(
 
 @triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed", "factor"])
 def _update_rows(
-    run_keys, run_starts, places, scales, shared, chunk_run, chunk_first, bounds,
+    run_keys, run_starts, gradient_at, scales, shared, chunk_run, chunk_first, bounds,
     gradient, weights, states, chunk_sums, range_index, weight_at: tl.int64, state_at: tl.int64,
     numbers, clock, seed: tl.int64, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
@@ -185,7 +186,7 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or RUNS consecutive runs, whose rows are updated.
 
-    Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, places and
+    Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, offsets and
     factors that `Preparation` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
     `weights` and `states` of the runs that it completes, each row by one program alone, and stores the sums of chunks
     to `chunk_sums` [chunks, DIM].
@@ -211,22 +212,22 @@ def _update_rows(
             run = tl.load(chunk_run + task).to(tl.int64)
             if (run >= begin) & (run < end):
                 _sum_chunk(
-                    task, run, run_keys, run_starts, places, scales, shared, chunk_first, gradient, weights, states,
-                    chunk_sums, weight_at, state_at, lr, eps, seed, factor,
+                    task, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient,
+                    weights, states, chunk_sums, weight_at, state_at, lr, eps, seed, factor,
                     TILE, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
             first = begin + (task - chunks) * RUNS
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
-                runs, runs < end, run_keys, run_starts, places, scales, gradient, weights, states,
+                runs, runs < end, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
                 weight_at, state_at, lr, eps, seed, factor,
                 RUNS, BESIDE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
-                        run, run_keys, run_starts, places, scales, gradient, weights, states,
+                        run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
                         weight_at, state_at, lr, eps, seed, factor,
                         TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
@@ -293,7 +294,7 @@ class RowUpdate:
             rule: the optimizer's numbers at this step.
         """
         assert gradient.numel() <= 2**33, (
-            f"a gradient window of {gradient.numel()} elements: places, int32, count fours of up to 2^33"
+            f"a gradient window of {gradient.numel()} elements: offsets, int32, count fours of up to 2^33"
         )
         chunk_sums = torch.empty(
             runs.chunk_run.numel() * self._rows.dim, dtype=torch.float32, device=self._rows.weights.device
@@ -302,7 +303,7 @@ class RowUpdate:
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self._prepared(runs, gradient, chunk_sums, rule)
-        ids, runs_a_task = runs.places.numel(), self._kernel.constants["RUNS"]
+        ids, runs_a_task = runs.gradient_at.numel(), self._kernel.constants["RUNS"]
         programs = min(_PROGRAMS, -(-ids // runs_a_task) + runs.chunk_run.numel()) if ids else 0
         launch(*runs, gradient, chunk_sums, *rule, programs=programs)
 

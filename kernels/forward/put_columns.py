@@ -24,7 +24,7 @@ class PutColumns(NamedTuple):
     """Which columns of a message's rows go where, alike in every window."""
 
     columns: torch.Tensor
-    """[n] int32: of each word that is copied, from the row's first on, its place in a window's row, in words"""
+    """[n] int32: of each word that is copied, from the row's first on, its offset in a window's row, in words"""
     word_bytes: int
 
     @staticmethod
@@ -62,22 +62,22 @@ def _copy_rows(
         tl.store(window + sample.to(tl.int64)[:, None] * stride + into[None, :], values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "place"])
+@triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "here"])
 def _put_columns(
     message, columns, windows, first_sample,
-    ranks, words, pitch, stride: tl.int64, blocks, place,
+    ranks, words, pitch, stride: tl.int64, blocks, here,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """Copy up to ROWS rows of a message into the window of the rank whose samples they are.
 
-    Program p serves rank place + 1 + p / blocks of the host's, modulo their number, so that no two ranks begin with
+    Program p serves rank here + 1 + p / blocks of the host's, modulo their number, so that no two ranks begin with
     one window.
 
     Memory: the program reads rows of `message`, `pitch` words apart, and for each of their first `words` words its
-    place from `columns`. It stores them to as many rows of one window, this rank's or a peer's, `stride` words apart.
+    offset from `columns`. It stores them to as many rows of one window, this rank's or a peer's, `stride` words apart.
     `first_sample` [ranks + 1] are the host's ranks' first samples in the global batch, and the end of the last.
 
-    Order: no two programs store to one place. The stores are complete when the kernel ends; the kernel that raises the
+    Order: no two programs share an address. The stores are complete when the kernel ends; the kernel that raises the
     sender's flags comes next on the stream, and its release covers them.
 
     Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
@@ -85,14 +85,14 @@ def _put_columns(
 
     Source: ours; the last leg of a hierarchical All-to-All.
     """
-    rank = (place + 1 + tl.program_id(0) // blocks) % ranks
+    rank = (here + 1 + tl.program_id(0) // blocks) % ranks
     block = tl.program_id(0) % blocks
     _copy_rows(message, columns, windows, first_sample, rank, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
 _ARGUMENTS = (
     "message", "columns", "windows", "first_sample",
-    "ranks", "words", "pitch", "stride", "blocks", "place",
+    "ranks", "words", "pitch", "stride", "blocks", "here",
 )  # fmt: skip
 
 
@@ -109,18 +109,18 @@ def put_columns(
     first_sample: torch.Tensor,
     stride: int,
     most_samples: int,
-    place: int,
+    here: int,
 ) -> None:
     """Store a message's rows into the windows of the host's ranks. No flag is raised.
 
     Args:
         message: [rows, pitch] of the wire's type, contiguous, from a multiple of 16 bytes on.
-        put: its columns' places.
+        put: its columns in a window's row.
         windows: [ranks] int64: addresses of the windows of the host's ranks, in order, multiples of 16.
         first_sample: [ranks + 1] int32: the first sample of each in the global batch, and the end of the last.
         stride: elements of a window's row.
         most_samples: at least those of any of these ranks.
-        place: of the caller among the host's ranks.
+        here: of the caller among the host's ranks.
     """
     words, ranks = put.columns.numel(), windows.numel()
     if not words:
@@ -131,5 +131,5 @@ def put_columns(
     kernel(
         ranks * blocks, (),
         message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample,
-        ranks, words, message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, place,
+        ranks, words, message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, here,
     )  # fmt: skip

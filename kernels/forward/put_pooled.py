@@ -54,14 +54,14 @@ def _put_pooled(
     Source: arXiv 2305.06942, section 3.2; Chen et al. 2024.
     """
     which = tl.program_id(0) % features_here
-    place = tl.program_id(0) // features_here // blocks
+    destination = tl.program_id(0) // features_here // blocks
     block = tl.program_id(0) // features_here % blocks
     feature = features + which * FEATURE_COLUMNS
-    first = tl.load(first_sample + place)
-    samples = tl.load(first_sample + place + 1) - first
+    first = tl.load(first_sample + destination)
+    samples = tl.load(first_sample + destination + 1) - first
     sample = block * BAGS + tl.arange(0, BAGS)
     live = sample < samples
-    address = tl.load(windows + place)
+    address = tl.load(windows + destination)
     window = tl.multiple_of(address.to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
     rows = pool(
         values, offsets, feature, first + sample, live, batch, status,
@@ -75,9 +75,9 @@ def _put_pooled(
         part_rows = part_blocks * BAGS
         part = block // part_blocks  # among the `parts` of the rank's samples, of which the last ones may have none
         whole = tl.minimum(part_rows, samples - part * part_rows) * every_feature
-        words = place * tl.cdiv(parts, group_parts)
+        words = destination * tl.cdiv(parts, group_parts)
         leaving = finish_rows(
-            counts + place * parts, mine, whole, done + words, sent + words, stamps + place * parts,
+            counts + destination * parts, mine, whole, done + words, sent + words, stamps + destination * parts,
             part, tl.cdiv(samples, part_rows), group_parts, epoch, longest_wait, tl.program_id(0), INTERPRETED,
         )  # fmt: skip
         while leaving != 0:
@@ -87,7 +87,7 @@ def _put_pooled(
             row_bytes: tl.constexpr = STRIDE * (WIRE.primitive_bitwidth // 8)
             source = address + begin.to(tl.int64) * row_bytes
             size_bytes = tl.minimum(count * part_rows, samples - begin).to(tl.int64) * row_bytes
-            signal = signals + (place * parts + first_part).to(tl.int64) * 8
+            signal = signals + (destination * parts + first_part).to(tl.int64) * 8
             value = put_signal_value(epoch, count)
             put_signal(heaps, rank, peer, source, source + shift, size_bytes, signal, value, FORM)
 

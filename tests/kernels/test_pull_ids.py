@@ -7,7 +7,7 @@ import torch
 
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.pull_ids import Places, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import Arrivals, Published, place_ids, pull_ids, pull_tasks
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 
@@ -48,22 +48,22 @@ class Ranks:
         )
 
     def pull(
-        self, requested: Sequence[int], rows: int = 100, known: Places | None = None, check: bool = True
+        self, requested: Sequence[int], rows: int = 100, known: Arrivals | None = None, check: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values and offsets as they arrive, each with a guard behind it, and the padding among them."""
         pairs, batch = len(requested) * self.world_size, self.world_size * self.samples
         capacity = self.world_size * sum(self.capacities[feature] for feature in requested)
         values = torch.full((capacity + 1,), GUARD, dtype=torch.int32)
         offsets = torch.full(((len(requested) + 1) * batch + 2,), GUARD, dtype=torch.int32)
-        places = known or Places(*(torch.full((pairs + (i == 2),), GUARD, dtype=torch.int32) for i in range(3)))
+        arrivals = known or Arrivals(*(torch.full((pairs + (i == 2),), GUARD, dtype=torch.int32) for i in range(3)))
         published, lengths = self.ask(requested, rows), known is None
         total = self.published[0][0].numel()
-        place_ids(published, places, self.record.status, self.samples, lengths, total)
+        place_ids(published, arrivals, self.record.status, self.samples, lengths, total)
         here = [self.capacities[feature] for feature in requested]
         tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
         pull_ids(
             published,
-            places,
+            arrivals,
             torch.tensor(tasks).int().view(-1, 3),
             values[:-1],
             offsets,
@@ -103,12 +103,12 @@ def test_nothing_is_asked_for() -> None:
     assert_same(offsets, torch.full_like(offsets, GUARD), "offsets")
 
 
-def _known(ranks: Ranks, hots: Sequence[int], requested: Sequence[int]) -> Places:
+def _known(ranks: Ranks, hots: Sequence[int], requested: Sequence[int]) -> Arrivals:
     starts = torch.tensor([0, *hots]).cumsum(0) * ranks.samples
     counts = torch.tensor([hots[f] * ranks.samples for f in requested for _ in range(ranks.world_size)])
     sources = torch.tensor([int(starts[f]) for f in requested for _ in range(ranks.world_size)])
     arrivals = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    return Places(sources.int(), counts.int(), arrivals.int())
+    return Arrivals(sources.int(), counts.int(), arrivals.int())
 
 
 def test_known_lengths_need_no_offsets() -> None:
@@ -144,8 +144,8 @@ def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
         window, (_, offsets) = ranks.windows[rank], ranks.published[rank]
         window[ranks.offsets_at + 10 : ranks.offsets_at + offsets.numel()] -= 1  # 14 ids of feature 1, the last 9 bags
         assert rank < 2
-    places = Places(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
-    place_ids(ranks.ask(requested), places, ranks.record.status, ranks.samples, lengths=True, total=0)
+    arrivals = Arrivals(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
+    place_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
     assert ranks.record.overflow() == [2, 1, 15, 14]
 
 

@@ -39,6 +39,6 @@ def test_columns_are_where_they_belong(
     assert put.word_bytes == word
     addresses = torch.tensor([window.data_ptr() for window in windows])
     first_sample = torch.tensor([10, *SIZES]).cumsum(0).int()  # the host's first rank is not the first of all
-    put_columns(message, put, addresses, first_sample, stride, max(SIZES), place=1)
+    put_columns(message, put, addresses, first_sample, stride, max(SIZES), here=1)
     for rank, window in enumerate(windows):
         assert_same(window, expected[rank], f"window of rank {rank}")

@@ -64,7 +64,7 @@ def test_parts_of_a_message_are_pooled_put_and_taken(longest_wait_us: float | No
         await_message(Network("stores", addresses, 2), incoming, 9, _PARTS, Waiting(9, record.status), CLOCK, 2, host)
         places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
         addressed = torch.tensor([window.data_ptr() for window in windows])
-        put_columns(arrived, places, addressed, host, 20, 9, place=1)
+        put_columns(arrived, places, addressed, host, 20, 9, here=1)
 
     take()
     assert record.empty

@@ -165,7 +165,7 @@ def test_a_window_whose_places_do_not_fit_is_refused() -> None:
 def test_no_ids() -> None:
     model = Model(Case((Rows(((0, 0),), optimizer="adagrad", means=True),)))
     runs = model.prepare()
-    assert runs.places.numel() == 0
+    assert runs.gradient_at.numel() == 0
     model.check_update(runs)
 
 
@@ -174,7 +174,7 @@ def test_places_scales_and_bounds() -> None:
     keys, order = model.keys.sort(stable=True)
     bags = model.bags[order]
     runs = model.prepare()
-    for i, (bag, place) in enumerate(zip(bags.tolist(), runs.places.tolist(), strict=True)):
+    for i, (bag, place) in enumerate(zip(bags.tolist(), runs.gradient_at.tolist(), strict=True)):
         feature, sample = divmod(bag, model.case.samples)
         gradient = model.gradients[feature][sample]
         assert_same(model.window[4 * place :][: gradient.numel()], gradient, f"gradient of id {i}")
@@ -188,7 +188,7 @@ def test_places_in_rows_of_one_sample_each() -> None:
     model = Model(Case(RANGES))
     order = model.keys.sort(stable=True).indices
     runs = model.prepare(row_units=99)
-    for bag, place in zip(model.bags[order].tolist(), runs.places.tolist(), strict=True):
+    for bag, place in zip(model.bags[order].tolist(), runs.gradient_at.tolist(), strict=True):
         feature, sample = divmod(bag, model.case.samples)
         assert place == model.starts[feature] // 4 + 99 * sample
 

@@ -37,7 +37,7 @@ class Snapshot:
         self._pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._taken_s = 0.0
         self.fault = ""
-        """what is not finite in what was read so far, or nothing"""
+        """the first fault in the elements read so far, one that is not finite; or nothing"""
         self.read_bytes = 0
         """bytes that `to_cpu` has returned since the copy was taken"""
         if self._on_gpu:
@@ -99,6 +99,6 @@ class Snapshot:
         if elements.is_floating_point() and elements.numel():
             least, greatest = elements.aminmax()  # NaN, if there is one
             if not (least.isfinite() and greatest.isfinite()):
-                what = "a weight" if name.startswith("model.") else "an optimizer's state"
-                self.fault = self.fault or f"{what} is nan or infinite"
+                kind = "a weight" if name.startswith("model.") else "an optimizer's state"
+                self.fault = self.fault or f"{kind} is nan or infinite"
         return elements

@@ -11,9 +11,8 @@
 A rank pools for each other host into one message, which goes to that host's rank that takes its messages
 (`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
 (`messages`, `puts`). Meanwhile it serves its own host's ranks as on one host. A kernel stores a message that has
-come into the windows of all ranks of the host, each column at its place, so nothing is unpacked later. Then the flag
-of the sender is raised at each, in place of the sender: who awaits it cannot tell the difference. Gradients go the same
-way back.
+come into the windows of all ranks of the host, each column where it belongs, so nothing is unpacked later. Then it
+raises the flag of the sender at each, as the sender would. Gradients go the same way back.
 
 No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
 step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
@@ -57,10 +56,10 @@ class ZeroCopyAcross(ZeroCopyForward):
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # work that peers wait for comes first
-        self._places: dict[int, PutColumns] = {}
+        self._columns_of: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
             shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
-            self._places[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
+            self._columns_of[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
 
     def start(self, step: Step) -> None:
         """Look whether anything may fail before the step begins, then start as on one host."""
@@ -93,7 +92,7 @@ class ZeroCopyAcross(ZeroCopyForward):
         windows, flags = self.peers[epoch % 2], self.flags_of(step).flags
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
             here = self.reached.index(self.rank)
-            self._carrier.put(step, slot, self._places[message.peer], windows, first_sample, here)
+            self._carrier.put(step, slot, self._columns_of[message.peer], windows, first_sample, here)
             raise_flags(flags, message.peer, 0, self.windows.counter.argument)
 
     def skip(self) -> None:

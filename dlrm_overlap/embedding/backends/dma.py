@@ -2,7 +2,7 @@
 
 A cuBLAS product takes every multiprocessor, and a kernel that becomes ready beside one waits until it ends, or makes it
 end late. Copy engines need none. Each shard's columns leave as one copy of rows, [b, D] out of [b, D_total], for their
-place in the shard's [B, D] at its owner, while the bottom MLP's backward runs. One copy is under way at a time, to the
+rows in the shard's [B, D] at its owner, while the bottom MLP's backward runs. One copy is under way at a time, to the
 next rank first, then to the one after it, so that no two ranks send to one peer. The flag of a part follows at each
 peer as a copy of the epoch. This rank's own shards are stored by a kernel, in front of the update that reads them.
 

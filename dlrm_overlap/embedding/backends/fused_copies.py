@@ -29,7 +29,7 @@ from dlrm_overlap.kernels.forward.slices import COPIED, Regions, SliceState
 from dlrm_overlap.kernels.schedule import staggered_peers
 
 _REGION_BYTES = 4 << 20  # a copy's fixed cost is a fifth of its time then (docs/results/collectives.md)
-_MOST_REGIONS = 8  # of a destination: so the first copy starts early, and the host issues few
+_MOST_REGIONS = 8  # of a destination: so the first copy starts early, and the CPU issues few
 
 
 class Region(NamedTuple):

@@ -24,19 +24,17 @@ from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, ready_flags, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
-from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Places, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor]
 """ids, bag after bag, and the offsets of the bags"""
 
 
-class _DevicePlaces(NamedTuple):
+class _Prepared(NamedTuple):
     """Tensors on the device for one number of samples."""
 
-    places: Places
+    arrivals: Arrivals
     tasks: torch.Tensor
-    total: int
-    """ids of a rank's batch, where lengths are known"""
     arrived: list[Bags]
     """where ids arrive: those of even epochs, those of odd ones"""
 
@@ -57,41 +55,39 @@ class IdPull:
         self._published = [Published(each, ids.offsets_at, *numbers) for each in addresses]
         room = ids.arriving(features, self._sources)
         self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]
-        self._places = StepCache[int, _DevicePlaces]()
+        self._prepared = StepCache[int, _Prepared]()
         """by samples of a rank"""
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self._device)
 
-    def _places_of(self, samples: int) -> _DevicePlaces:
+    def _prepare(self, samples: int) -> _Prepared:
         """Return the tensors for batches of `samples`, newly allocated."""
         sources, features = self._sources, len(self._features)
         values = self._values
         if self._known:
-            firsts, counts, arrivals, starts = self._ids.known_places(self._features, sources, samples)
-            places = Places(self._tensor(firsts), self._tensor(counts), self._tensor([*arrivals, starts[-1]]))
+            firsts, counts, begins, starts = self._ids.known_arrivals(self._features, sources, samples)
+            arrivals = Arrivals(self._tensor(firsts), self._tensor(counts), self._tensor([*begins, starts[-1]]))
             offsets = [self._ids.known_offsets(self._features, sources * samples).to(self._device)] * 2
             values = [each[: starts[-1]] for each in values]
         else:
             pairs = features * sources
-            places = Places(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
+            arrivals = Arrivals(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
             offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
         capacities = [self._ids.capacity[feature] for feature in self._features]
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
         arrived = list(zip(values, offsets, strict=True))
-        return _DevicePlaces(
-            places, self._tensor(tasks).reshape(len(tasks), 3), self._ids.known_total(samples), arrived
-        )
+        return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
     def __call__(self, samples: int, parity: int, check: bool) -> Bags:
         """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""
-        found = self._places.get(samples, self._places_of, samples)
+        found = self._prepared.get(samples, self._prepare, samples)
         published, status = self._published[parity], self.record.status
-        place_ids(published, found.places, status, samples, not self._known, found.total)
+        place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         values, offsets = found.arrived[parity]
         lengths = not self._known
-        pull_ids(published, found.places, found.tasks, values, offsets, status, samples, lengths=lengths, check=check)
+        pull_ids(published, found.arrivals, found.tasks, values, offsets, status, samples, lengths=lengths, check=check)
         return values, offsets
 
 
@@ -192,10 +188,10 @@ class IdExchange(ABC):
         assert self._replicated_tables is not None
         return self._replicated_tables.weight(shard).shape[0]
 
-    def report(self, shard: FeatureShard, source: int, place: int, value: int, rows: int) -> None:
+    def report(self, shard: FeatureShard, source: int, index: int, value: int, rows: int) -> None:
         """Report an id outside its table, see `BadIds`."""
         name = shard.feature_name
-        where = f"id {place} of feature {name} in the batch of rank {source}"
+        where = f"id {index} of feature {name} in the batch of rank {source}"
         bad_ids = self._own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
         bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
 
@@ -283,13 +279,13 @@ class CpuIdExchange(IdExchange):
                 here = values[begin:end]
                 outside = (here < 0) | (here >= rows)
                 if outside.any():
-                    place = int(outside.nonzero()[0])
-                    self.report(shard, source, place, int(here[place]), rows)
+                    index = int(outside.nonzero()[0])
+                    self.report(shard, source, index, int(here[index]), rows)
                     here.masked_fill_(outside, 0)
 
 
 class DeviceIdExchange(IdExchange):
-    """Between GPUs: flags, then kernels that read the ranks' windows. Nothing is read back to the host."""
+    """Between GPUs: flags, then kernels that read the ranks' windows. Nothing is read back to the CPU."""
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         super().__init__(context, ids, windows)

@@ -190,11 +190,11 @@ class PooledByCollective(_ByCollective):
         self._buffers.exchange(self._crossing.pooled(step.batch)).wait()
 
     def put(
-        self, step: Step, slot: int, place: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
+        self, step: Step, slot: int, columns: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
     ) -> None:
         """Store a message that has arrived into the windows of this host's ranks."""
         rows = self._crossing.pooled(step.batch).received[slot].within(self._buffers.received)
-        put_columns(rows, place, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
+        put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
 
 class GradientsByCollective(_ByCollective):

@@ -1,7 +1,7 @@
 """The backward on GPUs: gradients stored into the owners' windows, rows updated by ids that were sorted long before.
 
 Everything runs beside the main stream. Ids are sorted once they have arrived and none is outside its table, beside the
-lookup or the dense part; the host, which has the dense part to issue first, issues the sort with the backward.
+lookup or the dense part; the CPU, which has the dense part to issue first, issues the sort with the backward.
 Gradients travel on one stream, part by part. Rows are updated on another, part by part as the gradients arrive, while
 the main stream goes on with the bottom MLP's backward and the dense all-reduce; it waits for the rows at the end of the
 backward.
@@ -41,7 +41,7 @@ class Pushed:
     rank: int
     """whose samples they are"""
     tables: list[ShardTable]
-    """the shards and their places, one for each dim"""
+    """the shards and their offsets, one for each dim"""
     flags: PartFlags
     """to raise when a part is stored"""
     launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
@@ -91,16 +91,16 @@ class Push(WindowBackward):
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int]) -> ShardTable:
         """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
-        places = [
+        offsets = [
             [
                 [[column(s), starts[s], self.is_stored(owner)] for s in by_owner[owner] if s.dim == dim]
                 for owner in reached
             ]
             for by_owner in self.gradients.shards
         ]
-        counts = [max(map(len, shards)) for shards in places]
-        every = [place for shards in places for owned in shards for place in owned]
-        padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in shards] for shards in places]
+        counts = [max(map(len, shards)) for shards in offsets]
+        every = [shard for shards in offsets for owned in shards for shard in owned]
+        padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in shards] for shards in offsets]
         entries = torch.tensor(padded, dtype=torch.int64, device=self.device)
         return ShardTable(
             entries=entries.view(len(padded), len(reached), max(counts), 3),  # also where no rank reached has any
@@ -117,9 +117,9 @@ class Push(WindowBackward):
     def _input_rows(self) -> list[InputRows]:
         """Return the rows of each of this rank's inputs, made anew when the rows have moved."""
         if (storage := self.tables.storage()) != self._storage:
+            starts, parts = self.gradients.starts, self.gradients.part_of
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
-            places = self.gradients.starts, self.gradients.part_of
-            self._inputs = [InputRows(list(shards), self.tables, *places) for _, shards in by_input]
+            self._inputs = [InputRows(list(shards), self.tables, starts, parts) for _, shards in by_input]
             self._updates = [[RowUpdate(each.rows) for each in rows.ranges] for rows in self._inputs]
             self._storage = storage
         return self._inputs

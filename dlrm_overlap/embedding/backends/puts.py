@@ -256,7 +256,7 @@ class PooledByPuts(_ByPuts):
         }
 
     def put(
-        self, step: Step, slot: int, place: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
+        self, step: Step, slot: int, columns: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
     ) -> None:
         """Await the message in `slot`, then store it into the windows of this host's ranks."""
         heap, message = self._heap, self._crossing.pooled(step.batch).received[slot]
@@ -265,7 +265,7 @@ class PooledByPuts(_ByPuts):
             return
         heap.await_runs(slot, message, step.batch.most, first_sample)
         rows = heap.arrived(slot, message, heap.parity)
-        put_columns(rows, place, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
+        put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
     def close(self) -> None:
         """Give the heap back."""

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import FeatureShard
+from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import StepCache, UpdateRule
-from dlrm_overlap.embedding.tables import StoredRows
+from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 
@@ -27,22 +28,6 @@ class UpdateRange:
     """the fused lookup that holds them, whose optimizer and learning rate are theirs"""
 
 
-class RowTables(Protocol):
-    """The holder of the rows that are updated."""
-
-    def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return the rows [rows, D] of a shard."""
-        ...
-
-    def state(self, shard: FeatureShard) -> torch.Tensor | None:
-        """Return the optimizer's state of a shard's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
-        ...
-
-    def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return where a shard's rows are, and their optimizer."""
-        ...
-
-
 class InputRows:
     """The rows that the ids of one input name: their order by key, and the ranges in which they are updated.
 
@@ -53,7 +38,7 @@ class InputRows:
     def __init__(
         self,
         shards: Sequence[FeatureShard],
-        tables: RowTables,
+        tables: LocalTables | ReplicatedGradients,
         starts: Mapping[FeatureShard, int],
         part_of: Mapping[FeatureShard, int],
     ) -> None:
@@ -210,8 +195,8 @@ class DeviceRules:
 
     @staticmethod
     def _write(numbers: torch.Tensor, value: tuple[float, float]) -> None:
-        for place, number in zip(numbers.split(1), value, strict=True):
-            place.fill_(number)  # by a kernel: a copy from the host would wait for the stream
+        for element, number in zip(numbers.split(1), value, strict=True):
+            element.fill_(number)  # by a kernel: a copy from the CPU would wait for the stream
 
 
 def _value_of(rule: UpdateRule) -> tuple[float, float]:

@@ -300,7 +300,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @property
     def _places(self) -> list[Any]:
         """Each module's exchange, and where it has rows and windows."""
-        return [(exchange, exchange.places) for exchange in self._exchanges]
+        return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
     def _check_places(self) -> None:
         """Check that what graphs read and write is still there.

@@ -45,15 +45,15 @@ def test_lengths_are_known_where_every_bag_of_a_feature_has_as_many_ids() -> Non
     assert BatchBound(3, RANGES).mean_bag_sizes == {"f": 1.0, "g": 1.0}
 
 
-def test_known_places() -> None:
+def test_known_arrivals() -> None:
     ids = _ids(KNOWN)
-    sources, counts, arrivals, starts = ids.known_places(ids.features(0), 3, samples=3)
+    sources, counts, arrivals, starts = ids.known_arrivals(ids.features(0), 3, samples=3)
     assert sources == [3, 3, 3, 0, 0, 0], "g's ids begin behind f's 3"
     assert counts == [6, 6, 6, 3, 3, 3]
     assert arrivals == [0, 6, 12, 18, 21, 24]
     assert starts == [0, 18, 27]
-    assert ids.known_places(ids.features(0), 3, samples=2)[0] == [2, 2, 2, 0, 0, 0], "a smaller batch lies closer"
-    assert ids.known_places(ids.features(2), 3, samples=3) == ([], [], [], [0])
+    assert ids.known_arrivals(ids.features(0), 3, samples=2)[0] == [2, 2, 2, 0, 0, 0], "a smaller batch lies closer"
+    assert ids.known_arrivals(ids.features(2), 3, samples=3) == ([], [], [], [0])
 
 
 def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:
