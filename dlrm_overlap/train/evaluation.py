@@ -78,7 +78,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     """
     from dlrm_overlap.checkpoint.storage.load import agree_on
     from dlrm_overlap.data.loader import open_held_out
-    from dlrm_overlap.train.trainer import Trainer
+    from dlrm_overlap.train.stepping import Stepper
 
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
@@ -87,16 +87,16 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     ranks.connect(eval_path=held_out.fingerprint())
     manifest, faults = agree_on(path, ranks.progress.tick)
     step = _step_if_whole(manifest, faults)
-    trainer = Trainer(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
-    values = trainer.evaluate_checkpoint(path)
-    trainer.close()
+    stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
+    values = stepper.evaluate_checkpoint(path)
+    stepper.close()
     return {
         "checkpoint": str(path.absolute()),
         "step": step,
         **values,
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
-        "global_batch_size": trainer.global_batch,
+        "global_batch_size": stepper.global_batch,
         "backend": config.embedding.backend,
         "device": ranks.device.type,
     }
