@@ -1,4 +1,4 @@
-"""`dlrm-overlap eval`: what a checkpoint predicts for held-out samples, measured as a training run measures it.
+"""`dlrm-overlap eval`: predictions of a checkpoint for held-out samples, measured as a training run measures it.
 
 The configuration is the one that the checkpoint keeps; options change its keys, and `--config FILE` takes its place.
 Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
@@ -103,7 +103,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]:
-    """Return what `evaluate` does, of what `train.inference.export` makes of the checkpoint `path`.
+    """Return the results of `evaluate`, but of the export that `train.inference.export` makes of the checkpoint `path`.
 
     Raises:
         InputError: as `evaluate` does, and on several ranks.
@@ -171,7 +171,7 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without what training alone needs: optimizers' states, a compiled or captured dense part, traces.
+    """Return `config` without the keys of training alone: optimizers, traces, a compiled or captured dense part.
 
     None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
     """

@@ -1,4 +1,4 @@
-"""One rank's model and data: what takes a step of training, and what evaluates."""
+"""One rank's model and data, which take a step of training, or evaluate."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -73,7 +73,7 @@ class Stepper:
         return self._evaluate_on(math.ceil(samples / self.global_batch))
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
-        """Load the weights of `checkpoint`, which is whole, and return what `evaluate` does; a collective.
+        """Load the weights of `checkpoint`, which is whole, and evaluate as `evaluate` does; a collective.
 
         Raises:
             InputError: if it lacks a tensor of this model.
@@ -86,7 +86,7 @@ class Stepper:
 
     @torch.no_grad()
     def _evaluate_on(self, steps: int) -> dict[str, float]:
-        """Return what `evaluate` does, over the first `steps` global batches; a single one is read by a thread."""
+        """Evaluate as `evaluate` does, over the first `steps` global batches; a single one is read by a thread."""
         samples = self.held_out_data.num_samples
         logits, labels = [], []
         self.model.eval()
@@ -124,7 +124,7 @@ class Stepper:
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
             distinct_steps=distinct_steps,
-            # Before a peer's wait for this rank expires, so that what is reported is the cause.
+            # Before a peer's wait for this rank expires, so that the cause is reported.
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 

@@ -99,10 +99,10 @@ class Trainer(Stepper):
         to `earlier_1` in the folder, or the next free number. Rank 0 holds the lock of the folder meanwhile.
 
         Args:
-            replace: start from the first step, and write over what an earlier run left in the folder.
+            replace: start from the first step, and write over an earlier run's files in the folder.
 
         Raises:
-            InputError: if this run cannot go on from what the folder holds, or another run holds its lock.
+            InputError: if this run cannot go on from the folder's checkpoint, or another run holds its lock.
             NotFiniteError: if a loss or a weight is not finite.
             AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
         """
@@ -121,7 +121,7 @@ class Trainer(Stepper):
 
         Args:
             turn: steps of a turn; 0 makes all of them one.
-            replace: see `fit`, as for what it raises.
+            replace: see `fit`, also for the errors.
         """
         with hold_run_folder(self.folder):
             try:
@@ -190,7 +190,7 @@ class Trainer(Stepper):
             log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
 
     def _replace(self) -> None:
-        """Move what an earlier run has left in the folder aside, its checkpoints with it."""
+        """Move an earlier run's files in the folder aside, its checkpoints with them."""
         if aside := set_aside(self.folder):
             log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
 
@@ -231,7 +231,7 @@ class Trainer(Stepper):
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
-                self.assembled.check()  # the loss was read, so what kernels had to record is there
+                self.assembled.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.registered import RegisteredGroup
-from dlrm_overlap.comm.collectives import PeerCollectives, choose
+from dlrm_overlap.comm.calls import fastest_way
+from dlrm_overlap.comm.collectives import PeerCollectives
 
 
 class CollectiveContender(ABC):
@@ -92,7 +93,7 @@ class OwnCollectives(CollectiveContender):
 
     def way(self, row_bytes: int, beside: str, captured: bool) -> str | None:
         """Return the way, that which auto chooses included."""
-        return choose(row_bytes, beside, captured) if self._way == "auto" else self._way
+        return fastest_way(row_bytes, beside, captured) if self._way == "auto" else self._way
 
     def close(self) -> None:
         """Give the memory back."""
