@@ -267,8 +267,9 @@ class HostArena(Arena):
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
-        patience = Patience(timeout_s)
+        patience = None
         while (missing := used & (flags < epoch)).any():
+            patience = patience or Patience(timeout_s)
             if patience.is_over():
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)

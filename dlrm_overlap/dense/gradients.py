@@ -195,7 +195,8 @@ class GradientBuckets:
                 f"gradient of {name}: a second one came before the first was reduced with its bucket; call finish() "
                 f"after each backward"
             )
-        self._flat.adopt_gradients([name])
+        if self._flat.parameters[name].grad is not self._flat.gradients.views[name]:
+            self._flat.adopt_gradients([name])
         self._note_stream()
         bucket.waiting.remove(name)
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:

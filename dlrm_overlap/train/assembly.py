@@ -1,8 +1,7 @@
 """One rank's model, optimizers and train pipeline, put together as a configuration says."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.protocol.ids import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
-from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
@@ -88,21 +86,6 @@ class Assembled:
         """Raise the error that this rank's kernels have recorded, of a wait that expired or an id outside its table."""
         for sharer in self._sharers():
             sharer.check()
-
-    @contextmanager
-    def raising_the_cause(self) -> Iterator[None]:
-        """Raise the error that a kernel has recorded in place of the CUDA error that follows from it.
-
-        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
-        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            self.check()
-            if bad_id := fbgemms_bad_id(error):
-                raise bad_id from error
-            raise
 
     def close(self) -> None:
         """Release the memory that peers see, which outlives Python references. No rank may be in a step."""

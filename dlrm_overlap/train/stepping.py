@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dlrm_overlap.checkpoint.storage.load import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
@@ -56,13 +58,28 @@ class Stepper:
         self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
         self.plan = self.assembled.plan
 
+    @contextmanager
+    def raising_the_cause(self) -> Iterator[None]:
+        """Raise the error that a kernel has recorded in place of the CUDA error that follows from it.
+
+        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
+        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self.assembled.check()
+            if bad_id := fbgemms_bad_id(error):
+                raise bad_id from error
+            raise
+
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Take one training step on the next of `batches`; docs/architecture.md leads through it.
 
         Returns:
             The mean loss [] of this rank's samples, still on the device.
         """
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             loss, _, _ = self.pipeline.progress(batches)
         return loss
 
@@ -78,7 +95,7 @@ class Stepper:
         Raises:
             InputError: if it lacks a tensor of this model.
         """
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             load_weights(checkpoint, self.model, cuts_of(self.model))
             values = self.evaluate()
         self.assembled.check()

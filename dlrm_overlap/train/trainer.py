@@ -180,7 +180,7 @@ class Trainer(Stepper):
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_save()
-            with self.assembled.raising_the_cause():
+            with self.raising_the_cause():
                 return run_log.summary(step, values)
 
     def _set_aside(self) -> None:
@@ -226,7 +226,7 @@ class Trainer(Stepper):
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + stretch.steps:
                 factor = self.learning_rate.factor(step - 1)
-                with self.assembled.raising_the_cause():
+                with self.raising_the_cause():
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
@@ -250,7 +250,7 @@ class Trainer(Stepper):
         Raises:
             NotFiniteError: if the held-out loss is not finite.
         """
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             values = self.evaluate()
         self.assembled.check()
         run_log.evaluation(step, values)
@@ -259,11 +259,11 @@ class Trainer(Stepper):
 
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, as `Saves.save` does."""
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             self.saves.save(step, metrics, beside)
 
     def _finish_save(self) -> None:
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             self.saves.finish()
 
     def _resume(self) -> dict[str, Any] | None:
@@ -282,7 +282,7 @@ class Trainer(Stepper):
                 text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
                 log.info(text, summary["steps"], why, place)
                 return summary
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
         for exchange in exchanges(self.model):
             exchange.steps = self.start  # stochastic rounding depends on the step
