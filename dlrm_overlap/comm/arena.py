@@ -87,7 +87,7 @@ class CudaMemory:
     """GPU memory as `torch.as_tensor` takes it: without a copy, into a tensor with a storage of its own."""
 
     def __init__(self, address: int, size_bytes: int, holds: object = None) -> None:
-        """Take bytes at an address, and what keeps them alive."""
+        """Take bytes at an address, and the owner that keeps them alive."""
         self._holds = holds
         self.__cuda_array_interface__ = {
             "shape": (size_bytes,),
@@ -107,7 +107,7 @@ class Arena(ABC):
     def __init__(
         self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
     ) -> None:
-        """Take what is reached by stores; None is all of `group`."""
+        """Open it over the ranks that `reach` names; None is all of `group`."""
         self.rank, self.world_size, self.device = group.rank(), group.size(), device
         self.reach = reach or Reach.of_one_host(group)
         self.reached = self.reach.here
@@ -267,8 +267,9 @@ class HostArena(Arena):
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
-        patience = Patience(timeout_s)
+        patience = None
         while (missing := used & (flags < epoch)).any():
+            patience = patience or Patience(timeout_s)
             if patience.is_over():
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)

@@ -1,13 +1,26 @@
-"""What a collective is called with, on all ranks and on one of them alone, and what can be wrong with it."""
+"""The arguments of a collective, on all ranks and on one of them alone, and the faults that they may have."""
 
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from dlrm_overlap.config import InputError
+
 Way = Literal["auto", "dma", "stores"]
 Beside = Literal["nothing", "compute"]
 AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
-"""what an all-reduce adds up, in float32"""
+"""types that an all-reduce adds up, in float32"""
+
+_LONGEST_WAIT_S = 1e9  # kernels count nanoseconds in 64 bits
+
+COPIED_FROM_BYTES = {
+    ("nothing", False): 32 << 20,
+    ("nothing", True): 32 << 20,
+    ("compute", False): 32 << 20,
+    ("compute", True): 1 << 20,
+}
+"""(beside, whether captured) -> bytes to a peer from which on copies are faster than stores, or leave the computation
+beside more of its speed; on 4 x H200. Not captured, a copy takes the host 9 us. (docs/results/collectives.md)"""
 
 
 class Place(NamedTuple):
@@ -52,7 +65,7 @@ class Call(NamedTuple):
         )
 
     def fault(self, place: Place, world_size: int, used_bytes: int) -> str:
-        """Return what is wrong with the call, or an empty text.
+        """Return the fault of the call, or an empty text.
 
         Args:
             place: of its tensors.
@@ -81,3 +94,31 @@ class Call(NamedTuple):
         if place.placed == "across" or (place.placed == "in place" and self.name != "all_gather"):
             return "input and output overlap; give the input memory of its own"
         return ""
+
+
+def fastest_way(row_bytes: int, beside: str, captured: bool) -> str:
+    """Return the way that `auto` takes.
+
+    Args:
+        row_bytes: that go to each peer.
+        beside: nothing | compute: whether kernels that fill the GPU run at the same time.
+        captured: whether the call becomes a part of a CUDA graph.
+    """
+    return "dma" if row_bytes >= COPIED_FROM_BYTES[beside, captured] else "stores"
+
+
+def check_arguments(capacity_bytes: int, wait_timeout_s: float) -> None:
+    """Check the arguments of `PeerCollectives`.
+
+    Raises:
+        InputError: naming the one that is wrong.
+    """
+    if not isinstance(capacity_bytes, int):
+        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be a whole number; round it up")
+    if capacity_bytes < 0:
+        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum")
+    if not 0 < wait_timeout_s <= _LONGEST_WAIT_S:
+        raise InputError(
+            f"PeerCollectives: wait_timeout_s {wait_timeout_s:g}: must be above 0, and {_LONGEST_WAIT_S:g} at most; "
+            f"give the seconds that a slow peer may take"
+        )

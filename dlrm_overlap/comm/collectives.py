@@ -5,7 +5,7 @@ Each rank writes its rows where they belong at the peers. Between two flags of e
     current stream | raise FREE e at all, await theirs |  whatever else ...................  | await ARRIVED e of all
     side streams                                       | row to r + 1, flag | row to r + 2, flag | .. |
 
-`dma`: copy engines write the rows and, behind each, its flag; so no multiprocessor works, but for the two ends.
+`dma`: copy engines write the rows and, after each, its flag; so no multiprocessor works, but for the two ends.
 `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
 An all-reduce is copies of rows, a kernel that awaits and averages those of one rank, and copies of its means; the means
 have flags of their own, so one hand-shake suffices. Long rows go in pieces, so that copies and kernels overlap.
@@ -16,11 +16,11 @@ replays of a graph may follow each other as they like. Every rank makes the same
 
 **Why nothing is overwritten too early.** FREE e of rank r is a release, on the stream that has read r's outputs of
 before. Its peers store rows of call e only after they have acquired it, so they overwrite nothing that is still read.
-They store nothing later either: r's next reading comes behind its wait for ARRIVED e of every peer, each of which is
+They store nothing later either: r's next reading comes after its wait for ARRIVED e of every peer, each of which is
 written after that peer's rows, and acquired there. A peer that runs ahead into call e + 1 waits for FREE e + 1, which r
 raises after it has read call e's output. **Flags** only grow, and each has one writer, so none is lost: FREE e + 1 is
 raised once the wait of e is done, and nobody raises or awaits anything of e + 2 before. **The word** is advanced by the
-next hand-shake, which the stream orders behind the wait of the call before, and the wait joins the side streams: by
+next hand-shake, which the stream orders after the wait of the call before, and the wait joins the side streams: by
 then the copies of flags have read it. `input` is safe from then on, too. One output suffices therefore, where windows
 that take turns would save the hand-shake.
 
@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import open_arena
-from dlrm_overlap.comm.calls import Beside, Call, Place, Way
+from dlrm_overlap.comm.calls import Beside, Call, Place, Way, check_arguments, fastest_way
 from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
@@ -46,27 +46,6 @@ from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
-_LONGEST_WAIT_S = 1e9  # kernels count nanoseconds in 64 bits
-
-COPIED_FROM_BYTES = {
-    ("nothing", False): 32 << 20,
-    ("nothing", True): 32 << 20,
-    ("compute", False): 32 << 20,
-    ("compute", True): 1 << 20,
-}
-"""(what runs beside, whether captured) -> bytes to a peer from which on copies are faster than stores, or leave what
-runs beside more of its speed; on 4 x H200. Not captured, a copy takes the host 9 us. (docs/results/collectives.md)"""
-
-
-def choose(row_bytes: int, beside: str, captured: bool) -> str:
-    """Return the way that `auto` takes.
-
-    Args:
-        row_bytes: that go to each peer.
-        beside: nothing | compute: whether kernels that fill the GPU run at the same time.
-        captured: whether the call becomes a part of a CUDA graph.
-    """
-    return "dma" if row_bytes >= COPIED_FROM_BYTES[beside, captured] else "stores"
 
 
 def _nothing() -> None:
@@ -82,7 +61,7 @@ class Work:
     def wait(self) -> None:
         """Make the current stream wait until all rows of the output are here and the input has been read.
 
-        To be called once for every call, on its stream or on one that is ordered behind it; again, it does nothing. On
+        To be called once for every call, on its stream or on one that is ordered after it; again, it does nothing. On
         a CPU it is the host that waits. Where nobody holds a call's `Work` any more, as after an exception, the next
         call waits for it.
 
@@ -119,13 +98,13 @@ class PeerCollectives:
 
         Raises:
             InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if the bound of a wait
-                is not above 0 or beyond what kernels count, if there is no room, or if the ranks do not reach each
+                is not above 0 or more than kernels count, if there is no room, or if the ranks do not reach each
                 other's memory.
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
         require_alike(f"PeerCollectives(capacity_bytes={capacity_bytes})", group, "PeerCollectives: ")
-        on_every_rank(partial(_check_made_with, capacity_bytes, wait_timeout_s), group)
+        on_every_rank(partial(check_arguments, capacity_bytes, wait_timeout_s), group)
         try:
             check_whole(group, device)
         except InputError as error:
@@ -140,12 +119,12 @@ class PeerCollectives:
         self._agreed: set[Call] = set()
         """on all ranks, each of which has made them once"""
         self._known: set[tuple[Call, Place]] = set()
-        """of this rank: what is prepared, and needs no check"""
+        """of this rank: prepared, and need no check"""
         self._under_way: weakref.ref[Work] | None = None
         self._wait = _nothing
         """for the call under way, whose tensors it keeps alive"""
         self._failure = ""
-        """what has failed between the ranks on this one"""
+        """the failure between the ranks on this one"""
         self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
@@ -187,12 +166,12 @@ class PeerCollectives:
     ) -> Work:
         """Begin to send row w of `input` to row r of rank w's `output`, r being this rank, for every w.
 
-        All ranks make the same calls in the same order, with the same shapes and the same place of `output`. The first
-        call of its kind asks all ranks whether theirs is alike, which takes a host wait; later ones do not.
+        All ranks make the same calls in the same order, with the same shapes and the same place of `output`; at the
+        first call of a kind the host asks all ranks whether theirs is alike.
 
         Args:
             output: [W, n..], contiguous, from `empty`; it may be read after `Work.wait`, up to the next call that is
-                given it. What reads it on a stream of its own is to be ordered in front of that call by the caller.
+                given it. The caller orders readers on other streams before that call.
             input: [W, n..], contiguous; it may be changed after `Work.wait`. May not overlap `output`.
             way: auto | dma | stores, see the module; auto goes by the size, by `beside`, and by whether it is captured.
             beside: nothing | compute: whether kernels that fill the GPU run at the same time.
@@ -207,16 +186,10 @@ class PeerCollectives:
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, way: Way = "auto", beside: Beside = "nothing"
     ) -> Work:
-        """Begin to send `input` to row r of every rank's `output`, r being this rank. All else is as for `all_to_all`.
+        """Begin to send `input` [n..] to row r of every rank's `output` [W, n..], r being this rank.
 
-        Args:
-            output: [W, n..], contiguous, from `empty`.
-            input: [n..], contiguous. May be `output[r]` itself, which then need not be copied, but no other part of it.
-            way: auto | dma | stores.
-            beside: nothing | compute.
-
-        Raises:
-            InputError: as `all_to_all`.
+        `input` may be `output[r]` itself, which then need not be copied, but no other part of it. All else, errors too,
+        is as for `all_to_all`.
         """
         return self._begin("all_gather", output, input, way, beside)
 
@@ -301,7 +274,7 @@ class PeerCollectives:
         way: str,
         beside: str = "nothing",
     ) -> tuple[Call, Place]:
-        """Return what is to be alike on all ranks, and how the tensors lie on this one."""
+        """Return the call, alike on all ranks, and how the tensors lie on this one."""
         offset = output.data_ptr() - self._base if output.numel() else 0  # a tensor of nothing has no address
         call = Call(name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside)
         place = Place(
@@ -324,7 +297,7 @@ class PeerCollectives:
                 row_bytes=row_bytes,
                 offset=call.offset + self._rank * row_bytes,
                 in_place=place.placed == "in place",
-                way=choose(row_bytes, beside, self._captured) if way == "auto" else way,
+                way=fastest_way(row_bytes, beside, self._captured) if way == "auto" else way,
             )
 
         if (call, place) not in self._known:
@@ -387,7 +360,7 @@ class PeerCollectives:
         self._agreed.add(call)
 
     def check(self) -> None:
-        """Raise what a wait on the GPU has recorded; waits for nothing. On CPUs the calls raise it themselves.
+        """Raise the error that a wait on the GPU has recorded, without waiting. On CPUs the calls raise it.
 
         Raises:
             ExchangeTimeoutError: if a peer has not come in time, naming both ranks.
@@ -410,20 +383,3 @@ class PeerCollectives:
         self._memory = torch.empty(0, device="cpu")
         del self._flow  # which has views of all ranks' memory
         self._arena.close()
-
-
-def _check_made_with(capacity_bytes: int, wait_timeout_s: float) -> None:
-    """Check what `PeerCollectives` are made with.
-
-    Raises:
-        InputError: if it is not what it must be.
-    """
-    if not isinstance(capacity_bytes, int):
-        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be a whole number; round it up")
-    if capacity_bytes < 0:
-        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum")
-    if not 0 < wait_timeout_s <= _LONGEST_WAIT_S:
-        raise InputError(
-            f"PeerCollectives: wait_timeout_s {wait_timeout_s:g}: must be above 0, and {_LONGEST_WAIT_S:g} at most; "
-            f"give the seconds that a slow peer may take"
-        )

@@ -57,7 +57,7 @@ class CopyEngine:
 
     Example:
         engine = CopyEngine(device)
-        engine.follow()  # behind what has written `rows` and the epoch
+        engine.follow()  # after the kernels that write `rows` and the epoch
         engine.copy(at_the_peer, rows)
         engine.write_flag(flag_at_the_peer, epoch)
         product = a @ b
@@ -69,14 +69,14 @@ class CopyEngine:
 
         Args:
             device: the GPU whose copy engines work.
-            priority: of the stream; copies have none, but what waits on it may.
+            priority: of the stream; copies have none, but kernels on it may.
         """
         self.stream = torch.cuda.Stream(device, priority=priority)
         """on which the copies run; kernels may be put there, too"""
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        """Let what is issued from now on come behind all that is on the current stream by now."""
+        """Make all later work here wait for the work that is on the current stream by now."""
         self._begun.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._begun)
 
@@ -146,9 +146,9 @@ class CopyEngine:
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
         """Write the number in `word` to `flag` once all copies before are done, without a kernel.
 
-        It is a copy of 8 bytes: what follows on a stream begins when all before it is complete, at a peer too, so who
-        acquires the flag there sees what was copied. The number is read when the copy runs, so a replayed graph writes
-        what is in `word` then; a stream memory operation would write what it was captured with.
+        It is a copy of 8 bytes: work on a stream begins when all before it is complete, at a peer too, so whoever
+        acquires the flag there sees the copied bytes. The number is read when the copy runs, so a replayed graph writes
+        the number of that moment; a stream memory operation would write the number of the capture.
 
         Args:
             flag: [1] int64, in this GPU's memory or a peer's.
@@ -166,13 +166,13 @@ class CopyEngine:
         self._copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
-        """Let what is issued from now on wait until `word` has reached `count`.
+        """Make all later work here wait until `word` has reached `count`.
 
         The number is a constant, so this can be captured and replayed, if the word is set back before each time: once
-        this is done, which `join` orders, and before both what raises it and, by `follow`, the next wait. Nothing
-        bounds the wait: what raises the word is on this GPU, and may be behind bounded waits of its own.
+        this is done, which `join` orders, and before both the kernel that raises it and, by `follow`, the next wait.
+        Nothing bounds the wait: the kernel is on this GPU, and may come after bounded waits of its own.
 
-        Launch what raises the word first, and call this then. A kernel's first launch loads it, which can wait for the
+        Launch the kernel first, and call this then. A kernel's first launch loads it, which can wait for the
         whole device, and so for the stream that waits for the kernel.
 
         Args:
@@ -221,7 +221,7 @@ def _check(function: Callable[..., Any], *arguments: Any) -> None:
     """Call a function of CUDA's API.
 
     Raises:
-        RuntimeError: naming what it returned.
+        RuntimeError: naming the error that it returned.
     """
     (error,) = function(*arguments)
     if error.value != 0:

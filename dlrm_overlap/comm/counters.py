@@ -22,16 +22,16 @@ class Counter:
     def __init__(self, words: torch.Tensor) -> None:
         """Take [2] int64 on the device."""
         self.word, self.number = words[:1], words[1:]
-        """[1] int64 each: what kernels add to `argument`; the number itself, once `settle` has been called"""
+        """[1] int64 each: the word that kernels add to `argument`; the number itself, once `settle` has been called"""
         self.value = 0
         """the number, as the host has counted it"""
         self.on_device = 0
-        """what `word` is when all that has been issued is done"""
-        self._number = 0  # what `number` is then
+        """the value of `word` when all that has been issued is done"""
+        self._number = 0  # the value of `number` then
 
     @property
     def argument(self) -> int:
-        """What a kernel that is launched now is given beside `word`."""
+        """The number that a kernel, launched now, adds to `word`."""
         return self.value - self.on_device
 
     def settle(self) -> None:

@@ -12,7 +12,7 @@ from dlrm_overlap.kernels.average_rows import average_rows
 from dlrm_overlap.kernels.flags import Flags, meet, wait_flags
 from dlrm_overlap.kernels.peer_copy import PROGRAMS, RowFlags, Rows, load_store_rows, store_rows
 
-_PRIORITY = -2  # a kernel of stores does not wait for what else is ready
+_PRIORITY = -2  # a kernel of stores does not wait for other work that is ready
 
 
 class _Shares(NamedTuple):
@@ -85,14 +85,14 @@ class DeviceFlow(Flow):
             self._beside.copy(self._target(transfer, self._rank), transfer.row(self._rank))
 
     def _copy(self, engine: CopyEngine, transfer: Transfer, flags: list[torch.Tensor] | None) -> None:
-        """Let `engine` copy the rows to the peers, and behind each the epoch to `flags` of the peer, if there are."""
+        """Let `engine` copy the rows to the peers, and after each the epoch to `flags` of the peer, if there are."""
         for peer in self._peers:
             engine.copy(self._target(transfer, peer), transfer.row(peer))
             if flags is not None:
                 engine.write_flag(flags[peer], self._word)
 
     def wait(self, transfer: Transfer) -> None:
-        """Join the streams of this rank's rows, and await the flags behind those of the peers."""
+        """Join the streams of this rank's rows, and await the flags after those of the peers."""
         self._beside.join()
         if transfer.way == "dma":
             self._engine.join()
@@ -107,8 +107,8 @@ class DeviceFlow(Flow):
             copies  | rows of piece 0, of piece 1, .. | mean of piece 0, of piece 1, ..
             kernels |                 | average 0     | average 1
 
-        A kernel comes behind this rank's own copies of its piece, when those of the peers are about through: it awaits
-        them, and multiprocessors wait with it. The means of a peer have one flag, behind the last piece.
+        A kernel comes after this rank's own copies of its piece, when those of the peers are about through: it awaits
+        them, and multiprocessors wait with it. The means of a peer have one flag, after the last piece.
         """
         self._join_last()
         meet(self._free, self._rank)
@@ -129,20 +129,20 @@ class DeviceFlow(Flow):
             self._copy(copies, piece.gather, self._gathered_at if piece is pieces[-1] else None)
 
     def wait_average(self, averaging: Averaging) -> None:
-        """Join both streams, and await the flags behind the means of the peers."""
+        """Join both streams, and await the flags after the means of the peers."""
         self._beside.join()
         self._engine.join()
         wait_flags(self._gathered, self._rank, 0)
         self._last = torch.cuda.current_stream(self._arena.device)
 
     def _join_last(self) -> None:
-        """Come behind the wait of the call before, if that was on another stream; captures are the caller's."""
+        """Come after the wait of the call before, if that was on another stream; captures are the caller's."""
         current = torch.cuda.current_stream(self._arena.device)
         if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._last)
 
     def check(self) -> None:
-        """Raise what a wait has recorded.
+        """Raise the error of a wait that has expired.
 
         Raises:
             ExchangeTimeoutError: if it has expired.

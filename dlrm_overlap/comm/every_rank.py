@@ -1,4 +1,4 @@
-"""What all ranks do, or call, alike: if one of them cannot, or does not, every rank raises it."""
+"""Work and calls that are alike on all ranks: if one of them cannot do its own, every rank raises an error."""
 
 import hashlib
 from collections.abc import Callable
@@ -21,14 +21,14 @@ class _Fault(NamedTuple):
     text: str
 
     def error(self) -> InputError | PeerError:
-        """Return what is raised on the ranks that have no such exception of their own."""
+        """Return the error of the ranks that have no such exception of their own."""
         if self.is_mistake:
             return InputError(f"{self.text} (rank {self.rank})")
         return PeerError(f"rank {self.rank} has failed: {self.text}")
 
 
 def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
-    """Return what `work` makes on this rank, once it has been made on every rank of `group`; a collective.
+    """Do `work`, and return its result once every rank of `group` has its own; a collective.
 
     A rank whose `work` raises an exception raises it when all ranks know of it, so that none waits for one that is
     gone. All ranks raise the same kind of error, since a caller may go on after a mistake: where one rank raises an
@@ -60,10 +60,10 @@ def _first_fault(fault: _Fault | None, group: dist.ProcessGroup) -> _Fault | Non
 
 
 def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> None:
-    """Check that every rank of `group` makes the same call, as its text tells it; a collective on the host.
+    """Check that every rank of `group` makes the same call, by its text; a collective on the host.
 
     Args:
-        call: what this rank calls.
+        call: of this rank.
         caller: a word in front of the error.
 
     Raises:
@@ -82,8 +82,8 @@ def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> N
 def known_everywhere(call: object, known: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether all ranks make this call and know it. On CPUs it is a collective, on GPUs this rank's guess.
 
-    A rank that knows its call goes on to what the call itself does between ranks, which another one's first question
-    about an unknown call then meets. On GPUs a bounded wait reports that. gloo ends the process at once where two
+    A rank that knows its call goes on to the communication of the call itself, which meets the first question of a
+    rank that does not know it. On GPUs a bounded wait reports that. gloo ends the process at once where two
     ranks' sizes differ, so between CPUs all ask before every call, in 16 bytes.
 
     Args:

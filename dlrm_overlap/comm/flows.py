@@ -9,7 +9,7 @@ from dlrm_overlap.comm.arena import Arena, HostArena, Region
 from dlrm_overlap.kernels.schedule import staggered_peers
 
 AWAITED = "collective's flag"
-"""what an expired wait was for"""
+"""names the flag in the error of an expired wait"""
 
 MOST_PIECES = 4
 """of the rows of an all-reduce; each piece has flags of its own"""
@@ -21,10 +21,10 @@ _ALIGNMENT_BYTES = 256
 
 
 class Transfer(NamedTuple):
-    """What one rank sends in one collective: a row to every rank, its own included."""
+    """A row of one rank for every rank, its own included."""
 
     source: torch.Tensor
-    """uint8, contiguous: the rows one behind the other, or the one row that goes to all"""
+    """uint8, contiguous: the rows one after the other, or the one row that goes to all"""
     stride: int
     """bytes between the rows of `source`; 0 if one row goes to all"""
     row_bytes: int
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
     """dma | stores"""
 
     def row(self, peer: int) -> torch.Tensor:
-        """Return [row_bytes] uint8: what goes to rank `peer`."""
+        """Return [row_bytes] uint8: the row for rank `peer`."""
         return self.source[peer * self.stride : peer * self.stride + self.row_bytes]
 
 
@@ -132,11 +132,11 @@ class Flow(ABC):
 
     @abstractmethod
     def prepare(self, transfer: Transfer) -> None:
-        """Load what a transfer of this kind needs, before the first of them begins."""
+        """Load the kernels of a transfer of this kind, before the first of them begins."""
 
     @abstractmethod
     def begin(self, transfer: Transfer) -> None:
-        """Tell the peers that their rows may come, await the same of them, and send the rows."""
+        """Allow the peers to send, wait until they allow it, and send the rows."""
 
     @abstractmethod
     def wait(self, transfer: Transfer) -> None:
@@ -152,7 +152,7 @@ class Flow(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what a wait has recorded.
+        """Raise the error of a wait that has expired.
 
         Raises:
             ExchangeTimeoutError: if it has expired.

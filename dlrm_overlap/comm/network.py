@@ -1,6 +1,6 @@
 """Memory that kernels put into from any host: the only file that touches NVSHMEM.
 
-PyTorch's symmetric memory has one backend a process, and refuses another behind the first allocation. The arena's is
+PyTorch's symmetric memory has one backend a process, and refuses another after the first allocation. The arena's is
 CUDA's, since NVSHMEM allocates for all ranks alone, not for those of a host. So NVSHMEM's host library, which PyTorch
 brings along, is called here: a heap beside the arena, started when an exchange first needs one. Between processes of
 one machine without GPUs a heap is an arena that all of them map, so kernels under the interpreter have one as well.
@@ -42,7 +42,7 @@ _ANSWER = timedelta(seconds=_SLACK_S)  # of a store that has the key
 
 
 def missing_puts() -> str:
-    """Return what keeps this machine from putting to other hosts from kernels; empty if nothing does."""
+    """Return why kernels of this machine cannot put to other hosts; empty if they can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     for name in (_HOST_LIBRARY, _DEVICE_LIBRARY):
@@ -65,7 +65,7 @@ class Heap(ABC):
     local: torch.Tensor
     """[size] uint8: this rank's, zeros at first"""
     network: Network
-    """what kernels are given to put into it"""
+    """the argument by which kernels put into it"""
 
     @abstractmethod
     def close(self) -> None:
@@ -145,7 +145,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 
 def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
-    """Do what `start_puts` does, once every rank has the library; what has failed is not tried again."""
+    """Start as `start_puts`, once every rank has the library; a failed start is not tried again."""
     verdicts: list[str | None] = [None] * group.size()
     dist.all_gather_object(verdicts, nvshmem.verdict, group)
     if verdicts == [None] * group.size():
@@ -190,7 +190,7 @@ def start_together(
         timeout_s: bound for all of it.
 
     Returns:
-        An empty string, or what kept a rank, alike on all of them.
+        An empty string, or the fault of a rank, alike on all of them.
 
     Raises:
         InputError: if rank 0 gives no verdict in time: it is stopped or gone.
@@ -226,7 +226,7 @@ def start_together(
 
 
 def _judge(store: Store, name: str, world_size: int, deadline: float, timeout_s: float) -> str:
-    """Return what a rank that fails has written; empty if all have started, or which have not in time."""
+    """Return an empty text if all have started, else the fault of one, or which ranks have not started in time."""
     while store.add("started", 0) < world_size:
         if store.check(["failed"]):
             return store.get("failed").decode()
@@ -288,7 +288,7 @@ class _Nvshmem:
     """NVSHMEM's host library, as far as it is used, and the blocks of its heap that are free."""
 
     def __init__(self) -> None:
-        # Multicast stays off, as in symmetric memory and NCCL. The network is the one that NCCL was told to take.
+        # Multicast stays off, as in symmetric memory and NCCL. The network is the one that NCCL takes.
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
         if interface := os.environ.get("NCCL_SOCKET_IFNAME"):
             os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interface)
@@ -297,7 +297,7 @@ class _Nvshmem:
         calls.nvshmem_malloc.argtypes = [ctypes.c_size_t]
         calls.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
         self.verdict: str | None = None
-        """what a start has come to on all ranks: empty where all have started; None before it"""
+        """result of a start, alike on all ranks: empty where all have started, or a fault; None before it"""
         self._allocated = 0
         self._numbers: dict[int, int] = {}
         """address of a block -> its number in the order in which all ranks have allocated"""
@@ -305,14 +305,14 @@ class _Nvshmem:
         """size -> number of a block that is kept -> its address"""
 
     def unique_id(self) -> bytes:
-        """Return what all ranks start with; of one rank."""
+        """Return the id with which all ranks start; called on one of them."""
         found = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
         _set_version(found, 0, _UNIQUE_ID_BYTES)
         status = self._calls.nvshmemx_get_uniqueid(found)
         return found.raw if status == 0 else b""
 
     def start(self, unique_id: bytes, rank: int, world_size: int) -> str:
-        """Start with the other ranks, waiting for them without a bound; return what went wrong, empty if nothing."""
+        """Start with the other ranks, waiting for them without a bound; return the fault, empty if none."""
         if not unique_id:
             return "NVSHMEM gives no id to start with"
         identity = ctypes.create_string_buffer(unique_id, _UNIQUE_ID_BYTES)
@@ -326,7 +326,7 @@ class _Nvshmem:
         return f"NVSHMEM does not start, status {status}, its log says why" if status else ""
 
     def misfit(self, rank: int, world_size: int) -> str:
-        """Return what is wrong if these are not the ranks with which it was started."""
+        """Return a fault if it was started with other ranks than these."""
         started = self._calls.nvshmem_my_pe(), self._calls.nvshmem_n_pes()
         return "" if started == (rank, world_size) else "NVSHMEM was started with other ranks"
 

@@ -11,7 +11,7 @@ Returned = TypeVar("Returned")
 
 
 class CommunicationOrder:
-    """Issues what raises or awaits a peer's flag, collectives included, one after the other while a step is captured.
+    """Issues all that raises or awaits a peer's flag, collectives included, one after the other in a captured step.
 
     A CUDA graph does not promise that its branches run side by side. If each rank could take its waits in an order of
     its own, rank 0 might wait for rank 1's ids in front of the lookup that rank 1 waits for in front of those ids. With
@@ -33,7 +33,7 @@ class CommunicationOrder:
         self.is_captured, self._last = True, None
 
     def end(self) -> None:
-        """End it: what is issued from now on is as its streams order it."""
+        """End it: later work is ordered by its streams alone."""
         self.is_captured, self._last = False, None
 
     def __enter__(self) -> None:
@@ -82,7 +82,7 @@ class CurrentStream:
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs: it does what no graph of tensors holds, and must do it in every step."""
+    """Keep a function out of compiled graphs: no graph of tensors holds its work, which is to be done in every step."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)

@@ -76,7 +76,7 @@ class Reach:
         return self.hosts[at + 1 :] + self.hosts[:at]
 
     def relay(self, source: int, host: range) -> int:
-        """Return the rank of `host` that takes what `source`, of another host, sends to any of its ranks.
+        """Return the rank of `host` that takes the messages of `source`, of another host, for any of its ranks.
 
         It has the place in its host that `source` has in its own, as far as there are as many. So each pair of hosts
         has as many messages at once as it has ranks, one for each network card of hosts that have a card a GPU.
@@ -99,7 +99,7 @@ class Reach:
         return max(len(self.taken_by(host.start)) for host in self.hosts)
 
     def summary(self) -> str:
-        """Return the hosts and what made them several, in a line; of more than four the first three and the last."""
+        """Return the hosts and why they are several, in a line; of more than four the first three and the last."""
         names = [_named(host) for host in self.hosts]
         shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
         return f"{len(names)} hosts ({', '.join(shown)}; {self.why})"

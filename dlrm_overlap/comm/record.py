@@ -1,4 +1,4 @@
-"""What kernels have to report to the host: records in page-locked memory that the host polls without waiting."""
+"""Records by which kernels report to the host: in page-locked memory, which the host polls without waiting."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ class ExchangeTimeoutError(RuntimeError):
     """A peer did not raise its flag in time: it died, stalls, or runs another program."""
 
     def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
-        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and what a slot is."""
+        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and a noun for the slot."""
         rank, peer, slot, expected, seen = missing
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
@@ -34,12 +34,12 @@ class Record:
         self._words = words.numpy()  # a read costs nothing, and the array keeps the memory alive
         self._first = memoryview(self._words).cast("B").cast("q")  # type: ignore[arg-type]
         self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
-        """[1 + kinds] int64 on the device: what kernels are given, the records' address and a lock for each kind"""
+        """[1 + kinds] int64 on the device, an argument of kernels: the records' address and a lock for each kind"""
 
     @property
     def empty(self) -> bool:
         """Whether no kernel has recorded anything."""
-        first = self._first  # asked each step: this takes a tenth of what numpy's any() does
+        first = self._first  # asked each step: this takes a tenth of the time of numpy's any()
         return first[0] == first[8] == first[16] == first[24] == 0
 
     def expired(self) -> list[int] | None:
@@ -47,7 +47,7 @@ class Record:
         return self._read(_EXPIRED, 5)
 
     def raise_expired(self, timeout_s: float, what: str = "slice") -> None:
-        """Raise what a wait that expired has recorded, if one has; never waits for the device.
+        """Raise the error of a wait that has expired, if one has; never waits for the device.
 
         Args:
             timeout_s: of the waits.
@@ -82,7 +82,7 @@ def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], N
     Args:
         group: ranks that write to each other's memory.
         device: of this rank.
-        check: raises what kernels have recorded.
+        check: raises the errors that kernels have recorded.
 
     Raises:
         ExchangeTimeoutError: by `check`, in place of the CUDA error that a wait which has expired leaves behind.

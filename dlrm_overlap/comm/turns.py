@@ -28,11 +28,11 @@ class Timed(NamedTuple):
 class Turns:
     """Times pieces of work in turns.
 
-    On a GPU each piece waits behind a gate (`begin_together`) for longer than the host takes to issue the piece. So
+    On a GPU each piece waits at a gate (`begin_together`) for longer than the host takes to issue the piece. So
     the time is the GPU's alone, as in a step that is captured or whose host is ahead. On a CPU it is the host's, from a
     barrier on.
 
-    Each round begins with another piece: before ranks met behind the gate, one of two H200s waited 30 to 40 us for the
+    Each round begins with another piece: before ranks met at the gate, one of two H200s waited 30 to 40 us for the
     other within the first piece of a round, and 12 us within the others. And no piece always follows the same one
     (`round_of`): two that ran the same kernels took 16 and 18 us, each at its place of a round, and the other way round
     when they had changed places.
@@ -95,17 +95,17 @@ class Turns:
 
 
 def begin_together(group: dist.ProcessGroup, device: torch.device, lead_ms: float) -> None:
-    """Let what this rank issues next on the current stream begin together with the other ranks'. They all call this.
+    """Make the next work on the current stream begin together with the other ranks'. They all call this.
 
-    On a GPU the stream first runs a kernel that does nothing for `lead_ms`, in which the host issues the work behind
+    On a GPU the stream first runs a kernel that does nothing for `lead_ms`, in which the host issues the work after
     the gate, and then a collective of one number. The collective comes last, since the kernel counts cycles, and GPUs'
-    clocks differ: behind a collective and then 3 ms of that kernel, one of two H200s waited 12 us for the other within
-    what was timed. On a CPU the host waits for the other ranks.
+    clocks differ: after a collective and then 3 ms of that kernel, one of two H200s waited 12 us for the other within
+    the timed work. On a CPU the host waits for the other ranks.
 
     Args:
         group: the ranks.
         device: of this rank.
-        lead_ms: as long as the host takes to issue a collective and what comes behind it, or longer.
+        lead_ms: as long as the host takes to issue a collective and the work after it, or longer.
     """
     number = torch.zeros(1, device=device)  # before the kernel, so that filling it takes none of its time
     if device.type == "cuda":

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class Computation(NamedTuple):
-    """What a computation does."""
+    """The work of a computation."""
 
     kind: str
     """gemm | lookup | elementwise"""
@@ -30,7 +30,7 @@ class Computation(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """What a communication between all ranks moves."""
+    """The bytes of a communication between all ranks."""
 
     kind: str
     """all_to_all | all_gather | all_reduce"""
@@ -58,8 +58,8 @@ def preferred(
     """Return strategies of `bench concurrent` in order of preference; take the first that there is.
 
     Args:
-        computation: what it does.
-        communication: what it moves.
+        computation: its work.
+        communication: its bytes.
         world_size: ranks that take part.
         roofs: rates of each rank's GPU.
     """

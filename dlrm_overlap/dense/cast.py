@@ -24,9 +24,9 @@ class CastWeights:
     gradient by one cast after the backward: nothing is set to zero and nothing is added. The numbers are autocast's.
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
-    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and hands in its
-    backward what writes them to `later`. Where the backward passes `ahead_of`, what is there by then is written beside
-    the rest of the backward, and may be reduced over the ranks meanwhile.
+    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and hands
+    `later` in its backward a function that writes them. Where the backward passes `ahead_of`, all gradients of then are
+    written beside the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class CastWeights:
         self._written: set[str] = set()
         self._stream = torch.cuda.Stream(flat.device, priority=-1) if flat.device.type == "cuda" else None
         self._beside: list[Any] = []
-        """what the stream reads, until the current one has waited for it"""
-        # What autograd sees in the parameters' stead: with them it would call their hooks, though they get nothing.
+        """tensors that the stream reads, until the current one has waited for it"""
+        # Stands for the parameters in autograd, which would call their hooks though they get no gradient.
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
@@ -84,7 +84,7 @@ class CastWeights:
     def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
         """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
 
-        So what others wait for, a gradient of the model's input, is not held up by gradients that nobody needs yet.
+        So the gradient of the model's input, for which others wait, comes before gradients that nobody needs yet.
         """
         names = list(names)
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
@@ -95,7 +95,7 @@ class CastWeights:
         self._taken[name] = gradient
 
     def ahead_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`; its backward first writes the gradients that have been taken, beside what comes after.
+        """Return `tensor`; its backward first writes the gradients taken by then, beside all that comes later.
 
         Example: with the bottom MLP's output, the head's gradients are written while the bottom MLP's are computed.
         """
@@ -114,7 +114,7 @@ class CastWeights:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write the gradients of a step's backward to where the optimizer reads them; what got none gets zeros."""
+        """Write the gradients of a step's backward for the optimizer; parameters without one get zeros."""
         if self._beside:
             assert self._stream is not None
             torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
@@ -123,11 +123,11 @@ class CastWeights:
         self._flat.zero(self._names - self._written)
 
     def _write(self) -> None:
-        """Write the gradients that have been taken to the flat tensor, and tell who reduces them which are complete."""
+        """Write the gradients that have been taken to the flat tensor, and report each as complete."""
         views = self._flat.gradients.views
         for names, write in self._later:
             write([views[name] for name in names])
-            self._tell(names)
+            self._report(names)
         pairs = [(views[name], gradient) for name, gradient in self._taken.items()]
         # PyTorch takes all tensors by one kernel only if each pair has the same strides; one product's weight has not.
         alike = [(view, gradient) for view, gradient in pairs if view.stride() == gradient.stride()]
@@ -136,10 +136,10 @@ class CastWeights:
                 view.copy_(gradient)
         if alike:
             torch._foreach_copy_(*map(list, zip(*alike, strict=True)))  # type: ignore[arg-type]
-        self._tell(self._taken)
+        self._report(self._taken)
         self._taken, self._later = {}, []
 
-    def _tell(self, names: Iterable[str]) -> None:
+    def _report(self, names: Iterable[str]) -> None:
         for name in names:
             self._written.add(name)
             self._complete(name)
@@ -160,7 +160,7 @@ class _CastOnce(torch.autograd.Function):
 
 
 class _Ahead(torch.autograd.Function):
-    """The tensor itself; in the backward, `CastWeights` writes what it has taken."""
+    """The tensor itself; in the backward, `CastWeights` writes the gradients that it has taken."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, weights: CastWeights) -> Any:
@@ -183,9 +183,10 @@ def products_on(multiprocessors: int | None) -> Iterator[None]:
     """Let cuBLAS's products that this thread issues meanwhile take so many multiprocessors, or all of them if None.
 
     A product takes one program a multiprocessor, all at once. Where a kernel holds some, the product's last programs
-    start when the first end, and it takes twice as long; told of fewer, it is cut for these. On an H200 the gradient of
-    three weights of [3456, 512] from 8192 samples takes 121 us alone, 217 beside 11 programs that copy, and 142 on 116
-    of 132 multiprocessors beside them. Can be captured. Source: resource partitioning, ConCCL (Agrawal et al., ISPASS).
+    start when the first end, and it takes twice as long; given a smaller number, it is cut for that. On an H200 the
+    gradient of three weights of [3456, 512] from 8192 samples takes 121 us alone, 217 beside 11 programs that copy, and
+    142 on 116 of 132 multiprocessors beside them. Can be captured. Source: resource partitioning, ConCCL (Agrawal et
+    al., ISPASS).
 
     Raises:
         InputError: if there is no cuBLAS that takes such a number.

@@ -48,11 +48,11 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Callable[[Write
     3.2 and 3.3). Differentiable once.
 
     Args:
-        x0: [b, N] bfloat16 or another float type, contiguous. What it holds must stay until the backward.
+        x0: [b, N] bfloat16 or another float type, contiguous. Its content must stay until the backward.
         layers: at least one; w and v have the type of x0.
-        later: given, in the backward, what writes the parameters' gradients, to be called once, on the backward's
-            stream: so x0's gradient is there before they are computed. Autograd then sees nothing of the parameters,
-            and x0 must require a gradient. None leaves the gradients to autograd, in the parameters' types.
+        later: called in the backward with a function that writes the parameters' gradients, to be called once, on the
+            backward's stream: so x0's gradient is there before they are computed. Autograd then sees nothing of the
+            parameters, and x0 must require a gradient. None leaves the gradients to autograd, in the parameters' types.
     """
     assert x0.is_contiguous(), "pass contiguous rows"
     assert layers, "a cross network has at least one layer"

@@ -1,4 +1,4 @@
-"""Dense gradients by stores between GPUs: what `stores` does, by kernels."""
+"""Dense gradients by stores between GPUs: `dense.reduction` by kernels."""
 
 import torch
 
@@ -61,7 +61,7 @@ class DeviceStores(StoreReduction):
         self._wait(slot)
 
     def check(self) -> None:
-        """Raise what a wait has recorded.
+        """Raise the error of a wait that has expired.
 
         Raises:
             ExchangeTimeoutError: if it has expired.
@@ -70,7 +70,7 @@ class DeviceStores(StoreReduction):
             self._record.raise_expired(self._options.wait_timeout_s, AWAITED)
 
     def close(self) -> None:
-        """As the others; raises what has been recorded where a kernel has stopped the GPU."""
+        """As the others; raises the recorded error where a kernel has stopped the GPU."""
         try:
             if self._arena is not None and self._flat.device.type == "cuda":
                 torch.cuda.synchronize(self._flat.device)

@@ -18,7 +18,7 @@ class Place(NamedTuple):
 
     begin: int
     end: int
-    """where the next parameter begins: zeros fill what lies between"""
+    """where the next parameter begins: zeros fill the gap"""
     shape: torch.Size
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -64,10 +64,10 @@ class FlatParameters:
     gradient of a parameter that is `idle` is None, so that optimizers pass over it.
 
     TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
-    tables of a lookup. The slices stay slices: what is moved, and has a gradient, is the parameter that holds them.
+    tables of a lookup. The slices stay slices: the parameter that holds them is moved, and has a gradient.
 
     Some parameters may be shards, of which each rank holds another part. They come last, from a multiple of `BLOCK`
-    elements on, so that what all ranks hold alike is the range [0, `shared_end`).
+    elements on, so that all ranks hold alike the range [0, `shared_end`).
 
     Example: parameters of 3 and 100 elements have the places 0 .. 2 and 64 .. 163 of 1024 elements, the rest is zero.
     If the first of them is a shard, their places are 1024 .. 1026 and 0 .. 99 of 2048 elements.
@@ -87,7 +87,7 @@ class FlatParameters:
         """the parameters as they were given, slices among them"""
         self._slices = _slices(parameters)
         self.parameters = _without_slices(parameters, self._slices)
-        """those that are moved: all but the slices, then what holds the slices"""
+        """those that are moved: all but the slices, then the holders of slices"""
         _check(self.parameters)
         self.unseen = {holder for holder, _ in self._slices.values()}
         """names of the parameters whose gradients may be written without autograd, as lookups do to those of slices"""
@@ -123,7 +123,7 @@ class FlatParameters:
     def lay_out(self, order: Sequence[str]) -> None:
         """Place the parameters in another order, in which shards come last all the same.
 
-        Their values, gradients and what is `like` them move along.
+        Their values, gradients and tensors that are `like` them move along.
 
         Not once a CUDA graph has been captured: it would go on with the old places.
         """
@@ -198,7 +198,7 @@ class FlatParameters:
         return places
 
     def _all_places(self) -> dict[str, Place]:
-        """Return the places of all parameters, those of slices within the ones of what holds them."""
+        """Return the places of all parameters, those of slices within the ones of their holders."""
         places = dict(self.places)
         for name, (holder, first) in self._slices.items():
             begin, shape = self.places[holder].begin + first, self.named[name].shape
@@ -211,10 +211,10 @@ class FlatParameters:
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:
-    """Return of each slice the name of what holds it, made of the slices' names, and its first element there.
+    """Return of each slice the name of its holder, made of the slices' names, and its first element there.
 
     Raises:
-        InputError: if a part of what holds slices is in none of them.
+        InputError: if a part of a holder is in none of its slices.
     """
     together: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
     for name, parameter in parameters.items():

@@ -32,11 +32,12 @@ class GradientBuckets:
     """Replaces the flat gradient by its mean over the ranks, bucket by bucket, each as soon as it is complete.
 
     A bucket is reduced on a stream of its own, once a hook of autograd has seen the last of its gradients. All ranks
-    reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and what
-    is incomplete when the backward has ended is reduced by `finish`. So buckets travel early only if the layout has the
-    order in which gradients are completed, about the reverse of the forward's, which `learn` finds out. It also finds
-    out which parameters get a gradient, and every later backward must give one to the same. As under DDP, a gradient on
-    some of the ranks becomes the mean over all of them, and one on no rank stays None (`FlatParameters.idle`).
+    reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and
+    `finish` reduces those that are incomplete when the backward has ended. So buckets travel early only if the layout
+    has the order in which gradients are completed, about the reverse of the forward's, which `learn` finds out. It also
+    finds out which parameters get a gradient, and every later backward must give one to the same. As under DDP, a
+    gradient on some of the ranks becomes the mean over all of them, and one on no rank stays None
+    (`FlatParameters.idle`).
 
     Shards (`FlatParameters.shards`) are never reduced: their gradients are whole where they are, and divided by the
     number of ranks already if they are to be a mean.
@@ -50,7 +51,7 @@ class GradientBuckets:
         buckets.finish()
         optimizer.step()
 
-    Or, with an update of what has arrived while the rest travels, in place of the last two lines:
+    Or, with an update of gradients that have arrived while the rest travels, in place of the last two lines:
         optimizer.step_in_ranges(buckets.finish_in_ranges())
     """
 
@@ -69,8 +70,8 @@ class GradientBuckets:
             flat: the same parameters on all ranks.
             group: its backend reduces tensors on the parameters' device.
             dtype: in which gradients are sent and added up, float32 or bfloat16.
-            bucket_bytes: least size of what is sent at once, but for the last bucket.
-            order: entered around each reduction, to order it among what else the ranks exchange.
+            bucket_bytes: least size of a bucket, but for the last.
+            order: entered around each reduction, to order it among all that the ranks exchange.
             stores: reduce by stores to the memory of peers, which all ranks of the group reach; None leaves it to the
                 group's own all-reduce.
         """
@@ -94,12 +95,12 @@ class GradientBuckets:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """First element of each bucket in the flat gradient, and the one behind its last, in the order of reduction."""
+        """First element of each bucket in the flat gradient, and the one after its last, in the order of reduction."""
         return [(bucket.begin, bucket.end) for bucket in self._buckets]
 
     @property
     def counters(self) -> Sequence[Counters]:
-        """What a captured step advances, see `comm.counters`."""
+        """The counters that a captured step advances."""
         return self._reduction.counters
 
     @contextmanager
@@ -127,7 +128,7 @@ class GradientBuckets:
         self._without = self._waiting()
 
     def finish(self) -> None:
-        """Reduce what the backward left, then make the current stream wait until the flat gradient is reduced.
+        """Reduce the buckets that the backward left, then make the current stream wait for the whole flat gradient.
 
         Comes once after each backward, on all ranks; a second backward before it is an error.
 
@@ -141,7 +142,7 @@ class GradientBuckets:
         """Do as `finish`, range by range: make the current stream wait until the range that is yielded is reduced.
 
         Yields:
-            First element of the range in the flat gradient, and the one behind its last: multiples of `BLOCK`. The
+            First element of the range in the flat gradient, and the one after its last: multiples of `BLOCK`. The
             ranges cover all of it: first the shards, which wait for no other rank, then the rest in order. Whoever
             takes one takes all.
         """
@@ -161,13 +162,13 @@ class GradientBuckets:
             if first < whole:
                 yield first, whole
                 first = whole
-        with self._order:  # what is between ranks after this comes after its waits
+        with self._order:  # later communication comes after its waits
             pass
         if first < end:
             yield first, end
 
     def check(self) -> None:
-        """Raise what a kernel has recorded, such as a wait for a peer that has expired; never waits for the device."""
+        """Raise the error that a kernel has recorded, such as of an expired wait; never waits for the device."""
         self._reduction.check()
 
     def close(self) -> None:
@@ -194,7 +195,8 @@ class GradientBuckets:
                 f"gradient of {name}: a second one came before the first was reduced with its bucket; call finish() "
                 f"after each backward"
             )
-        self._flat.adopt_gradients([name])
+        if self._flat.parameters[name].grad is not self._flat.gradients.views[name]:
+            self._flat.adopt_gradients([name])
         self._note_stream()
         bucket.waiting.remove(name)
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
@@ -208,11 +210,11 @@ class GradientBuckets:
 
     def _reduce(self, number: int) -> None:
         if self._ranks > 1:
-            with self._behind_gradients(), self._order:
+            with self._after_gradients(), self._order:
                 self._reduction.reduce(number)
 
-    def _behind_gradients(self) -> AbstractContextManager[object]:
-        """Return a context whose stream comes behind the gradients that are complete by now."""
+    def _after_gradients(self) -> AbstractContextManager[object]:
+        """Return a context whose stream waits for the gradients that are complete by now."""
         if self._stream is None:
             return nullcontext()
         for stream in self._filled_on:
@@ -258,7 +260,7 @@ class GradientBuckets:
         return sorted(names, key=keys.__getitem__), len(names) - int(idle.sum())
 
     def _cut(self, order: Sequence[str], live: int) -> None:
-        """Cut the layout into buckets; none begins with a parameter behind the first `live` ones."""
+        """Cut the layout into buckets; none begins with a parameter after the first `live` ones."""
         places, self._buckets = self._flat.places, list[_Bucket]()
         first = 0
         for index, name in enumerate(order):

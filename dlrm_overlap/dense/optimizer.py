@@ -74,7 +74,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def refresh(self) -> None:
         """Copy the numbers of `param_groups` that have changed to device memory, on the current stream.
 
-        Within a CUDA graph's capture it would be one of the graph's nodes, and set back what was set since.
+        Within a CUDA graph's capture it would be one of the graph's nodes, and set older numbers again.
         """
         group = self.param_groups[0]
         for index, value in enumerate((group["lr"], group["eps"], *group["betas"])):
@@ -153,7 +153,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.param_groups[0].setdefault(name, value)
         loaded = {key: {name: value.clone() for name, value in state.items()} for key, state in self.state.items()}
         for flat in (self._update.step, *self._update.states):
-            flat.zero_()  # torch.optim has no state of what it has not updated yet
+            flat.zero_()  # torch.optim has no state of parameters that it has not updated yet
         self._bind()
         for parameter, state in loaded.items():
             for name, value in state.items():

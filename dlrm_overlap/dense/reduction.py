@@ -35,7 +35,7 @@ from dlrm_overlap.kernels.dense import reference
 from dlrm_overlap.kernels.dense.arguments import LINE
 
 AWAITED = "dense gradients' flag"
-"""what an expired wait was for"""
+"""names the flag in the error of an expired wait"""
 
 
 class StoreOptions(NamedTuple):
@@ -53,7 +53,7 @@ class Reduction(ABC):
     """Replaces ranges of the flat gradient by their mean over the ranks. All ranks make the same calls."""
 
     counters: Sequence[Counters] = ()
-    """what a captured step advances with the others'"""
+    """those that a captured step advances"""
 
     @abstractmethod
     def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -75,7 +75,7 @@ class Reduction(ABC):
         """
 
     def check(self) -> None:  # noqa: B027  collectives record nothing
-        """Raise what a kernel has recorded; never waits for the device."""
+        """Raise the error that a kernel has recorded; never waits for the device."""
 
     def close(self) -> None:  # noqa: B027  nor have they anything to release
         """Let go of memory that peers see. No rank may be in a step."""
@@ -85,7 +85,7 @@ class CollectiveReduction(Reduction):
     """Reduces by the all-reduce of the process group: NCCL's on GPUs, gloo's on CPUs."""
 
     def __init__(self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        """Take what is reduced, and the type in which it is sent and added up, float32 or bfloat16."""
+        """Reduce the gradient of `flat`; `dtype` is the type in which it is sent and added up, float32 or bfloat16."""
         self._gradients, self._group = flat.gradients.tensor[: flat.shared_end], group
         self._ranks = dist.get_world_size(group)
         self._sent = None if dtype == torch.float32 else torch.empty_like(self._gradients, dtype=dtype)
@@ -177,7 +177,7 @@ class StoreReduction(Reduction):
     def __init__(
         self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, options: StoreOptions
     ) -> None:
-        """Take what is reduced; the first `reduce` makes the memory that peers see, a collective.
+        """Reduce the gradient of `flat`; the first `reduce` makes the memory that peers see, a collective.
 
         Args:
             flat: the same parameters on all ranks.
@@ -226,7 +226,7 @@ class StoreReduction(Reduction):
             raise InputError(
                 f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective"
             ) from None
-        if self._dtype == torch.float32:  # what travels is the gradient itself
+        if self._dtype == torch.float32:  # the gradient itself travels
             self._flat.keep_gradients_in(arena.local("gradients"))
         self._arena = arena
         self._prepare(arena)
@@ -258,19 +258,19 @@ class StoreReduction(Reduction):
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
 
     def _copy_to(self, arena: Arena, number: int) -> None:
-        """Copy a range to what peers read, if that is not the gradient itself."""
+        """Copy a range to the memory that peers read, if that is not the gradient itself."""
         if self._dtype != torch.float32:
             begin, end = self._ranges[number]
             arena.local("gradients")[begin:end].copy_(self._gradients[begin:end])
 
     def _copy_from(self, arena: Arena, begin: int, end: int) -> None:
-        """Copy what has arrived to the gradient."""
+        """Copy elements that have arrived to the gradient."""
         if self._dtype != torch.float32:
             self._gradients[begin:end].copy_(arena.local("gradients")[begin:end])
 
     @abstractmethod
     def _prepare(self, arena: Arena) -> None:
-        """Make what the kernels or copies need of `arena`, which has just been opened."""
+        """Make the arguments of kernels or copies from `arena`, which has just been opened."""
 
     @abstractmethod
     def _raise(self, slot: int) -> None:
@@ -289,7 +289,7 @@ class StoreReduction(Reduction):
         self._wait(slot)
 
     def close(self) -> None:
-        """Move the gradient back to memory of its own, and give back what peers see."""
+        """Move the gradient back to memory of its own, and give back the memory that peers see."""
         if self._arena is None:
             return
         if self._dtype == torch.float32:

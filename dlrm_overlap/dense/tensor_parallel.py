@@ -39,21 +39,21 @@ class Shard(NamedTuple):
 
 
 class LayerRanks:
-    """The ranks over which a model's layers are divided. A copy of a layer shares it, and so does what sets `order`.
+    """The ranks over which a model's layers are divided. A copy of a layer shares it.
 
-    It owns what runs the layers' products, so another model's windows outlive this one's.
+    It owns the runner of the layers' products, so another model's windows outlive this one's.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
         self.order: AbstractContextManager[object] = nullcontext()
-        """entered around all that goes between the ranks, to order it among what else a captured step exchanges"""
+        """entered around all communication, to order it within a captured step"""
         self.way = "auto"
         """how products and their communication run, see `dense.gemm.operators`; to be set before the first step"""
         self._products: dict[torch.device, ParallelProducts] = {}
 
     def products_on(self, device: torch.device) -> ParallelProducts:
-        """Return what runs these layers' products on a device, made at the first call."""
+        """Return the runner of these layers' products on a device, made at the first call."""
         if device not in self._products:
             group = self.group or dist.group.WORLD
             assert group is not None
@@ -101,7 +101,7 @@ class DividedLayer(nn.Module):
     ) -> torch.Tensor:
         """Map this rank's inputs [B, N / W] of all ranks' samples to all neurons [b, M] of its own samples.
 
-        The gradient of what is returned has to be divided by the number of ranks, by `_scale_gradient`.
+        The gradient of the result has to be divided by the number of ranks, by `_scale_gradient`.
         """
         ranks, products = self.ranks, self.ranks.products_on(input.device)
         if bias is not None:  # its gradient is over this rank's samples alone, and reduced as any whole parameter's
@@ -122,7 +122,7 @@ class DividedPerceptron(DividedLayer):
         self._linear.weight = self.part("_linear.weight", linear.weight, 0 if is_first else 1)
         if has_bias:
             self._linear.bias = self.part("_linear.bias", linear.bias, 0 if is_first else None)
-        # The product's epilogue does what it can; the rest comes behind it.
+        # The product's epilogue has no other activation; the rest comes after it.
         self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
@@ -202,7 +202,7 @@ def divided_layers(model: nn.Module) -> list[DividedLayer]:
 
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:
-    """Return what runs the divided layers' products, to be checked and closed with the model; mostly one, or none."""
+    """Return the runners of the divided layers' products, to be checked and closed with the model."""
     places = dict.fromkeys((layer.ranks, next(layer.parameters()).device) for layer in divided_layers(model))
     return [ranks.products_on(device) for ranks, device in places]
 

@@ -1,1 +1,1 @@
-"""The run: what is put together, and how it trains, evaluates, compares and exports."""
+"""The run: put together, trained, evaluated, compared, exported."""

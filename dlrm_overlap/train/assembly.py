@@ -1,8 +1,7 @@
 """One rank's model, optimizers and train pipeline, put together as a configuration says."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharder
-from dlrm_overlap.embedding.tables import fbgemms_bad_id
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
@@ -49,7 +47,7 @@ class LearningRate:
         self.current: float | None = None
 
     def factor(self, step: int) -> float:
-        """Return what the configured learning rates are multiplied by at `step`, counted from 0."""
+        """Return the factor of the configured learning rates at `step`, counted from 0."""
         config = self.config
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
@@ -69,7 +67,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Assembled:
-    """What takes a rank's steps, and shares memory with its peers for them."""
+    """A rank's model, optimizers and pipeline, which share memory with its peers."""
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
@@ -80,29 +78,14 @@ class Assembled:
     plan: ShardingPlan
 
     def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return what has memory that peers see, in the order in which it is released: graphs before what they use."""
+        """Return all that has memory that peers see, in the order of release: graphs before their memory."""
         pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 
     def check(self) -> None:
-        """Raise what this rank's kernels have recorded, be it a wait that expired or an id outside its table."""
+        """Raise the error that this rank's kernels have recorded, of a wait that expired or an id outside its table."""
         for sharer in self._sharers():
             sharer.check()
-
-    @contextmanager
-    def raising_the_cause(self) -> Iterator[None]:
-        """Raise what a kernel has recorded in place of the CUDA error that follows from it.
-
-        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
-        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            self.check()
-            if bad_id := fbgemms_bad_id(error):
-                raise bad_id from error
-            raise
 
     def close(self) -> None:
         """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
@@ -113,7 +96,7 @@ class Assembled:
 def assemble(
     config: Config, world: World, device: torch.device, train: Dataset, fused_params: Mapping[str, Any] | None = None
 ) -> Assembled:
-    """Build the model of `config` on this rank's device, and what trains it; a collective.
+    """Build the model of `config` on this rank's device, its optimizers and its pipeline; a collective.
 
     The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
     tables get their first weights when they are where they stay.
@@ -123,10 +106,10 @@ def assemble(
         world: this rank's place among all.
         device: of this rank.
         train: the samples to train on, whose bags bound those of a captured step.
-        fused_params: tells TorchRec of the tables what no key says.
+        fused_params: extra ones, which TorchRec passes to FBGEMM.
 
     Raises:
-        InputError: if ranks cannot run what the configuration asks for.
+        InputError: if ranks cannot run the configuration.
     """
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"

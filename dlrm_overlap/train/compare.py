@@ -84,7 +84,7 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
 
 def _collect() -> None:
     """Free the memory of trainers that nothing uses any more, and begin to count the peak anew."""
-    gc.unfreeze()  # saves beside training have left what was loaded out of collections
+    gc.unfreeze()  # saves beside training have left loaded objects out of collections
     gc.collect()  # the parts of a trainer refer to each other
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -96,7 +96,7 @@ def train_in_turns(
 ) -> dict[str, Path]:
     """Train all of `configs` at once, `turn` steps of one after those of the other, as `train_runs`; a collective.
 
-    What slows the host for a while slows all of them. All trainers are in memory at once.
+    A slow phase of the host slows all of them. All trainers are in memory at once.
     """
     folders = _take_turns(configs, make_trainer, turn)
     _collect()

@@ -34,8 +34,8 @@ log = logging.getLogger("dlrm_overlap")
 def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
     """Divide layers of the head over the ranks of `group` as `model.top_parallel` and `model.cross_parallel` say.
 
-    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. What `train`
-    would have compiled or captured of the head is told of in the log.
+    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. The log
+    names keys of `train` that a divided head leaves without effect.
     """
     ranks, divided = LayerRanks(group, group.rank(), group.size()), []
     if ranks.world_size == 1:
@@ -44,21 +44,25 @@ def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train:
         pairs = divide_pairs(head.top, ranks)
         divided += [f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs]
         if not pairs:
-            _tell(logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width")
+            _log_once(
+                logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width"
+            )
     if model.cross_parallel == "tensor" and isinstance(head.interaction, LowRankCrossNet):
         if model.cross_rank % ranks.world_size:
-            _tell(logging.WARNING, f"model.cross_parallel: data, since {ranks.world_size} ranks do not divide the rank")
+            _log_once(
+                logging.WARNING, f"model.cross_parallel: data, since {ranks.world_size} ranks do not divide the rank"
+            )
         else:
             head.interaction = DividedCrossNet(head.interaction, ranks)
             divided.append("the cross layers")
     if divided:
-        _tell(logging.INFO, f"divided over {ranks.world_size} ranks: {', '.join(divided)}")
+        _log_once(logging.INFO, f"divided over {ranks.world_size} ranks: {', '.join(divided)}")
     for key, does in {"compile_dense": "compiled", "graph_dense": "captured by themselves"}.items():
         if divided and getattr(train, key):
-            _tell(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
+            _log_once(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
 
 
-def _tell(level: int, text: str) -> None:
+def _log_once(level: int, text: str) -> None:
     if dist.get_rank() == 0:
         log.log(level, "%s", text)
 
@@ -67,7 +71,7 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile forward and backward of the bottom MLP and of the head for batches of `samples`. Evaluation runs eagerly.
 
     torch.compile compiles at the first call, so each part is called once here. That comes before DDP wraps the model:
-    within DDP's forward torch.compile would cut what it compiles at the borders of DDP's buckets. It cannot look into
+    within DDP's forward torch.compile would cut its graphs at the borders of DDP's buckets. It cannot look into
     products with communication inside, so a head that is divided over the ranks stays as it is.
     """
     parts = _without_divided(task)
@@ -127,7 +131,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
 
     Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly. So
-    does a head that is divided over the ranks: what it exchanges would not be ordered among TorchRec's collectives.
+    does a head that is divided over the ranks: its communication would not be ordered among TorchRec's collectives.
 
     Returns:
         The nodes that accumulate the parameters' gradients. Such a node runs on the stream where it was made, and DDP,
@@ -162,7 +166,7 @@ def cast_once(
     Args:
         compiled: by torch.compile, at the first step. A cross network is then computed by `cross`. Of a head that is
             divided over the ranks the interaction alone is compiled.
-        partitioned: the head's weights' products leave multiprocessors to what runs beside them.
+        partitioned: the head's weights' products leave multiprocessors to kernels beside them.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
@@ -194,14 +198,14 @@ def _in_steps(
     interaction: Callable[[torch.Tensor], torch.Tensor],
     score: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return what computes a head as `Head.compute` does, by three functions."""
+    """Return a function that computes a head as `Head.compute` does, by three others."""
     return lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
 
 
 def _with_casts(
     part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
 ) -> Callable[..., torch.Tensor]:
-    """Return what computes `part` with weights from `casts`."""
+    """Return a function that computes `part` with weights from `casts`."""
     buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
     stateless = copy.deepcopy(part).to("meta")  # without weights of its own
 
@@ -215,7 +219,7 @@ def _with_casts(
 def _cross_with_casts(
     network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
 ) -> Callable[..., torch.Tensor]:
-    """Return what computes the network: `cross` with weights from `casts`."""
+    """Return a function that computes the network by `cross` with weights from `casts`."""
     each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
     wanted = [names[parameter] for layer in each for parameter in layer]
 

@@ -1,4 +1,4 @@
-"""`dlrm-overlap eval`: what a checkpoint predicts for held-out samples, measured as a training run measures it.
+"""`dlrm-overlap eval`: predictions of a checkpoint for held-out samples, measured as a training run measures it.
 
 The configuration is the one that the checkpoint keeps; options change its keys, and `--config FILE` takes its place.
 Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
@@ -78,7 +78,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     """
     from dlrm_overlap.checkpoint.storage.load import agree_on
     from dlrm_overlap.data.loader import open_held_out
-    from dlrm_overlap.train.trainer import Trainer
+    from dlrm_overlap.train.stepping import Stepper
 
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
@@ -87,23 +87,23 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     ranks.connect(eval_path=held_out.fingerprint())
     manifest, faults = agree_on(path, ranks.progress.tick)
     step = _step_if_whole(manifest, faults)
-    trainer = Trainer(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
-    values = trainer.evaluate_checkpoint(path)
-    trainer.close()
+    stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
+    values = stepper.evaluate_checkpoint(path)
+    stepper.close()
     return {
         "checkpoint": str(path.absolute()),
         "step": step,
         **values,
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
-        "global_batch_size": trainer.global_batch,
+        "global_batch_size": stepper.global_batch,
         "backend": config.embedding.backend,
         "device": ranks.device.type,
     }
 
 
 def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]:
-    """Return what `evaluate` does, of what `train.inference.export` makes of the checkpoint `path`.
+    """Return the results of `evaluate`, but of the export that `train.inference.export` makes of the checkpoint `path`.
 
     Raises:
         InputError: as `evaluate` does, and on several ranks.
@@ -171,7 +171,7 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without what training alone needs: optimizers' states, a compiled or captured dense part, traces.
+    """Return `config` without the keys of training alone: optimizers, traces, a compiled or captured dense part.
 
     None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
     """

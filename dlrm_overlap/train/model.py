@@ -49,7 +49,7 @@ class Part(nn.Module):
     """A module of the dense part that may train in another form, such as compiled; it evaluates by `compute`."""
 
     in_training: Callable[..., torch.Tensor] | None = None
-    """what computes the module while it trains; None is `compute`. `train.dense_part` sets it"""
+    """computes the module while it trains; None is `compute`. `train.dense_part` sets it"""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Map the inputs of `compute` to its output."""
@@ -135,7 +135,7 @@ class DLRM(nn.Module):
 
     @property
     def joins_in_place(self) -> bool:
-        """Whether the embedding leaves room for the bottom MLP's output in front of what it returns."""
+        """Whether the embedding leaves room for the bottom MLP's output in front of its output."""
         return getattr(self.embedding, "leading_columns", 0) == self.dim
 
 

@@ -1,4 +1,4 @@
-"""What a run may be refused for before its ranks meet.
+"""Reasons to refuse a run before its ranks meet.
 
 Before a rank is started: too many processes, batches or layers beyond this machine's memory, a folder that nothing can
 be written to. On each rank, before the process group is made: what its device cannot do, and a data set that is too
@@ -121,7 +121,7 @@ def check_resume(config: Config) -> None:
 
 
 def check_data(data: DataConfig) -> None:
-    """Check that the files that the configuration names are there; what is in them is looked at by each rank.
+    """Check that the files that the configuration names are there; each rank looks into them itself.
 
     Raises:
         InputError: naming the key.
@@ -180,7 +180,7 @@ def check_output(path: Path) -> None:
 
 
 def check_start(config: Config, device: "torch.device") -> None:
-    """Check that no key asks a CPU for what only a GPU does or for a compiler that is missing, nor a backend for a
+    """Check that no key asks a CPU for features of GPUs or for a compiler that is missing, nor a backend for a
     backward that it does not have.
 
     Raises:

@@ -33,7 +33,7 @@ _HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that h
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a command's work is given on one rank: what was asked for, and the rank's place among all."""
+    """The argument of a command's work on one rank: its options, and the rank among all."""
 
     config: Config
     values: Any
@@ -81,7 +81,7 @@ class Ranks:
 
         Args:
             config: of the trainer.
-            fused_params: tells TorchRec of the tables what no key says.
+            fused_params: extra ones, which TorchRec passes to FBGEMM.
             resumes: whether the trainer will go on from a checkpoint if there is one, which must fit `config`.
 
         Raises:
@@ -118,9 +118,9 @@ def run_on_ranks(
 
     Args:
         command: its words, such as ["bench", "input"].
-        description: what --help says of it.
-        argv: the options behind them.
-        work: what a rank does.
+        description: for --help.
+        argv: the options after them.
+        work: of a rank.
         add_options: adds the command's own options.
         check: raises an InputError for options that do not go together, before any rank is started.
         defaults: take the place of the keys' own, nested as in a file.

@@ -1,59 +1,41 @@
 """The training run: `Trainer.fit` takes it from its first step, or a checkpoint, to its summary.
 
-`Trainer.step` takes one step. What happens in it, in this order, and where that is written; where two places are named,
-the first is that of steps as CUDA graphs, the second that of TorchRec's pipeline:
-
-| what happens | where |
-|---|---|
-| a batch is copied to the device, two steps ahead | `train.graphs.read_ahead`; `assembly.build_pipeline` |
-| its ids go to the owners of their rows, one step ahead | `embedding.backends.ids`; TorchRec's input_dist |
-| lookup and exchange of pooled embeddings are issued, which returns at once | `model.DLRM`, `embedding.sharder` |
-| the bottom MLP runs | `model.DLRM` |
-| the pooled embeddings are awaited, the bottom MLP's output is put in front of them | `model.joined` |
-| interaction and top MLP run | `model.Head`, layers that ranks share in `dense.tensor_parallel` |
-| the loss is taken | `model.TrainTask` |
-| backward: gradients go to the owners of the rows, where rows are updated | `embedding.exchange` |
-| the dense gradients are summed over all ranks | `dense.gradients`; DDP, by `dense_part.join_dense` |
-| the dense optimizer takes its step | `dense.optimizer`; `assembly.build_dense_optimizer` |
+`Stepper.step` takes one step; docs/architecture.md leads through it, file by file.
 """
 
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, cuts_of, step_of, trained_with
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint
-from dlrm_overlap.checkpoint.storage.load import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics, gather_predictions
+from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
-from dlrm_overlap.train.assembly import assemble
-from dlrm_overlap.train.preflight import total_steps
+from dlrm_overlap.train.stepping import Stepper
 
 log = logging.getLogger("dlrm_overlap")
 
 
 class AskedToEndError(Exception):
-    """The run was asked to end before its last step, and has. All ranks raise it behind the same step."""
+    """The run was asked to end before its last step, and has. All ranks raise it after the same step."""
 
 
-class _Segment(Iterator[Batch]):
-    """The batches of some steps, which can be cut off behind those that a pipeline has read ahead."""
+class _Stretch(Iterator[Batch]):
+    """The batches of some steps, which can be cut off after those that a pipeline has read ahead."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
         self._batches, self.steps, self._taken = batches, steps, 0
@@ -68,10 +50,8 @@ class _Segment(Iterator[Batch]):
         self.steps = self._taken
 
 
-class Trainer:
-    """One rank's part of a run. The process group must exist; every rank builds its trainer alike, and all of them call
-    the same methods in the same order.
-    """
+class Trainer(Stepper):
+    """One rank's part of a run. Every rank builds its trainer alike."""
 
     def __init__(
         self,
@@ -84,25 +64,9 @@ class Trainer:
         progress: Progress | None = None,
         end: EndRequest | None = None,
     ) -> None:
-        """Build the model on this rank's device.
-
-        Args:
-            config: of the run.
-            world: this rank's place among all.
-            device: of this rank.
-            train: the samples to train on.
-            held_out: those to evaluate on.
-            fused_params: tells TorchRec of the tables what no key says.
-            progress: where `fit` writes what it is at, for a `Watch`.
-            end: asks `fit` to end early.
-        """
-        self.progress, self._end = progress or Progress(), end or EndRequest()
-        self.config, self.world, self.device = config, world, device
-        self.train_data, self.held_out_data = train, held_out
-        self.samples_per_rank = config.train.samples_per_rank(world.world_size)
-        self.global_batch = self.samples_per_rank * world.world_size
-        self.steps = total_steps(config, train, world.world_size)
-        self.folder = config.folder
+        """Build the model as a `Stepper`; `end` asks `fit` to end early."""
+        super().__init__(config, world, device, train, held_out, fused_params, progress)
+        self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
         rows = list(train.rows)
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
@@ -112,12 +76,6 @@ class Trainer:
             config.checkpoint.keep_best,
         )
         self.checkpointer.tick = self.progress.tick
-        self.start = 0
-        torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self.assembled = assemble(config, world, device, train, fused_params)
-        self.model, self.optimizer = self.assembled.model, self.assembled.optimizer
-        self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
-        self.plan = self.assembled.plan
         self.checkpointer.about = {
             "config": config.as_dict(),
             "plan": plan_record(self.plan),
@@ -136,15 +94,14 @@ class Trainer:
     def fit(self, replace: bool = False) -> dict[str, Any]:
         """Train from where the folder's run left off to the last step or the target, evaluate, return the summary.
 
-        A run that is finished already is left as it is, and its summary returned. The log of one that ended before its
-        first checkpoint is moved to `earlier_1` in the folder, or the next free number. Rank 0 holds the lock of the
-        folder meanwhile.
+        A run that is finished already is left as it is. The log of one that ended before its first checkpoint is moved
+        to `earlier_1` in the folder, or the next free number. Rank 0 holds the lock of the folder meanwhile.
 
         Args:
-            replace: start from the first step, and write over what an earlier run left in the folder.
+            replace: start from the first step, and write over an earlier run's files in the folder.
 
         Raises:
-            InputError: if this run cannot go on from what the folder holds, or another run holds its lock.
+            InputError: if this run cannot go on from the folder's checkpoint, or another run holds its lock.
             NotFiniteError: if a loss or a weight is not finite.
             AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
         """
@@ -156,14 +113,14 @@ class Trainer:
                 return end.value
 
     def fit_in_turns(self, turn: int, replace: bool = False) -> Generator[int, None, dict[str, Any]]:
-        """Train as `fit` does, in turns: a generator that yields the step behind each turn, and returns the summary.
+        """Train as `fit` does, in turns: a generator that yields the step after each turn, and returns the summary.
 
         Where it yields, no batch is on its way, so another trainer of these ranks may take steps. Steps that are traced
         are in one turn, which is longer for it.
 
         Args:
             turn: steps of a turn; 0 makes all of them one.
-            replace: see `fit`, as for what it raises.
+            replace: see `fit`, also for the errors.
         """
         with hold_run_folder(self.folder):
             try:
@@ -173,7 +130,7 @@ class Trainer:
                 raise
 
     def _turn_end(self, step: int, turn: int) -> int:
-        """Return the step behind which the turn of the step after `step` ends, or the last step."""
+        """Return the step at which the turn of the step after `step` ends, or the last step."""
         traced = self.config.log.traced
         while step < self.steps:
             step = (step // turn + 1) * turn
@@ -199,7 +156,7 @@ class Trainer:
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step behind which the run evaluates, stops to save, ends or ends its turn.
+                # The next step after which the run evaluates, stops to save, ends or ends its turn.
                 turn_end = self._turn_end(step, turn) if turn else self.steps
                 stops = (every_eval, every_save if self.saves.stop_the_run else 0)
                 border = min([self.steps, turn_end, *((step // n + 1) * n for n in stops if n)])
@@ -222,7 +179,7 @@ class Trainer:
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_save()
-            with self.assembled.raising_the_cause():
+            with self.raising_the_cause():
                 return run_log.summary(step, values)
 
     def _set_aside(self) -> None:
@@ -232,7 +189,7 @@ class Trainer:
             log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
 
     def _replace(self) -> None:
-        """Move what an earlier run has left in the folder aside, its checkpoints with it."""
+        """Move an earlier run's files in the folder aside, its checkpoints with them."""
         if aside := set_aside(self.folder):
             log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
 
@@ -251,50 +208,40 @@ class Trainer:
 
         The pipeline runs empty at the end: no later batch is in flight then.
         """
-        segment = _Segment(batches, last - first)
+        stretch = _Stretch(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
         timer.mark()
         loss_sum = torch.zeros((), device=self.device)
         step = first
-        while step < first + segment.steps:
+        while step < first + stretch.steps:
             step += 1
             self.progress.step = step
             self.learning_rate.set(step - 1)
-            loss = self.step(segment)
+            loss = self.step(stretch)
             self.saves.took_step(loss)
             loss_sum += loss
             timer.mark()
             run_log.advance()
-            if step % self.config.log.every == 0 or step == first + segment.steps:
+            if step % self.config.log.every == 0 or step == first + stretch.steps:
                 factor = self.learning_rate.factor(step - 1)
-                with self.assembled.raising_the_cause():
+                with self.raising_the_cause():
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
-                self.assembled.check()  # the loss was read, so what kernels had to record is there
+                self.assembled.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
-                    segment.cut()
+                    stretch.cut()
             if (
                 not self.saves.stop_the_run
                 and step % self.config.checkpoint.every == 0
-                and step < first + segment.steps
+                and step < first + stretch.steps
             ):
                 self.save(step, beside=True)
         return step
-
-    def step(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Take one training step on the next of `batches`, as the table at the head of this file has it.
-
-        Returns:
-            The mean loss [] of this rank's samples, still on the device.
-        """
-        with self.assembled.raising_the_cause():
-            loss, _, _ = self.pipeline.progress(batches)
-        return loss
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
         """Evaluate after `step`, log the result and return it.
@@ -302,60 +249,20 @@ class Trainer:
         Raises:
             NotFiniteError: if the held-out loss is not finite.
         """
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             values = self.evaluate()
         self.assembled.check()
         run_log.evaluation(step, values)
         self._require_finite(values["loss"], "the held-out loss is", step)
         return values
 
-    def evaluate(self) -> dict[str, float]:
-        """Return loss, AUROC, NE and accuracy over the held-out samples of all ranks, the same bits on every rank."""
-        samples = self.held_out_data.num_samples
-        assert samples is not None, "an endless data set cannot be evaluated"
-        return self._evaluate_on(math.ceil(samples / self.global_batch))
-
-    def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
-        """Load the weights of `checkpoint`, which is whole, and return what `evaluate` does; a collective.
-
-        Raises:
-            InputError: if it lacks a tensor of this model.
-        """
-        with self.assembled.raising_the_cause():
-            load_weights(checkpoint, self.model, cuts_of(self.model))
-            values = self.evaluate()
-        self.assembled.check()
-        return values
-
-    @torch.no_grad()
-    def _evaluate_on(self, steps: int) -> dict[str, float]:
-        """Return what `evaluate` does, over the first `steps` global batches; a single one is read by a thread."""
-        samples = self.held_out_data.num_samples
-        logits, labels = [], []
-        self.model.eval()
-        self.pipeline.reset()
-        with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
-            batches = iter(loader)
-            for _ in range(steps):
-                self.progress.tick()
-                _, batch_logits, batch_labels = self.pipeline.progress(batches)
-                logits.append(batch_logits)
-                labels.append(batch_labels)
-        self.model.train()
-        gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
-        # The last global batch went past the data set's end, where samples repeat.
-        values = evaluation_metrics(*(each[:samples] for each in gathered))
-        agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
-        dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
-        return dict(zip(values, agreed.tolist(), strict=True))
-
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, as `Saves.save` does."""
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             self.saves.save(step, metrics, beside)
 
     def _finish_save(self) -> None:
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             self.saves.finish()
 
     def _resume(self) -> dict[str, Any] | None:
@@ -374,38 +281,12 @@ class Trainer:
                 text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
                 log.info(text, summary["steps"], why, place)
                 return summary
-        with self.assembled.raising_the_cause():
+        with self.raising_the_cause():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
         for exchange in exchanges(self.model):
             exchange.steps = self.start  # stochastic rounding depends on the step
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
-
-    def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
-        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`.
-
-        `workers` takes the place of `data.workers`.
-        """
-        distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
-        data = self.config.data
-        return make_loader(
-            dataset,
-            batch_size=self.samples_per_rank,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            first_step=first_step,
-            last_step=last_step,
-            workers=data.workers if workers is None else workers,
-            prefetch=data.prefetch,
-            pin_memory=self.device.type == "cuda",
-            distinct_steps=distinct_steps,
-            # Before a peer's wait for this rank expires, so that what is reported is the cause.
-            timeout_s=0.8 * self.config.embedding.wait_timeout_s,
-        )
-
-    def close(self) -> None:
-        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
-        self.assembled.close()
 
     def _require_finite(self, loss: float, text: str, step: int) -> None:
         require_finite(math.isfinite(loss), f"{text} {loss}", step, self.config)

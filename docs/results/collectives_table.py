@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrm_overlap.bench.request import CollectivesRequest
-from dlrm_overlap.comm.collectives import choose
+from dlrm_overlap.comm.calls import fastest_way
 
 FOLDER = Path(__file__).parent
 CONTENDERS = {
@@ -45,7 +45,7 @@ def collectives_table(rows: Sequence[Mapping[str, str]], operation: str, beside:
     for size in dict.fromkeys(row["mb_per_peer"] for row in kept):
         same = [row for row in kept if row["mb_per_peer"] == size]
         found = {row["contender"]: row for row in same if is_todays(row)}
-        taken = found[choose(int(size) << 20, beside, captured == "True")]
+        taken = found[fastest_way(int(size) << 20, beside, captured == "True")]
         best = min(float(row["median_ms"]) for row in same) / float(taken["median_ms"])
         last = float(taken["product_ms"]) * 1e3 if beside == "compute" else float(taken["gb_per_s"])
         cells = [size, *(microseconds(found[name]) if name in found else "-" for name in CONTENDERS)]

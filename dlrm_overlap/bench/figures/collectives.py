@@ -23,7 +23,8 @@ from dlrm_overlap.bench.harness.registered import RegisteredGroup
 from dlrm_overlap.bench.harness.timing import capture, counted, slowest_rank
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
-from dlrm_overlap.comm.collectives import PeerCollectives, choose
+from dlrm_overlap.comm.calls import fastest_way
+from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.train.ranks import Ranks
@@ -111,7 +112,7 @@ class OwnCollectives(CollectiveContender):
 
     def way(self, row_bytes: int, beside: str, captured: bool) -> str | None:
         """Return the way, also that which auto chooses."""
-        return choose(row_bytes, beside, captured) if self.name == "auto" else self.name
+        return fastest_way(row_bytes, beside, captured) if self.name == "auto" else self.name
 
     def close(self) -> None:
         """Give the memory back."""

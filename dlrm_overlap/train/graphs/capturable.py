@@ -1,4 +1,4 @@
-"""What a training step is made of, and whether it can be captured."""
+"""Whether a model's training step can be captured, and of which parameters and optimizers it is made."""
 
 import sys
 from collections import Counter
@@ -42,7 +42,7 @@ def why_not_captured(model: nn.Module) -> str | None:
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a sharded model, by name, that take a gradient and that no fused lookup updates.
 
-    Data-parallel tables are among them, as slices of what holds them, see `FlatParameters`.
+    Data-parallel tables are among them, as slices of their holders, see `FlatParameters`.
     """
     return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
 

@@ -21,9 +21,9 @@ _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
 
 class DenseStep:
-    """What a pipeline does for the dense parameters in a step: `begin`, forward and backward, `update`.
+    """A step of the dense parameters: `begin`, forward and backward, `update`.
 
-    Both may be captured; then `update_behind` follows each launch of the graph.
+    Both may be captured; then `update_after` follows each launch of the graph.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class DenseStep:
         self._optimizers, self._flat, self._casts = optimizers, flat, casts
         self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
         # Another optimizer knows its numbers on the host alone, and so does a wrapper that does more than to hold one.
-        # They take their steps behind the graph.
+        # They take their steps after the graph.
         self.captures_update = len(self._flat_optimizers) == len(optimizers) and all(
             type(each) in (KeyedOptimizerWrapper, FlatOptimizer) for each in optimizers
         )
-        """whether `update` updates the parameters; otherwise `update_behind` does"""
+        """whether `update` updates the parameters; otherwise `update_after` does"""
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
@@ -84,7 +84,7 @@ class DenseStep:
         else:
             self._buckets.finish()
 
-    def update_behind(self) -> None:
+    def update_after(self) -> None:
         """Take the steps of optimizers that cannot be captured."""
         if self.captures_update:
             return
@@ -104,7 +104,7 @@ class DenseStep:
             optimizer.refresh()
 
     def check(self) -> None:
-        """Raise what kernels have recorded; never waits for the device."""
+        """Raise the errors that kernels have recorded; never waits for the device."""
         self._buckets.check()
 
     def close(self) -> None:

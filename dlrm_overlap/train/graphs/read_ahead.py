@@ -49,11 +49,11 @@ class Streams:
             current.wait_stream(self.main_stream)
 
     def main(self) -> AbstractContextManager[Any]:
-        """Return a context in which the steps' stream is the current one, behind the caller's; then the other way."""
+        """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
         return self._main() if self._on_gpu else nullcontext()
 
     def step_is_issued(self, parity: int) -> None:
-        """Note that all that reads what had landed for the other parity has been issued."""
+        """Note that all readers of the other parity's landing memory have been issued."""
         if self._on_gpu:
             self._issued[parity].record(self.main_stream)
 
@@ -69,7 +69,7 @@ class Streams:
     def copies(self, parity: int) -> AbstractContextManager[Any]:
         """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
 
-        Copies come behind what the caller of the step had issued before it, such as the batch itself, on the device.
+        Copies come after the caller's earlier work on the device, such as the batch itself.
         """
         return self._copies(parity) if self._on_gpu else nullcontext()
 
@@ -80,11 +80,11 @@ class Streams:
             yield
 
     def ids(self) -> AbstractContextManager[Any]:
-        """Return a context for what runs beside the step, until `join_ids`."""
+        """Return a context for work beside the step, until `join_ids`."""
         return self._beside() if self._on_gpu else nullcontext()
 
     def join_ids(self) -> None:
-        """Make the steps' stream wait for what was issued beside it."""
+        """Make the steps' stream wait for the work beside it."""
         if self._on_gpu:
             self.main_stream.wait_stream(self._ids)
 
@@ -117,7 +117,7 @@ class ReadAhead:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was read and sent for steps that have not been taken."""
+        """Forget batches and ids that were read and sent for steps that have not been taken."""
         self._held, self._exhausted = [False, False], False
         self.forget_sent_ids()
 

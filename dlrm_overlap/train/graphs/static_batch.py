@@ -22,7 +22,7 @@ class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
     A batch is made of tensors and KeyedJaggedTensors: an object's attributes, or in tuples, lists and dictionaries.
-    What else it holds stays as `example` has it.
+    Other attributes stay as `example` has them.
     """
 
     def __init__(self, example: Any, device: torch.device, bound: BatchBound, cuts: "IdCuts | None" = None) -> None:
@@ -127,7 +127,7 @@ def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a batch, or a part of it, is made of, by index, key or attribute."""
+    """Return the members of a batch, or of a part of it, by index, key or attribute."""
     if isinstance(value, list | tuple):
         return enumerate(value)
     if isinstance(value, dict):
@@ -233,7 +233,7 @@ class StaticIds:
             self._values[here:].zero_()
             self._lengths.copy_(ids.lengths(), non_blocking=True)
             return
-        if self._cuts and values.numel() != self._room:  # what is cut is published with the number that is known
+        if self._cuts and values.numel() != self._room:  # features that are cut are published with the known number
             raise InputError(
                 f"GraphTrainPipeline: a batch of {values.numel()} ids, but by its bound, which gives every bag of a "
                 f"feature the same number, it has {self._room}; correct the bound's bag_sizes"
@@ -277,8 +277,8 @@ class IdCuts(dict[tuple[tuple[str, ...], tuple[int, ...]], IdCut]):
 class BoundedIds(KeyedJaggedTensor):
     """Ids of one step in memory that has room for the most that a batch may have.
 
-    Behind a batch's ids, `values` is 0. What TorchRec's class does with numbers of ids that it reads from the device is
-    done here on the device: `split`, `permute`, `[]` and `to_dict` return features with room for the most ids of each.
+    After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here all is done on the
+    device: `split`, `permute`, `[]` and `to_dict` return features with room for the most ids of each.
     A method that must return the numbers themselves is refused, unless all lengths are known beforehand.
 
     Example: 2 samples, f of at most 1 and g of at most 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
@@ -302,7 +302,7 @@ class BoundedIds(KeyedJaggedTensor):
             lengths: [T * samples] int32 or int64.
             capacities: the most ids of each feature.
             known: whether each feature has as many.
-            cuts: filled by what is cut out of these ids.
+            cuts: of these ids, filled as they are made.
         """
         self.capacities, self._known, self._cuts = list(capacities), known, cuts
         super().__init__(list(keys), values, lengths=lengths, stride=samples)
@@ -319,7 +319,7 @@ class BoundedIds(KeyedJaggedTensor):
 
     @_length_per_key.setter
     def _length_per_key(self, lengths: list[int] | None) -> None:
-        """Forget what TorchRec's class has found: it is of one batch."""
+        """Forget the lengths that TorchRec's class has found: they are of one batch."""
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Return the features in groups of `segments`, see `KeyedJaggedTensor.split`."""
@@ -341,7 +341,7 @@ class BoundedIds(KeyedJaggedTensor):
             arguments = cut.indices, safe, self.values(), None, sum(capacities)
             _, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(*arguments)
             values = values.where(cut.positions < safe.index_select(0, cut.indices).sum(), 0)
-            # The lengths stay as they are, so that what is beyond its bound is found where the ids are published.
+            # The lengths stay as they are, so that a batch beyond its bound is found where its ids are published.
             lengths = counts.index_select(0, cut.indices).flatten()
         return BoundedIds([keys[i] for i in indices], values, lengths, samples, capacities, self._known, self._cuts)
 

@@ -10,9 +10,9 @@ take in turn, and the two graphs are replayed alternately:
     main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
     update stream   sort ids i ----                       | rows, as gradients arrive ------
 
-What changes from step to step is in device memory: epochs and the number of the step, see `comm.counters`, and learning
-rates. What the step does between ranks is in one order, see `comm.order`. On CPUs, and before the capture, the same
-steps are taken one by one.
+All that changes from step to step is in device memory: epochs and the number of the step, see `comm.counters`, and
+learning rates. All communication of the step is in one order, see `comm.order`. On CPUs, and before the capture, the
+same steps are taken one by one.
 """
 
 import logging
@@ -65,7 +65,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     from rank 0's dense weights. Every training batch has the bound's number of samples and tensors of the same shapes,
     and gives a gradient to the same dense parameters.
 
-    What cannot be captured is left to `TrainPipelineSparseDist`, which the log says once, with the reason.
+    A model that cannot be captured is left to `TrainPipelineSparseDist`; the log says so once, with the reason.
 
     Example:
         bound = BatchBound(samples=512, bag_sizes={"user": (1, 1), "clicks": (0, 50)})
@@ -87,7 +87,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         dense_reduce: str = "auto",
         capture: bool | None = None,
     ) -> None:
-        """Take what TorchRec's pipelines take, and the bound of the batches.
+        """Take the arguments of TorchRec's pipelines, and the bound of the batches.
 
         Args:
             group: of the model's ranks; None is the default group.
@@ -144,7 +144,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         gradient_dtype: torch.dtype,
         dense_reduce: str,
     ) -> DenseStep:
-        """Return what trains the dense parameters, of which all ranks then have rank 0's; a collective."""
+        """Return the step of the dense parameters, of which all ranks then have rank 0's; a collective."""
         trained = dense_parameters(self._model)
         flat = flat or FlatParameters(trained, shards_of(self._model))
         check_all_held(flat, trained)
@@ -176,7 +176,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, if the
                 forward returns no (losses, output), if the model calls a collective, if other dense parameters get a
                 gradient than in the first step, or if rows or windows were moved or given back since a capture.
-            RuntimeError: what kernels have recorded, such as a wait for a peer that has expired.
+            RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
         if self._fallback is not None:
             return self._fallback.progress(dataloader_iter)
@@ -189,7 +189,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise
 
     def check(self) -> None:
-        """Raise what kernels have recorded; never waits for the device."""
+        """Raise the errors that kernels have recorded; never waits for the device."""
         if self._fallback is None:
             for exchange in self._exchanges:
                 exchange.check()
@@ -199,7 +199,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Release the graphs, which must be gone before the process group, and memory that peers see.
 
         Raises:
-            RuntimeError: what kernels have recorded, where one has stopped the GPU.
+            RuntimeError: that kernels have recorded, where one has stopped the GPU.
         """
         if self._fallback is None:
             self._graphs = [None, None]
@@ -226,7 +226,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._follow_learning_rates()
         following = self._ahead.holds(1 - parity)
         output = self._take_step(parity, following)
-        self._dense.update_behind()
+        self._dense.update_after()
         self._ahead.release(parity)
         self._steps += 1
         if following:
@@ -303,7 +303,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
     def _check_places(self) -> None:
-        """Check that what graphs read and write is still there.
+        """Check that the memory of captured steps is still there.
 
         Raises:
             InputError: if it is not.
@@ -346,7 +346,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         assert not self._in_other_windows(captured, parity), "a replay would meet the peers in another window"
 
     def _in_other_windows(self, captured: CapturedStep, parity: int) -> list[tuple[Exchange, Counter]]:
-        """Return what counts windows whose next epoch has another one than `captured` has in the step of `parity`."""
+        """Return counters whose next epoch has another window than `captured` has in the step of `parity`."""
         is_other, found = captured is not self._graphs[parity], list[tuple[Exchange, Counter]]()
         for exchange, values in zip(self._exchanges, captured.captured_values, strict=False):
             counters = exchange.counters
@@ -358,7 +358,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
 
 def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
-    """Return what a model's forward has returned, which is what TorchRec's pipelines want of it.
+    """Return the result of a model's forward, which TorchRec's pipelines take in this form.
 
     Raises:
         InputError: if it is anything else.

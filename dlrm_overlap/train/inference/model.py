@@ -24,7 +24,7 @@ _CHUNK_ELEMENTS = 1 << 22  # of a table, that are read and quantised at a time
 
 
 class InferenceModel(nn.Module):
-    """A DLRM on one device, from ids to probabilities: what is exported."""
+    """A DLRM on one device, from ids to probabilities, as it is exported."""
 
     def __init__(self, tables: Sequence[nn.Module], dlrm: DLRM) -> None:
         """Take a lookup for each table, and the dense part of `dlrm`."""
@@ -91,7 +91,7 @@ class Squares:
 def build_for_inference(
     path: Path, manifest: Manifest, quantize: str, scratch: Scratch
 ) -> tuple[InferenceModel, Squares]:
-    """Return the model of the checkpoint `path`, which is whole, on the CPU, and what quantising has cost.
+    """Return the model of the checkpoint `path`, which is whole, on the CPU, and the error of quantising.
 
     Args:
         path: of the checkpoint.
@@ -100,7 +100,7 @@ def build_for_inference(
         scratch: for tables that are not a piece of one of the checkpoint's files.
 
     Raises:
-        InputError: if the checkpoint does not tell its model, or lacks a tensor of it.
+        InputError: if the checkpoint does not name its model, or lacks a tensor of it.
         OSError: if there is no room for a table.
     """
     stored = Checkpoint(path, manifest)

@@ -27,7 +27,7 @@ class NarrowTable(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Do what `FloatTable.forward` does."""
+        """Pool as `FloatTable.forward`."""
         return _pool(self.weight.index_select(0, ids).float(), offsets)
 
 
@@ -48,7 +48,7 @@ class Int8Table(nn.Module):
         self.register_buffer("scales", scales)
 
     def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Do what `FloatTable.forward` does."""
+        """Pool as `FloatTable.forward`."""
         scale, least = self.scales.index_select(0, ids).split(1, dim=1)
         return _pool(self.codes.index_select(0, ids).float() * scale + least, offsets)
 
@@ -59,7 +59,7 @@ def _pool(rows_nD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `Int8Table` takes for the rows `weight` [rows, D]: codes and scales.
+    """Return the arguments of `Int8Table` for the rows `weight` [rows, D]: codes and scales.
 
     A row whose weights are all alike has the scale 0 and is exact.
     """

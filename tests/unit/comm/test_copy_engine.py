@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap.comm.collectives import COPIED_FROM_BYTES, choose
+from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
 from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine, _check
 from dlrm_overlap.config import InputError
 from tests.conftest import read_rows
@@ -64,7 +64,7 @@ def test_an_error_of_cuda_is_told_by_its_name() -> None:
 @pytest.mark.parametrize(("case", "least"), COPIED_FROM_BYTES.items())
 def test_large_rows_are_copied_and_small_ones_stored(case: tuple[str, bool], least: int) -> None:
     beside, captured = case
-    assert (choose(least - 1, beside, captured), choose(least, beside, captured)) == ("stores", "dma")
+    assert (fastest_way(least - 1, beside, captured), fastest_way(least, beside, captured)) == ("stores", "dma")
 
 
 def test_no_way_is_faster_than_the_chosen_one_by_more_than_a_twentieth() -> None:
@@ -79,5 +79,5 @@ def test_no_way_is_faster_than_the_chosen_one_by_more_than_a_twentieth() -> None
             medians.setdefault(case, {})[row["contender"]] = median
     assert best
     for case, least in best.items():
-        way = choose(int(case[3]) << 20, case[1], case[2] == "True")
+        way = fastest_way(int(case[3]) << 20, case[1], case[2] == "True")
         assert medians[case][way] <= least / 0.95, f"{case}: {way}, of {medians[case]}"

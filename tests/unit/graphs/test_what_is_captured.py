@@ -270,7 +270,7 @@ def test_gradients_are_there_for_optimizers_that_step_behind_a_replay(world_of_o
     sgd.zero_grad()
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     flat.gradients.views["used.weight"].fill_(3.0)
-    step.update_behind()
+    step.update_after()
     assert parameters["used.weight"].grad is flat.gradients.views["used.weight"]
     assert_near(parameters["used.weight"].data, before["used.weight"] - 0.1 * 3.0, 1e-6, "used")
     assert parameters["unused.weight"].grad is None

@@ -1,0 +1,150 @@
+"""One rank's model and data, which take a step of training, or evaluate."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.checkpoint.checkpoint import cuts_of
+from dlrm_overlap.checkpoint.storage.load import load_weights
+from dlrm_overlap.config import Config
+from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.embedding.tables import fbgemms_bad_id
+from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.watch import Progress
+from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
+from dlrm_overlap.train.assembly import assemble
+from dlrm_overlap.train.preflight import total_steps
+
+
+class Stepper:
+    """Takes steps of one rank, and evaluates. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        train: Dataset,
+        held_out: Dataset,
+        fused_params: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Build the model on this rank's device. The process group must exist.
+
+        Args:
+            config: of the run.
+            world: this rank among all.
+            device: of this rank.
+            train: the samples to train on.
+            held_out: those to evaluate on.
+            fused_params: extra ones, which TorchRec passes to FBGEMM.
+            progress: of this process, for a `Watch`.
+        """
+        self.progress = progress or Progress()
+        self.config, self.world, self.device = config, world, device
+        self.train_data, self.held_out_data = train, held_out
+        self.samples_per_rank = config.train.samples_per_rank(world.world_size)
+        self.global_batch = self.samples_per_rank * world.world_size
+        self.steps = total_steps(config, train, world.world_size)
+        torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
+        self.assembled = assemble(config, world, device, train, fused_params)
+        self.model, self.optimizer = self.assembled.model, self.assembled.optimizer
+        self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
+        self.plan = self.assembled.plan
+
+    @contextmanager
+    def raising_the_cause(self) -> Iterator[None]:
+        """Raise the error that a kernel has recorded in place of the CUDA error that follows from it.
+
+        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
+        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self.assembled.check()
+            if bad_id := fbgemms_bad_id(error):
+                raise bad_id from error
+            raise
+
+    def step(self, batches: Iterator[Batch]) -> torch.Tensor:
+        """Take one training step on the next of `batches`; docs/architecture.md leads through it.
+
+        Returns:
+            The mean loss [] of this rank's samples, still on the device.
+        """
+        with self.raising_the_cause():
+            loss, _, _ = self.pipeline.progress(batches)
+        return loss
+
+    def evaluate(self) -> dict[str, float]:
+        """Return loss, AUROC, NE and accuracy over the held-out samples of all ranks, the same bits on every rank."""
+        samples = self.held_out_data.num_samples
+        assert samples is not None, "an endless data set cannot be evaluated"
+        return self._evaluate_on(math.ceil(samples / self.global_batch))
+
+    def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
+        """Load the weights of `checkpoint`, which is whole, and evaluate as `evaluate` does; a collective.
+
+        Raises:
+            InputError: if it lacks a tensor of this model.
+        """
+        with self.raising_the_cause():
+            load_weights(checkpoint, self.model, cuts_of(self.model))
+            values = self.evaluate()
+        self.assembled.check()
+        return values
+
+    @torch.no_grad()
+    def _evaluate_on(self, steps: int) -> dict[str, float]:
+        """Evaluate as `evaluate` does, over the first `steps` global batches; a single one is read by a thread."""
+        samples = self.held_out_data.num_samples
+        logits, labels = [], []
+        self.model.eval()
+        self.pipeline.reset()
+        with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
+            batches = iter(loader)
+            for _ in range(steps):
+                self.progress.tick()
+                _, batch_logits, batch_labels = self.pipeline.progress(batches)
+                logits.append(batch_logits)
+                labels.append(batch_labels)
+        self.model.train()
+        gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
+        # The last global batch went past the data set's end, where samples repeat.
+        values = evaluation_metrics(*(each[:samples] for each in gathered))
+        agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
+        return dict(zip(values, agreed.tolist(), strict=True))
+
+    def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
+        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`.
+
+        `workers` takes the place of `data.workers`.
+        """
+        distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
+        data = self.config.data
+        return make_loader(
+            dataset,
+            batch_size=self.samples_per_rank,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            first_step=first_step,
+            last_step=last_step,
+            workers=data.workers if workers is None else workers,
+            prefetch=data.prefetch,
+            pin_memory=self.device.type == "cuda",
+            distinct_steps=distinct_steps,
+            # Before a peer's wait for this rank expires, so that the cause is reported.
+            timeout_s=0.8 * self.config.embedding.wait_timeout_s,
+        )
+
+    def close(self) -> None:
+        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
+        self.assembled.close()
